@@ -327,12 +327,6 @@ class Key:
     def __repr__(self) -> str:
         return HIDDEN
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Key) and self._value == other._value
-
-    def __hash__(self) -> int:
-        return hash(self._value)
-
 
 class HiddenDict(dict[str, str]):
     def __repr__(self) -> str:

@@ -151,8 +151,8 @@ def hub_refusal(error: BaseException) -> str | None:
 
 
 @contextmanager
-def naming_hub(setting: str) -> Iterator[None]:
-    """Puts the name of the setting before what the hub refuses.
+def naming_hub() -> Iterator[None]:
+    """Puts the name of the folder of the run before what the hub refuses.
 
     Raises:
         StorageFailed: in place of ``hub_refusal``.
@@ -162,7 +162,7 @@ def naming_hub(setting: str) -> Iterator[None]:
     except OSError as error:
         if (refused := hub_refusal(error)) is None:
             raise
-        raise StorageFailed(f"{written(setting)}: {refused}.") from error
+        raise StorageFailed(f"{written.logging_dir}: {refused}.") from error
 
 
 def library_line(error: BaseException) -> str:
@@ -408,6 +408,7 @@ class RetryPolicy:
             (sleep or self.sleep)(seconds)
 
 
+@dataclass(eq=False)
 class Attempts:
     """Calls of one kind in a row, of which some fail.
 
@@ -415,15 +416,11 @@ class Attempts:
         explain, meanwhile: what a log line says about an error, and about the time of a wait.
     """
 
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        explain: Callable[[BaseException], str] = failure_line,
-        meanwhile: str = "",
-    ) -> None:
-        self._policy = policy
-        self._explain = explain
-        self._meanwhile = meanwhile
+    _policy: RetryPolicy
+    _explain: Callable[[BaseException], str] = failure_line
+    _meanwhile: str = ""
+
+    def __post_init__(self) -> None:
         self.succeeded()
 
     def succeeded(self) -> None:

@@ -257,7 +257,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         own_files()
 
     def _ensure_logging_dir_repo(self) -> None:
-        with naming_hub("logging_dir"):
+        with naming_hub():
             super()._ensure_logging_dir_repo()
 
     def run_ranks(self) -> None:
@@ -274,7 +274,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         else:
             self._forget_markers(ranks)
         if ranks:
-            with naming_hub("logging_dir"):
+            with naming_hub():
                 self._upload()
             self._work_through()
         else:

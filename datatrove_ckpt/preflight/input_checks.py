@@ -385,7 +385,7 @@ def _check_reader(
             continue
         names: Sequence[str] = [file.name for file in record.files]
         if inputs is not None:
-            names = inputs.of_rank(rank, tasks).names
+            names = inputs.shard(rank, tasks).names
         if seed is not None:
             names = shuffled_names(names, seed)
         would_read = set(names[: len(record.files)] if record.limited else names)

@@ -201,7 +201,7 @@ class RunPlan:
         """
         if ranks is None:
             ranks = range(self.tasks)
-        with naming_hub("logging_dir"):  # a run looks there first
+        with naming_hub():  # a run looks there first
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
 

@@ -17,6 +17,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from datatrove_ckpt.process.event_loop import call_soon
@@ -26,6 +27,7 @@ _CAUSE = "the cancellation of run_async"
 _Result = TypeVar("_Result")
 
 
+@dataclass(eq=False)
 class HostLoop:
     """The caller's event loop, for one rank.
 
@@ -34,7 +36,7 @@ class HostLoop:
         order: requests of the rank with the lowest order go first.
         rank: if several ranks share the loop. ``RankThreads`` watches time limit and notices for
             them.
-        shutdown: of the process, if several ranks share the loop.
+        parent: of the process, if several ranks share the loop.
 
     Attributes:
         has_admitted: the rank has handed out all its documents.
@@ -43,26 +45,18 @@ class HostLoop:
             save.
     """
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        servers: object = None,
-        order: int = 0,
-        rank: int | None = None,
-        shutdown: Shutdown | None = None,
-    ) -> None:
-        self.servers = servers
-        self.order = order
-        self.rank = rank
-        self._parent = shutdown
-        self.has_admitted = False
-        self.save: Callable[[], None] | None = None
-        self.is_open = False
-        self._loop = loop
-        self._cause = ""
-        self._shutdown: Shutdown | None = None
-        self._is_fast = False
-        self._closings = ExitStack()
+    _loop: asyncio.AbstractEventLoop
+    servers: object = None
+    order: int = 0
+    rank: int | None = None
+    _parent: Shutdown | None = None
+    has_admitted: bool = False
+    save: Callable[[], None] | None = None
+    is_open: bool = False
+    _cause: str = ""
+    _shutdown: Shutdown | None = None
+    _is_fast: bool = False
+    _closings: ExitStack = field(default_factory=ExitStack)
 
     def run(self, main: Coroutine[Any, Any, _Result]) -> _Result:
         """Runs ``main`` on the caller's loop, and waits for it in this thread.

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 import multiprocess
@@ -232,6 +233,7 @@ _SAVE = 30.0
 _AGAIN = 0.2
 
 
+@dataclass(eq=False)
 class LoopWatch:
     """Ends a process that has a stop request, and whose event loop does not end before ``close``.
 
@@ -247,14 +249,11 @@ class LoopWatch:
         hand_on: calls the signal's old handlers; returns the exit code.
     """
 
-    def __init__(
-        self, shutdown: Shutdown, save: Callable[[], None], hand_on: Callable[[], int]
-    ) -> None:
-        self._shutdown = shutdown
-        self._save = save
-        self._hand_on = hand_on
-        self._started = False
-        self._closed = False
+    _shutdown: Shutdown
+    _save: Callable[[], None]
+    _hand_on: Callable[[], int]
+    _started: bool = False
+    _closed: bool = False
 
     def start(self) -> None:
         """Starts the thread if a stop is requested.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Protocol
@@ -38,6 +39,7 @@ class Servers(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class RankThreads:
     """Runs ranks in threads of this process.
 
@@ -49,21 +51,13 @@ class RankThreads:
         tasks: the ranks. Called on the event loop.
     """
 
-    def __init__(
-        self,
-        at_once: int,
-        preemption: Preemption,
-        make_servers: Callable[[], Servers],
-        run: Callable[[int], object],
-        tasks: Tasks,
-    ) -> None:
-        self._at_once = at_once
-        self._preemption = preemption
-        self._make_servers = make_servers
-        self._run = run
-        self._tasks = tasks
-        self._hosts: list[HostLoop] = []
-        self._failure: BaseException | None = None
+    _at_once: int
+    _preemption: Preemption
+    _make_servers: Callable[[], Servers]
+    _run: Callable[[int], object]
+    _tasks: Tasks
+    _hosts: list[HostLoop] = field(default_factory=list)
+    _failure: BaseException | None = None
 
     def work_through(self) -> None:
         """Returns when all ranks have ended.

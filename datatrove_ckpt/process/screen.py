@@ -189,11 +189,7 @@ class RunProgress:
 
         A rank that has not begun counts as large as the average of the others.
         """
-        begun = {
-            rank: one
-            for rank, one in self._last.items()
-            if rank < self._with_input and (one.has_begun or rank in self._done)
-        }
+        begun = self._reading
         complete = self._complete_elsewhere
         if not begun:
             return complete / self.ranks or None
@@ -220,11 +216,16 @@ class RunProgress:
 
     @property
     def is_estimated(self) -> bool:
-        begun = sum(
-            rank < self._with_input and (progress.has_begun or rank in self._done)
-            for rank, progress in self._last.items()
-        )
-        return begun < self._with_input - self._complete_elsewhere
+        return len(self._reading) < self._with_input - self._complete_elsewhere
+
+    @property
+    def _reading(self) -> dict[int, RankProgress]:
+        """The ranks of this command that have begun."""
+        return {
+            rank: one
+            for rank, one in self._last.items()
+            if rank < self._with_input and (one.has_begun or rank in self._done)
+        }
 
     @property
     def _complete_elsewhere(self) -> int:
@@ -453,11 +454,11 @@ class BarTerminal:
         self._bar = ""
 
 
+@dataclass(eq=False)
 class Above:
-    def __init__(self, stream: TextIO, terminal: BarTerminal) -> None:
-        self.stream = stream
-        self._terminal = terminal
-        self._pending = ""
+    stream: TextIO
+    _terminal: BarTerminal
+    _pending: str = ""
 
     def write(self, text: str) -> int:
         """Prints whole lines; the rest waits for ``flush``."""
@@ -563,7 +564,6 @@ class Screen:
     def __post_init__(self) -> None:
         self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
         self._terminal: BarTerminal | None = None
-        self._outer = _report
         # A rank that reports must not log the line as its own.
         self._context = contextvars.copy_context()
 

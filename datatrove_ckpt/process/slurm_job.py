@@ -20,8 +20,7 @@ from loguru import logger
 
 from datatrove_ckpt.process.job_launch import END
 
-_SCONTROL_TIMEOUT = 10.0  # seconds
-_SQUEUE_TIMEOUT = 15.0  # seconds
+_TIMEOUT = 10.0  # seconds
 
 _first_asked: dict[float, float] = {}
 """By the end of the job: when a rank of this process asked for it first.
@@ -68,13 +67,13 @@ def requeue_if_preempted() -> None:
     if job is None or os.environ.get("SLURM_PROCID", "0") != "0":  # one task of the step is enough
         return
     try:
-        record = _scontrol("--oneliner", "show", "job", job)
+        record = _ask("scontrol", "--oneliner", "show", "job", job)
         fields = dict(word.split("=", 1) for word in record.split() if "=" in word)
         if (
             fields.get("JobState") in ("RUNNING", "SIGNALING")
             and fields.get("PreemptTime", "None") != "None"
         ):
-            _scontrol("requeue", job)
+            _ask("scontrol", "requeue", job)
             logger.info(f"Slurm is preempting job {job}. The job was requeued.")
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning(
@@ -82,10 +81,15 @@ def requeue_if_preempted() -> None:
         )
 
 
-def _scontrol(*arguments: str) -> str:
-    command = ["scontrol", *arguments]
+def _ask(*command: str) -> str:
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_SCONTROL_TIMEOUT, check=False
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT,
+        check=False,
+        env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
     )
     if done.returncode:
         raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -133,23 +137,7 @@ async def slurm_deadline() -> float | None:
     if job is None or shutil.which("squeue") is None:  # SLURM_JOB_END_TIME needs Slurm 23.02
         return None
     try:
-        answer = await _output("squeue", "--noheader", "--jobs", job, "--format=%e")
+        answer = await asyncio.to_thread(_ask, "squeue", "--noheader", "--jobs", job, "--format=%e")
         return datetime.fromisoformat(answer.strip()).timestamp()
-    except (OSError, TimeoutError, ValueError):
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-async def _output(*command: str) -> str:
-    pipe = asyncio.subprocess.PIPE
-    nothing = asyncio.subprocess.DEVNULL
-    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=nothing, stdout=pipe, stderr=nothing, env=environment
-    )
-    try:
-        async with asyncio.timeout(_SQUEUE_TIMEOUT):
-            return (await process.communicate())[0].decode()
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

@@ -143,7 +143,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         """
         if data:
             yield from data
-        start = start_reader(self._take_state())
+        self._position = None
+        self._start_state = self._next_state
+        self._next_state = None
+        start = start_reader(self._start_state)
         if rank == 0 and world_size > 1 and self.limit != -1:
             logger.info(
                 f"limit={self.limit} applies to each of {world_size} tasks: up to "
@@ -202,12 +205,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
-    def _take_state(self) -> State | None:
-        self._position = None
-        self._start_state = self._next_state
-        self._next_state = None
-        return self._start_state
-
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
@@ -233,7 +230,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             documents = state["documents"]
             passed = self.skip
         found = state is not None
-        extent = InputExtent(inputs, self.limit, is_near=self.data_folder.is_local())
+        extent = InputExtent(inputs, self.limit, self.data_folder.is_local())
         limit = self.limit if self.limit != -1 else None
         documents_bar = tqdm(
             total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress

@@ -9,7 +9,7 @@ import copy
 import json
 import re
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -39,7 +39,7 @@ class BatchReader(JsonlReader):
     the output. The arguments are those of JsonlReader.
     """
 
-    _bad_line_advice: ClassVar[str] = "Correct or remove the line."
+    _bad_line_advice = "Correct or remove the line."
 
     @staticmethod
     def _loads(line: bytes) -> Any:

@@ -17,6 +17,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from datatrove.io import DataFolder
@@ -90,22 +91,18 @@ class DatasetInputs(Inputs):
 
     def shard(self, rank: int, world_size: int) -> Inputs:
         chosen = copy.copy(self)
+        if len(self.names) <= 1:
+            chosen.row_shard = (rank, world_size)
+            return chosen
+        if rank >= len(self.names):
+            logger.warning(
+                f"The dataset has {len(self.names)} shards, so task {rank} of {world_size} gets "
+                "none."
+            )
         chosen.names = self.names[rank::world_size]
         chosen.urls = self.urls[rank::world_size]
         chosen.shards = self.shards[rank::world_size]
         return chosen
-
-    def of_rank(self, rank: int, world_size: int) -> Inputs:
-        if len(self.names) > 1:
-            if rank >= len(self.names):
-                logger.warning(
-                    f"The dataset has {len(self.names)} shards, so task {rank} of {world_size} "
-                    "gets none."
-                )
-            return self.shard(rank, world_size)
-        shared = copy.copy(self)
-        shared.row_shard = (rank, world_size)
-        return shared
 
     def info(self, index: int) -> JsonObject:
         if self.is_map:
@@ -327,14 +324,13 @@ def _read_parquet(builder: Parquet, name: str, first: int, count: Count) -> Iter
             start += batch.num_rows
 
 
+@dataclass(eq=False)
 class _Rows:
     num_shards = 1
-
-    def __init__(self, source: _BaseExamplesIterable, first: int, step: int, count: Count) -> None:
-        self._source = source
-        self._first = first
-        self._step = step
-        self._count = count
+    _source: _BaseExamplesIterable
+    _first: int
+    _step: int
+    _count: Count
 
     @property
     def iter_arrow(self) -> Callable[[], Iterator[Table]] | None:

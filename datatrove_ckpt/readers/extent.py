@@ -93,6 +93,7 @@ class FileExtent:
         return max(0.0, min(float(self.size), inside))
 
 
+@dataclass(eq=False)
 class InputExtent:
     """The input of one reader in one rank.
 
@@ -101,23 +102,21 @@ class InputExtent:
         is_near: a size costs no request.
     """
 
-    def __init__(self, inputs: MeasuredInputs, limit: int, is_near: bool = True) -> None:
-        self.total: float | None = None
-        """In bytes; None: not known, or not yet: see ``measure``."""
-        self.measuring: threading.Thread | None = None
-        """Looks the sizes up; None: this was not needed yet, or took no thread."""
-        self._inputs = inputs
-        self._limit = limit
-        self._is_near = is_near
-        self._is_measured = False
-        self.tasks = inputs.tasks
+    inputs: MeasuredInputs
+    _limit: int
+    _is_near: bool = True
+    total: float | None = None
+    """In bytes; None: not known, or not yet: see ``measure``."""
+    measuring: threading.Thread | None = None
+    """Looks the sizes up; None: this was not needed yet, or took no thread."""
+    _is_measured: bool = False
 
     def measure(self) -> None:
         """Looks the sizes up once, in a thread if that may take long."""
         if self._is_measured:
             return
         self._is_measured = True
-        if self._is_near and len(self._inputs.names) <= _AT_ONCE:
+        if self._is_near and len(self.inputs.names) <= _AT_ONCE:
             self._measure()
         else:
             self.measuring = threading.Thread(
@@ -128,10 +127,10 @@ class InputExtent:
     def _measure(self) -> None:
         # The reader raises a better error when it comes to the file.
         with suppress(Exception):
-            count = len(self._inputs.names)
+            count = len(self.inputs.names)
             most = _MEASURED if self._is_near else _MEASURED_REMOTE
             chosen = range(0, count, max(1, -(-count // most)))
-            sizes = [self._inputs.size_for_people(index) for index in chosen]
+            sizes = [self.inputs.size_for_people(index) for index in chosen]
             if not count or any(sizes):
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
@@ -140,7 +139,7 @@ class InputExtent:
         done = file.reached(place)
         coarse = file.per is None and not file.starts
         total = self.total
-        if coarse and len(self._inputs.names) < _FINE:
+        if coarse and len(self.inputs.names) < _FINE:
             total = None
         if self._limit > 0 and documents / self._limit >= done / (total or math.inf):
             return Reached(min(documents, self._limit), self._limit, "rows")

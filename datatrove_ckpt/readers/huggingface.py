@@ -69,8 +69,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         ConfigError: an argument that cannot work, or a token among ``dataset_options``.
     """
 
-    format: ClassVar[str] = "datasets"
-    _order_options: ClassVar[tuple[str, ...]] = (
+    format = "datasets"
+    _order_options = (
         "skip",
         "dataset",
         "streaming",
@@ -168,7 +168,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         return super()._options() | {"dataset_options": shorten(self.chosen)}
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        return self.list_dataset((state or {}).get("commit")).of_rank(rank, world_size)
+        return self.list_dataset((state or {}).get("commit")).shard(rank, world_size)
 
     def _read_input(
         self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
@@ -246,7 +246,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         except (CkptError, ImportError):
             raise
         except Exception as error:  # whatever datasets, the hub and file systems raise
-            raise InputError(self._explain(error, commit)) from error
+            raise InputError(explain_hub_error(self.dataset, error, commit)) from error
         if isinstance(dataset, dict):
             raise InputError(
                 f"The dataset {self.dataset!r} has several splits, and dataset_options names none. "
@@ -308,7 +308,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         except Exception as error:
             if type(error).__name__ == "OfflineModeIsEnabled":
                 return None  # datasets may have it in its cache
-            raise InputError(self._explain(error, None)) from error
+            raise InputError(explain_hub_error(self.dataset, error)) from error
         return str(found.sha)
 
     def _repository(self) -> str | None:
@@ -341,6 +341,3 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _has_default_adapter(self) -> bool:
         return getattr(self.adapter, "__func__", None) is BaseReader._default_adapter
-
-    def _explain(self, error: Exception, commit: str | None) -> str:
-        return explain_hub_error(self.dataset, error, commit)

@@ -147,9 +147,6 @@ class Inputs:
             return self.fingerprint(index, self.size(index), whole=True)
         return ""
 
-    def of_rank(self, rank: int, world_size: int) -> Inputs:
-        return self.shard(rank, world_size)
-
     def shard(self, rank: int, world_size: int) -> Inputs:
         names = self.names[rank::world_size]
         infos = {name: self._infos[name] for name in names if name in self._infos}

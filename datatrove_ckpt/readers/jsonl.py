@@ -64,8 +64,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         The others are datatrove's.
     """
 
-    format: ClassVar[str] = "jsonl"
-    _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "compression")
+    format = "jsonl"
+    _order_options = (*SeekingReader._order_options, "compression")
     _bad_line_advice: ClassVar[str] = (
         "Fix or remove the line, or set stop_on_bad_line to false to count such lines and continue."
     )
@@ -319,19 +319,15 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
 def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
     while block := file.read(_BLOCK):
         if not block.endswith(b"\n"):
-            block += _rest_of_line(file, name)
+            rest = read_line(file)
+            if len(rest) >= MAX_LINE_BYTES:
+                raise InputError(
+                    f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so "
+                    "the file is damaged, or no JSONL. Replace it by a complete copy, or move it "
+                    "out of the folder."
+                )
+            block += rest
         yield block.splitlines(keepends=True)
-
-
-def _rest_of_line(file: IO[bytes], name: str) -> bytes:
-    """Reads the rest of a line. Raises InputError for an overlong line."""
-    rest = read_line(file)
-    if len(rest) >= MAX_LINE_BYTES:
-        raise InputError(
-            f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so the file "
-            "is damaged, or no JSONL. Replace it by a complete copy, or move it out of the folder."
-        )
-    return rest
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from datatrove.data import Document
@@ -18,7 +19,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.inputs import Inputs, list_input, record_reader
+from datatrove_ckpt.readers.inputs import list_input, record_reader
 from datatrove_ckpt.readers.no_document import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
@@ -123,13 +124,11 @@ class PipelineReaders:
         return ShardRecord(records, reading.skipped, self._pipeline)
 
 
+@dataclass
 class _PlainReader:
-    def __init__(self, reader: BaseDiskReader, rank: int, world_size: int) -> None:
-        self._reader = reader
-        self._rank = rank
-        self._world_size = world_size
-        self._inputs = Inputs(reader.data_folder, ())
-        self._before = 0
+    _reader: BaseDiskReader
+    _rank: int
+    _world_size: int
 
     def start(self) -> None:
         self._inputs = list_input(self._reader).shard(self._rank, self._world_size)

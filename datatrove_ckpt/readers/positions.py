@@ -58,7 +58,7 @@ class FileState:
         if self.input is None or self.file is None:
             return UNKNOWN
         reached = self.input.reached(self.file, position[3], position[1])
-        return reached._replace(tasks=self.input.tasks)
+        return reached._replace(tasks=self.input.inputs.tasks)
 
     def __deepcopy__(self, memo: dict[int, object]) -> FileState:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -28,9 +29,9 @@ def is_commit(revision: str | None) -> bool:
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
+@dataclass
 class Revisions:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    _folder: Path
 
     def commit(self, dataset: str, revision: str, resolve: Resolve) -> str | None:
         """Returns the commit that this job reads as ``revision`` of the dataset. Asks the hub only

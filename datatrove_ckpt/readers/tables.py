@@ -14,8 +14,9 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -116,10 +117,10 @@ _BUFFER_BYTES = 2**20
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+@dataclass(eq=False)
 class RetryingFile:
-    def __init__(self, file: IO[bytes], name: str) -> None:
-        self._file = file
-        self._name = name
+    _file: IO[bytes]
+    _name: str
 
     def read(self, size: int = -1) -> bytes:
         return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
@@ -171,7 +172,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         The others are datatrove's.
     """
 
-    format: ClassVar[str] = "parquet"
+    format = "parquet"
 
     def __init__(
         self,
@@ -253,8 +254,8 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         The others are datatrove's.
     """
 
-    format: ClassVar[str] = "ipc"
-    _order_options: ClassVar[tuple[str, ...]] = (*SeekingReader._order_options, "stream")
+    format = "ipc"
+    _order_options = (*SeekingReader._order_options, "stream")
 
     def __init__(
         self,

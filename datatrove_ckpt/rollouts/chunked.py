@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -29,13 +29,13 @@ _BOUNDARIES = (
 )
 
 
+@dataclass
 class _Splitter:
     """Splits a text at ``limit`` units, such as tokens. ``starts``: where each unit begins."""
 
-    def __init__(self, text: str, limit: int, starts: Sequence[int]) -> None:
-        self._text = text
-        self._limit = limit
-        self._starts = starts
+    _text: str
+    _limit: int
+    _starts: Sequence[int]
 
     def fits(self, start: int, end: int) -> bool:
         """Whether the part fits, without white space at its end."""
@@ -123,8 +123,8 @@ class ChunkedRollout(ReadyMade):
     carry: Literal["conversation", "continue"] | None = None
     carried_parts: int = 1
 
-    _token_setting: ClassVar[str] = "max_tokens_per_part"
-    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
+    _token_setting = "max_tokens_per_part"
+    _unread = ("n", "tools")
 
     def __post_init__(self) -> None:
         check_template(self.prompt)

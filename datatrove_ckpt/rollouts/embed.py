@@ -24,9 +24,9 @@ class _NoText(WholeText):
     _: KW_ONLY
     params: Payload | None = None
 
-    uses_chat: ClassVar[bool | None] = None
+    uses_chat = None
     _way: ClassVar[str]
-    _set_elsewhere: ClassVar[tuple[str, ...]] = (
+    _set_elsewhere = (
         *WholeText._set_elsewhere,
         "input",
         "encoding_format",
@@ -73,7 +73,7 @@ class EmbedRollout(_NoText):
     normalize: bool = False
     column: str | None = None
 
-    _way: ClassVar[str] = "embed"
+    _way = "embed"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,7 +147,7 @@ class ClassifyRollout(_NoText):
     keep: list[str] | None = None
     threshold: float | None = None
 
-    _way: ClassVar[str] = "classify"
+    _way = "classify"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
@@ -63,7 +62,7 @@ class JudgeRollout(PromptRollout):
     highest: float | None = None
     threshold: float | None = None
 
-    _unread: ClassVar[tuple[str, ...]] = ("n", "tools")
+    _unread = ("n", "tools")
 
     def __post_init__(self) -> None:
         if self.judge_prompt is None:
@@ -209,9 +208,7 @@ class JudgeRollout(PromptRollout):
 
 
 def _last_match(pattern: str, text: str) -> str:
-    found = None
-    for match in re.finditer(pattern, text):
-        found = match
-    if found is None:
+    found = list(re.finditer(pattern, text))
+    if not found:
         return ""
-    return found[min(1, found.re.groups)] or ""
+    return found[-1][min(1, found[-1].re.groups)] or ""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import ClassVar, TypeAlias
 
 from datatrove.data import Document
 
@@ -34,8 +33,6 @@ from datatrove_ckpt.rollouts.templates import (
     parse,
     times_text,
 )
-
-Filled: TypeAlias = Callable[[str], str]
 
 
 @dataclass
@@ -183,7 +180,7 @@ class CompletionRollout(OneRequest):
     prompt: str = "{text}"
     generation_params: Payload | None = None
 
-    uses_chat: ClassVar[bool | None] = False
+    uses_chat = False
 
     def __post_init__(self) -> None:
         check_template(self.prompt)
@@ -235,7 +232,7 @@ async def filled_text(rollout: WholeText, template: str, document: Document) -> 
 
 
 async def cut_to_limit(
-    rollout: WholeText, template: str, filled: Filled, text: str, system_prompt: str
+    rollout: WholeText, template: str, filled: Callable[[str], str], text: str, system_prompt: str
 ) -> str:
     """Returns the text, cut to the rollout's limit in tokens, if it has one.
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self
 
 import orjson
 from datatrove.pipeline.inference.types import InferenceResult
@@ -27,7 +27,6 @@ from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
 
 _CHAT_TEMPLATE_TOKENS = 64
 _SPECIAL_TOKENS = 8  # around a text, such as [CLS]
-ReadAnswer: TypeAlias = Callable[[InferenceResult], tuple[str, str]]
 
 
 @dataclass(kw_only=True)
@@ -168,7 +167,7 @@ class WholeText(ReadyMade):
     # found by for_config
     prompt_tokens: int | None = field(default=None, init=False)
 
-    _token_setting: ClassVar[str] = "max_prompt_tokens"
+    _token_setting = "max_prompt_tokens"
 
     def __post_init__(self) -> None:
         limit = self.max_prompt_tokens
@@ -291,7 +290,12 @@ class OneRequest(WholeText):
         return self.form.read(str(answer.text))
 
     async def _ask_until(
-        self, read: ReadAnswer, form: str, shows: bool, generate: Generate, payload: Payload
+        self,
+        read: Callable[[InferenceResult], tuple[str, str]],
+        form: str,
+        shows: bool,
+        generate: Generate,
+        payload: Payload,
     ) -> InferenceResult | None:
         """``_ask`` for any form.
 

@@ -113,7 +113,7 @@ class ArrowBlocks(TableFile):
             count = reader.num_record_batches
         try:
             messages = list(_messages(self._source, size, count))
-        except (struct.error, IndexError) as error:
+        except struct.error as error:
             raise EOFError("the description of a record batch cannot be read") from error
         if self._stream and any(message.kind == _DICTIONARY for message in messages):
             raise ConfigError(

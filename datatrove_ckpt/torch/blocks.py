@@ -102,9 +102,6 @@ class BlockInput:
         self._size = self._size_in_memory()
         self._blocks = list(_cut(self._index, self._size))
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def __getitem__(self, index: int) -> Block:
         return self._blocks[index]
 
@@ -151,11 +148,11 @@ class BlockInput:
         numbers = range(len(self.names))
         if isinstance(self._reader, JsonlReader) or not self._reader.data_folder.is_local():
             return self._count(RowCounts(self._inputs, self._kind), numbers)
-        return self._in_threads(self._index_file, numbers)
+        return _in_threads(self._index_file, numbers)
 
     def _count(self, counts: RowCounts, numbers: Sequence[int]) -> list[FileIndex]:
         counts.load()
-        known = self._in_threads(counts.get, numbers)
+        known = _in_threads(counts.get, numbers)
         if None not in known:
             return [index for index in known if index is not None]
         logger.info(
@@ -171,11 +168,7 @@ class BlockInput:
                     counts.put(number, index)
                 return index
 
-            return self._in_threads(count, numbers)
-
-    def _in_threads(self, call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
-        with ThreadPoolExecutor(_THREADS) as threads:
-            return list(threads.map(call, numbers))
+            return _in_threads(count, numbers)
 
     @property
     def _kind(self) -> str:
@@ -229,6 +222,11 @@ class BlockInput:
         if isinstance(reader, ParquetReader):
             return ParquetBlocks(reader.data_folder, name, known, self._size)
         return ArrowBlocks(reader.data_folder, name, known, reader.stream)
+
+
+def _in_threads(call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(call, numbers))
 
 
 def _bytes_of(table: pa.Table) -> int:

@@ -31,13 +31,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable, isgenerator
 from itertools import product
 from operator import index
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -199,15 +199,17 @@ class TrainingCheckpoints:
         self._copied = StepName(-1, 0)
         self._pause = 0.0
         self._write_seconds = 0.0
-        self._saved_at = time.monotonic()
+        self._begin_counting()
         self._has_looked = self._has_claimed = False
         self._last = StepName(0, 0)
-        self._look_after = 0
         self._longest_step = 0.0
-        self._stepped_at = time.monotonic()
         self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
         self._time_ends: float | None = None
         _not_left.add(self)
+
+    def _begin_counting(self) -> None:
+        self._look_after = 0
+        self._saved_at = self._stepped_at = time.monotonic()
 
     def _check_policy(self) -> None:
         """Raises ConfigError if ranks would wait for each other at different steps."""
@@ -246,12 +248,7 @@ class TrainingCheckpoints:
             self._time_ends = asyncio.run(slurm_deadline())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if not self._preemption.shutdown.is_fast:
                 self.close(raises=error is None)
@@ -276,13 +273,6 @@ class TrainingCheckpoints:
         self._has_claimed = False
         if raises and self.failure is not None:
             raise self.failure
-
-    def _close_at_exit(self) -> None:
-        if self._writing.is_running or self._uploading.is_running:
-            logger.warning(
-                "TrainingCheckpoints is not used in a with block: the end waits for its last save."
-            )
-            self.close(raises=False)
 
     def _wait_for_copy(self) -> bool:
         """Returns whether the copy under way has ended. A new signal ends the wait."""
@@ -417,7 +407,12 @@ class TrainingCheckpoints:
         if loader is not None:
             stateful["loader"] = loader
         _check_states(stateful)
-        step = self._checked_step(step)
+        step = index(step)  # of a tensor, too
+        if step < self._last.step:
+            raise ConfigError(
+                f"save: step {step} comes after step {self._last.step}. Count on from what "
+                "restore returned; a training from the start takes a new folder."
+            )
         numbers = _numbers(metrics or {})
         self._writing.join()
         name = self._last = StepName(self._last.rollbacks, step)
@@ -460,7 +455,7 @@ class TrainingCheckpoints:
             return
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
-        self._writing.start(self._write, name, *copies, numbers, self._pause)
+        self._writing.start(self._write, name, *copies, numbers)
 
     def _gather(
         self, own_input: Contents | None, alike: Contents, parts: Contents
@@ -477,15 +472,6 @@ class TrainingCheckpoints:
         generators, inputs, others, problems = (list(each) for each in zip(*gathered, strict=True))
         _check_alike(outlines, others, problems)
         return generators, inputs
-
-    def _checked_step(self, step: int) -> int:
-        step = index(step)  # of a tensor, too
-        if step < self._last.step:
-            raise ConfigError(
-                f"save: step {step} comes after step {self._last.step}. Count on from what "
-                "restore returned; a training from the start takes a new folder."
-            )
-        return step
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
         best = self._best
@@ -567,7 +553,6 @@ class TrainingCheckpoints:
         contents: Contents,
         parts: Contents,
         metrics: dict[str, float],
-        pause: float,
     ) -> None:
         began = time.monotonic()
         try:
@@ -585,7 +570,7 @@ class TrainingCheckpoints:
                 "saved",
                 name,
                 bytes=size_of(manifest),
-                pause_seconds=pause,
+                pause_seconds=self._pause,
                 write_seconds=self._write_seconds,
             )
             self._not_saved = None
@@ -731,7 +716,7 @@ class TrainingCheckpoints:
         try:
             if not weights_only:
                 self._has_looked = True
-            chosen = self._choose(partial(self._matching, step))
+            chosen = self._choose(partial(self._matching, step, None))
             if chosen is None and step != "latest":
                 raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
@@ -748,13 +733,7 @@ class TrainingCheckpoints:
                 self._load_input(loader, name)
                 self._begin_counting()
                 seconds = time.monotonic() - began
-                self._history.note(
-                    "restored",
-                    name.step,
-                    rollbacks=name.rollbacks,
-                    seconds=seconds,
-                    passed_over=passed,
-                )
+                self._note("restored", name, seconds=seconds, passed_over=passed)
         finally:
             self._unlock_unless_claimed()  # after a fetch
         if self._ranks.rank == 0:
@@ -762,10 +741,14 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
-    def _matching(self, step: int | str, names: Iterable[StepName]) -> list[StepName]:
+    def _matching(
+        self, step: int | str | None, before: int | None, names: Iterable[StepName]
+    ) -> list[StepName]:
         """Returns the steps that may be meant; the wanted one last."""
         if step == "best":
             return self._ranks.together(self._best_last)[0]
+        if before is not None:
+            return [name for name in names if name.step < before]
         return [name for name in names if step in ("latest", name.step)]
 
     def _best_last(self) -> list[StepName]:
@@ -783,14 +766,9 @@ class TrainingCheckpoints:
         if not self._has_claimed:
             self._steps.unlock()
 
-    def _begin_counting(self) -> None:
-        self._look_after = 0
-        self._saved_at = self._stepped_at = time.monotonic()
-
     def _note(self, event: str, name: StepName, **others: object) -> None:
-        if self._steps.is_locked:
-            with suppress(Exception):
-                self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
+        with suppress(Exception):
+            self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(
         self, choose: Callable[[Iterable[StepName]], list[StepName]]
@@ -991,12 +969,7 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        def matching(names: Iterable[StepName]) -> list[StepName]:
-            if to is not None:
-                return self._matching(to, names)
-            return [name for name in names if before is None or name.step < before]
-
-        chosen = self._choose(matching)
+        chosen = self._choose(partial(self._matching, to, before))
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
@@ -1058,7 +1031,11 @@ def _metrics(manifests: Mapping[StepName, Manifest]) -> Metrics:
 def _close_all() -> None:
     """Waits for the last saves, whose threads would end with the process."""
     for each in list(_not_left):
-        each._close_at_exit()
+        if each._writing.is_running or each._uploading.is_running:
+            logger.warning(
+                "TrainingCheckpoints is not used in a with block: the end waits for its last save."
+            )
+            each.close(raises=False)
 
 
 def _check_names(states: Iterable[str]) -> None:
@@ -1114,14 +1091,14 @@ def _check_alike(
                 )
 
 
+@dataclass(eq=False)
 class _Task:
     """At most one call at a time, in a thread that does not keep the process alive, or
     immediately.
     """
 
-    def __init__(self, asynchronous: bool) -> None:
-        self._asynchronous = asynchronous
-        self._thread: threading.Thread | None = None
+    _asynchronous: bool
+    _thread: threading.Thread | None = None
 
     @property
     def is_running(self) -> bool:

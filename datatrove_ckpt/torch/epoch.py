@@ -97,10 +97,18 @@ class EpochPlan:
         known = then.order["shares"]
         if known is not None:  # None: the state before the epoch began
             self.shares = known
-        if then.slot is not None:
-            self._check_slot(then)
-            self.first = then.samples
-            self.skipped = then.skipped
+        if then.slot is None:
+            return
+        made_by = f"{then.slot}, batch_size={then.batch}, even={then.even!r}"
+        this = f"{self.slot}, batch_size={self.settings.batch}, even={self.settings.even!r}"
+        if made_by != this:
+            raise CheckpointMismatch(
+                f"The state was made by {made_by}, and this is {this}. A state belongs to its "
+                "worker. To continue with another number of ranks or workers, give the states of "
+                "all ranks to datatrove_ckpt.torch.restore(loader, states)."
+            )
+        self.first = then.samples
+        self.skipped = then.skipped
 
     def places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
         places = self._topology.places(self.slot.rank, self.slot.worker, np.arange(low, high))
@@ -118,16 +126,6 @@ class EpochPlan:
             batch=self.settings.batch,
             even=self.settings.even,
         )
-
-    def _check_slot(self, then: DatasetState) -> None:
-        made_by = f"{then.slot}, batch_size={then.batch}, even={then.even!r}"
-        this = f"{self.slot}, batch_size={self.settings.batch}, even={self.settings.even!r}"
-        if made_by != this:
-            raise CheckpointMismatch(
-                f"The state was made by {made_by}, and this is {this}. A state belongs to its "
-                "worker. To continue with another number of ranks or workers, give the states of "
-                "all ranks to datatrove_ckpt.torch.restore(loader, states)."
-            )
 
 
 def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import NamedTuple
 
@@ -110,16 +110,14 @@ class _Loaded:
         return np.searchsorted(np.cumsum(self.window.pieces.rows), places, side="right"), places
 
 
+@dataclass(eq=False)
 class RowSource:
     """Rows of an order. Holds only the open window of each share that it reads."""
 
-    def __init__(
-        self, index: Index, order: EpochOrder, columns: Sequence[str] | None = None
-    ) -> None:
-        self.index = index
-        self._order = order
-        self.columns = columns
-        self._open: dict[int, _Loaded] = {}
+    index: Index
+    _order: EpochOrder
+    columns: Sequence[str] | None = None
+    _open: dict[int, _Loaded] = field(default_factory=dict)
 
     def rows(self, shares: Numbers, rows: Numbers) -> list[Row]:
         found: dict[int, Row] = {}

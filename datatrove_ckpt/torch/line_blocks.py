@@ -118,14 +118,9 @@ def _count_lines(part: bytes) -> int:
     """Counts lines that are not blank: fast for most files, without blank lines and carriage
     returns.
     """
-    if b"\r" in part:
-        return len(_split(part))
     content = np.frombuffer(part, dtype=np.uint8)
-    ends = np.flatnonzero(content == ord("\n"))
-    if len(ends) and ends[-1] == len(content) - 1:
-        ends = ends[:-1]
-    firsts = content[ends + 1]
-    if content[0] <= ord(" ") or (firsts <= ord(" ")).any():
+    firsts = content[np.flatnonzero(content[:-1] == ord("\n")) + 1]
+    if b"\r" in part or content[0] <= ord(" ") or (firsts <= ord(" ")).any():
         return len(_split(part))
     return len(firsts) + 1
 

@@ -22,7 +22,6 @@ from datatrove_ckpt.torch.states import (
     is_state,
     merge_states,
 )
-from datatrove_ckpt.torch.topology import Remaining
 
 _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
@@ -150,11 +149,9 @@ def _end(state: State | None, other: State | None) -> State | None:
     if is_state(state):
         slot = DatasetState.from_json(state).slot
         then = DatasetState.from_json(other)
-        if slot is None or then.topology is None:
+        if slot is None or then.slot is None:
             return state
-        left = Remaining(then.input["rows"], then.done).rows
-        samples = then.topology.of_worker(left, slot.rank, slot.worker, then.even)
-        return replace(then, slot=slot, samples=samples, skipped=0).to_json()
+        return replace(then, slot=slot, samples=then.rows_of(slot), skipped=0).to_json()
     if "rest" in state:
         source = _end(state.get("source"), other.get("source"))
         own = {"slot": state["slot"], "finished": True, "rest": {}}

@@ -159,18 +159,18 @@ class _Source:
         return kept | {"state": self.iterable.state_dict()}
 
 
+@dataclass(eq=False)
 class Mixing(Iterator[object]):
     """One pass of a ``Mix``."""
 
-    def __init__(
-        self, mix: Mix, epoch: int, draws: str, sources: list[_Source], drawn: int
-    ) -> None:
-        self.finished = False
-        self._mix = mix
-        self._epoch = epoch
-        self._draws = draws
-        self._sources = sources
-        self._drawn = drawn
+    _mix: Mix
+    _epoch: int
+    _draws: str
+    _sources: list[_Source]
+    _drawn: int
+    finished: bool = False
+
+    def __post_init__(self) -> None:
         self._weigh()
 
     def __next__(self) -> object:

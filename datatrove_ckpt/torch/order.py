@@ -175,7 +175,8 @@ class Share:
         if self._salt is None:
             return OpenWindow(pieces, np.arange(count), first, False)
         salt = hashed(self._salt, number)
-        order = scramble(count, salt)
+        # splitmix64 is a bijection, so the fastest sort gives the same order.
+        order: Numbers = np.argsort(_hashes(np.arange(count), salt))
         if self._files is not None:
             order = _in_turns(pieces, self._files, order, salt)
         return OpenWindow(pieces, order, first, True)
@@ -299,12 +300,6 @@ def shuffled_blocks(table: BlockTable, blocks: Numbers, salt: int) -> Numbers:
         )
         keys = np.where(table.is_stream[blocks], (group_of[of_file] + keys) / groups, keys)
     found: Numbers = blocks[np.argsort(keys, kind="stable")]
-    return found
-
-
-def scramble(count: int, salt: int) -> Numbers:
-    # splitmix64 is a bijection, so the fastest sort gives the same order.
-    found: Numbers = np.argsort(_hashes(np.arange(count), salt))
     return found
 
 

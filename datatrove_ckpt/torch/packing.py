@@ -23,6 +23,8 @@ from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, end_state
 from datatrove_ckpt.torch.states import Slot
 
 Tokens: TypeAlias = npt.NDArray[Any]
+Columns: TypeAlias = dict[str, Tokens]
+"""By the name of the column."""
 Fill: TypeAlias = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own
@@ -106,12 +108,10 @@ class Pack(StatefulWrapper):
         return [state.get("source")]
 
 
-class Packing(Iterator[dict[str, Tokens]]):
+class Packing(Iterator[Columns]):
     """One pass of a ``Pack``. Holds less than one sample, and the rest of one row."""
 
-    def __init__(
-        self, pack: Pack, source: Source, rests: Sequence[dict[str, Tokens]], given: int
-    ) -> None:
+    def __init__(self, pack: Pack, source: Source, rests: Sequence[Columns], given: int) -> None:
         self.finished = False
         self._pack = pack
         self._source = source
@@ -126,7 +126,7 @@ class Packing(Iterator[dict[str, Tokens]]):
         for rest in rests:
             self._hold(rest)
 
-    def __next__(self) -> dict[str, Tokens]:
+    def __next__(self) -> Columns:
         length = self._pack.length
         while self._count < length and not self.finished:
             try:
@@ -165,7 +165,7 @@ class Packing(Iterator[dict[str, Tokens]]):
             )
         self._hold(found, self._pack.separator)
 
-    def _hold(self, row: dict[str, Tokens], separator: dict[str, int] | None = None) -> None:
+    def _hold(self, row: Columns, separator: dict[str, int] | None = None) -> None:
         """Adds a row, or the rest of a packer, whose positions begin at 0 again."""
         size = len(row[self._pack.columns[0]])
         if not size:
@@ -197,20 +197,17 @@ class Packing(Iterator[dict[str, Tokens]]):
             return held[0]
         return np.empty(0, np.int64)
 
-    def _take(self, count: int) -> dict[str, Tokens]:
+    def _take(self, count: int) -> Columns:
         stop = self._start + count
         taken = {name: self._joined(name)[self._start : stop] for name in self._names}
         self._start = stop
         self._count -= count
-        if not self._count:
-            self._start = 0
-            self._held = {name: [] for name in self._names}
-        elif self._count < self._pack.length:  # keeps only the rest in memory
+        if self._count < self._pack.length:  # keeps only the rest in memory
             self._held = {name: [self._joined(name)[self._start :].copy()] for name in self._names}
             self._start = 0
         return taken
 
-    def _padded(self, columns: dict[str, Tokens]) -> dict[str, Tokens]:
+    def _padded(self, columns: Columns) -> Columns:
         padded = {}
         for name, tokens in columns.items():
             missing = self._pack.length - len(tokens)
@@ -220,7 +217,7 @@ class Packing(Iterator[dict[str, Tokens]]):
                 padded[name][len(tokens)] = True
         return padded
 
-    def _sample(self, columns: dict[str, Tokens]) -> dict[str, Tokens]:
+    def _sample(self, columns: Columns) -> Columns:
         self._given += 1
         first = columns.pop(_FIRST, None)
         if first is not None:

@@ -8,6 +8,7 @@ read together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from datatrove.io import DataFolder
@@ -26,20 +27,15 @@ _BATCH_BYTES = 2**21
 _BUFFER_BYTES = 2**20
 
 
+@dataclass(eq=False)
 class _GroupReading:
     """The rows of some row groups. ``starts``: the first row of each group. ``row``: the next."""
 
-    def __init__(
-        self,
-        columns: Sequence[str] | None,
-        starts: dict[int, int],
-        batches: Iterator[pa.RecordBatch],
-    ) -> None:
-        self.columns = columns
-        self.starts = starts
-        self.row = 0
-        self._batches = batches
-        self._rest = None
+    columns: Sequence[str] | None
+    starts: dict[int, int]
+    _batches: Iterator[pa.RecordBatch]
+    row: int = 0
+    _rest: pa.RecordBatch | None = None
 
     def read(self, rows: int) -> Iterator[pa.RecordBatch]:
         while rows:
@@ -99,8 +95,12 @@ class ParquetBlocks(TableFile):
     def _seek(self, group: int, row: int, columns: Sequence[str] | None) -> _GroupReading:
         found = self._run
         self._run = None  # also if this fails
-        is_here = found is not None and found.columns == columns and group in found.starts
-        if found is None or not is_here or found.starts[group] + row < found.row:
+        if (
+            found is None
+            or found.columns != columns
+            or group not in found.starts
+            or found.starts[group] + row < found.row
+        ):
             found = self._begin(group, columns)
         for _ in found.read(found.starts[group] + row - found.row):
             pass

@@ -9,6 +9,7 @@ read-only arrays, and a view keeps a block alive.
 
 from __future__ import annotations
 
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -62,9 +63,7 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
 
 
 def _values(column: pa.ChunkedArray) -> list[object]:
-    if column.num_chunks == 1:
-        return _chunk_values(column.chunk(0))
-    return [value for chunk in column.chunks for value in _chunk_values(chunk)]
+    return [*chain.from_iterable(map(_chunk_values, column.chunks))]
 
 
 def _chunk_values(chunk: pa.Array) -> list[object]:

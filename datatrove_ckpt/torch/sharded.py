@@ -43,21 +43,20 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
     alike: dict[str, object] = {}
     parts: dict[str, object] = {}
     for key, state in states.items():
-        if isinstance(state, nn.Module):
-            if any(isinstance(each, FullyShardedDataParallel) for each in state.modules()):
-                raise ConfigError(
-                    f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer."
-                )
-            found = [*state.parameters(), *state.buffers()]
-        elif isinstance(state, Optimizer):
-            found = [each for group in state.param_groups for each in group["params"]]
-        else:
-            alike[key] = _content(state)
-            found = [leaf for _, leaf in leaves(alike[key], "")]
+        if isinstance(state, nn.Module) and any(
+            isinstance(each, FullyShardedDataParallel) for each in state.modules()
+        ):
+            raise ConfigError(
+                f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer."
+            )
+        content = _content(state)
+        found = [leaf for _, leaf in leaves(content, "")]
+        if isinstance(state, Optimizer):  # before its first step it has no state
+            found += [each for group in state.param_groups for each in group["params"]]
         if any(isinstance(each, DTensor) for each in found):
-            parts[key] = alike.pop(key, None) or state_of(key, states)
-        elif key not in alike:
-            alike[key] = _content(state)
+            parts[key] = state_of(key, states)
+        else:
+            alike[key] = content
     return alike, parts
 
 

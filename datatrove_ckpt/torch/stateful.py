@@ -117,7 +117,7 @@ class Shared:
         self._numbers[_EPOCH] = epoch
 
     def note_read(self, worker: int | None) -> None:
-        self._mark(_READ, worker)
+        self.mark(_READ, worker)
         if worker is not None:
             self._numbers[_WORKERS_READ] = 1
 
@@ -127,9 +127,6 @@ class Shared:
             return False
         self._numbers[_WARNED] = 1
         return True
-
-    def note_resumed_at_end(self, worker: int | None) -> None:
-        self._mark(_ENDED, worker)
 
     def refuse_again(self, epoch: int, worker: int | None, workers: int) -> None:
         """Raises CheckpointMismatch if all workers have resumed at the end of the epoch, which
@@ -169,7 +166,7 @@ class Shared:
         self._numbers[cell] = number
         return True
 
-    def _mark(self, what: int, worker: int | None) -> None:
+    def mark(self, what: int, worker: int | None) -> None:
         self._numbers[_cell(what, worker)] = self._numbers[_EPOCH_CALLS] + 1
 
     def _is_marked(self, what: int, worker: int | None) -> bool:
@@ -313,7 +310,7 @@ class StatefulIterable(_Iterable):
             )
         shared.adopt_epoch(then)
         if has_ended:
-            shared.note_resumed_at_end(number)
+            shared.mark(_ENDED, number)
         return then
 
     def state_dict(self) -> State:

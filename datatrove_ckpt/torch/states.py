@@ -98,12 +98,15 @@ class DatasetState:
         return cls(**found)
 
     def has_ended(self) -> bool:
-        if self.slot is None or self.topology is None:
+        if self.slot is None:
             return self.ended
+        return self.samples >= self.rows_of(self.slot)
+
+    def rows_of(self, slot: Slot) -> int:
+        """Returns how many rows of the share of a slot earlier rounds have left."""
+        topology = Topology(slot.world_size, slot.workers, self.batch)
         left = Remaining(self.input["rows"], self.done).rows
-        return self.samples >= self.topology.of_worker(
-            left, self.slot.rank, self.slot.worker, self.even
-        )
+        return topology.of_worker(left, slot.rank, slot.worker, self.even)
 
     def check_order(self, now: State) -> None:
         for key, name in (

@@ -86,9 +86,7 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
 async def adapted(read, until):
     """The target whose limit ``adapt_admission`` adapts."""
     target = Target()
-    following = asyncio.create_task(
-        adapt_admission("Server 0", target, Router(1000), read, Admission())
-    )
+    following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read))
     async with asyncio.timeout(300):
         while not until(target):
             await asyncio.sleep(0)

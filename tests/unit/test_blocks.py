@@ -103,7 +103,7 @@ def test_each_row_is_in_one_block_in_the_order_of_the_files(reader, request):
 def test_blocks_are_read_in_any_order_and_again(reader):
     found = BlockInput(reader)
     starts = [sum(SIZES[: block.file]) + block.first for block in found]
-    order = [*range(len(found)), *range(len(found))]
+    order = [*range(len(starts)), *range(len(starts))]
     random.Random(1).shuffle(order)
     for number in order:
         columns = random.Random(number).choice([None, ["id"], ["input_ids", "text"]])

@@ -119,11 +119,6 @@ class RetryableError(Exception):
         """Whether the server works, but takes no more requests for now."""
         return self.status in retrying.SERVER.limited
 
-    @property
-    def server_is_busy(self) -> bool:
-        """Whether the server reports that it is overloaded or not ready."""
-        return self.status in retrying.BUSY
-
 
 class UnknownForm(RetryableError):
     """An answer with status 200 has another form than its way. A dying server may send one, too."""

@@ -283,6 +283,7 @@ class Outage:
         return self.clock() - self._since
 
 
+@dataclass(eq=False)
 class RequestClock:
     """The clock of one request that has failed.
 
@@ -293,14 +294,16 @@ class RequestClock:
         beside: its failures while others were answered.
     """
 
-    def __init__(self, outage: Outage, began_at: float, answers: int, tiers: Sequence[str]) -> None:
-        self._outage = outage
-        self._attempts = 0
-        self.beside = 0
-        self._seconds = 0.0
-        self._tiers = tiers
-        self._began_at = self._at = began_at
-        self._answers = answers
+    _outage: Outage
+    _began_at: float
+    _answers: int
+    _tiers: Sequence[str]
+    _attempts: int = 0
+    beside: int = 0
+    _seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._at = self._began_at
 
     def failed(self, failure: RetryableError, max_attempts: int) -> int:
         """Counts a failure and returns the number of failures.
@@ -653,7 +656,7 @@ class CompletionClient:
             if failure.unreachable:
                 target.cooldown_until = time.monotonic() + _COOLDOWN
             if target.probe is not None and not failure.server_is_well:
-                await target.probe(started_at, not failure.server_is_busy)
+                await target.probe(started_at, failure.status not in retrying.BUSY)
             raise
 
     def _check_reason(self, answer: Completion, target: Target) -> None:

@@ -24,6 +24,8 @@ import heapq
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.errors import ServerDied
@@ -53,6 +55,7 @@ class MustDivide(Exception):
     """A shared request makes no progress: its parts must be sent."""
 
 
+@dataclass(eq=False)
 class Death:
     """The end of one server process.
 
@@ -61,10 +64,9 @@ class Death:
         attributed: a request is known to have caused it.
     """
 
-    def __init__(self, cause: str, in_flight: int = 0) -> None:
-        self.cause = cause
-        self.in_flight = in_flight
-        self.attributed = False
+    cause: str
+    in_flight: int = 0
+    attributed: bool = False
 
 
 OnServer = Callable[[str, str, str | None, str], None]
@@ -246,13 +248,17 @@ class Target:
         self.accepted_at = max(self.accepted_at, started_at)
 
 
+Place: TypeAlias = "asyncio.Future[Target]"
+"""What a request waits for."""
+
+
 class Quarantine:
     """Requests that may have killed servers."""
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.arrivals = 0
-        self._waiting: list[tuple[float, int, Request, asyncio.Future[Target]]] = []
+        self._waiting: list[tuple[float, int, Request, Place]] = []
         self._group_limit = 1
         self._peak = 0
         self._runs_alone = False
@@ -282,12 +288,12 @@ class Quarantine:
         self._group_limit = 1
         self._peak = len(self._waiting)
 
-    def add(self, request: Request, future: asyncio.Future[Target]) -> None:
+    def add(self, request: Request, future: Place) -> None:
         self.arrivals += 1
         heapq.heappush(self._waiting, (request.age, self.arrivals, request, future))
         self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
-    def start_next(self) -> tuple[Request, asyncio.Future[Target]]:
+    def start_next(self) -> tuple[Request, Place]:
         """Starts the next request. Call only if ``has_room``."""
         _, _, request, future = heapq.heappop(self._waiting)
         self.in_flight += 1
@@ -301,7 +307,7 @@ class Quarantine:
     def requests(self) -> list[Request]:
         return [request for _, _, request, _ in self._waiting]
 
-    def clear(self) -> list[tuple[Request, asyncio.Future[Target]]]:
+    def clear(self) -> list[tuple[Request, Place]]:
         waiting = self._waiting
         self._waiting = []
         return [(request, future) for _, _, request, future in waiting]
@@ -314,23 +320,17 @@ class Router:
         self.targets: list[Target] = []
         self.senders: list[Sender] = []
         self._limit = limit
-        self._in_flight = 0
-        self._waiting: list[tuple[int, int, Request, asyncio.Future[Target]]] = []
+        self.in_flight = 0
+        self._waiting: list[tuple[int, int, Request, Place]] = []
         self._arrivals = 0
         self._quarantine = Quarantine()
         self._failure: str | None = None
-
-    @property
-    def in_flight(self) -> int:
-        return self._in_flight
 
     @property
     def waiting(self) -> int:
         return len(self._waiting) + self._quarantine.waiting
 
     def waiting_of(self, sender: Sender) -> int:
-        if self.senders == [sender]:
-            return self.waiting
         waiting = [request for _, _, request, _ in self._waiting] + self._quarantine.requests()
         return sum(request.sender is sender for request in waiting)
 
@@ -366,7 +366,7 @@ class Router:
         target = self.take(request)
         if target is not None:
             return target
-        future: asyncio.Future[Target] = asyncio.get_running_loop().create_future()
+        future: Place = asyncio.get_running_loop().create_future()
         self._enqueue(request, future)
         self.admit()
         try:
@@ -378,7 +378,7 @@ class Router:
 
     def release(self, target: Target, request: Request) -> None:
         target.in_flight -= 1
-        self._in_flight -= 1
+        self.in_flight -= 1
         request.sender.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
@@ -429,7 +429,7 @@ class Router:
             if not future.done():
                 future.set_exception(ServerDied(cause))
 
-    def _enqueue(self, request: Request, future: asyncio.Future[Target]) -> None:
+    def _enqueue(self, request: Request, future: Place) -> None:
         if request.is_quarantined:
             self._quarantine.add(request, future)
         else:
@@ -440,12 +440,12 @@ class Router:
         if len(self.targets) > 1:
             request.near[self] = target
         target.in_flight += 1
-        self._in_flight += 1
+        self.in_flight += 1
         request.sender.in_flight += 1
         return target
 
     def _free(self, request: Request) -> Target | None:
-        if self._in_flight >= self._limit:
+        if self.in_flight >= self._limit:
             return None
         free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
         if len(free) == 1:
@@ -465,7 +465,7 @@ class Router:
         while (
             quarantine.has_room()
             and reserved.in_flight == quarantine.in_flight
-            and self._in_flight < self._limit
+            and self.in_flight < self._limit
         ):
             request, future = quarantine.start_next()
             future.set_result(self._assign(reserved, request))

@@ -53,10 +53,6 @@ class HiddenUrl:
         """Never bind the URL to a name: tracebacks show the values of names."""
         return self._url
 
-    def join(self, path: str) -> HiddenUrl:
-        """``path`` below this URL. Keeps the query, which some gateways need."""
-        return HiddenUrl(self._url.joinpath(*path.split("/")).with_query(self._url.query))
-
     def api(self, path: str) -> HiddenUrl:
         """Returns the address of ``path`` of the OpenAI API ("models", "completions"), or of
         "/tokenize".

@@ -59,7 +59,7 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
             return _json({"error": {"message": "the request is not JSON", "code": 400}}, status=400)
         if latency:
             await asyncio.sleep(latency)
-        if (other := _NUMBERS.get(request.path)) is not None and isinstance(payload, dict):
+        if (other := _NUMBERS.get(request.path)) is not None:
             usage = {"prompt_tokens": len(body) // 4, "total_tokens": len(body) // 4}
             return _json(
                 {"object": "list", "model": payload.get("model"), **other(payload), "usage": usage}
@@ -84,7 +84,7 @@ async def _models(_: web.Request) -> web.Response:
     return _json({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
 
 
-def _completion(payload: object, size: int, *, chat: bool) -> JsonObject:
+def _completion(payload: JsonObject, size: int, *, chat: bool) -> JsonObject:
     content: JsonObject = (
         {"message": {"role": "assistant", "content": TEXT}} if chat else {"text": TEXT}
     )
@@ -92,9 +92,7 @@ def _completion(payload: object, size: int, *, chat: bool) -> JsonObject:
     return {
         "id": "dummy",
         "object": "chat.completion" if chat else "text_completion",
-        "model": payload.get("model", "dummy-model")
-        if isinstance(payload, dict)
-        else "dummy-model",
+        "model": payload.get("model", "dummy-model"),
         "choices": [{"index": 0, **content, "finish_reason": "stop"}],
         "usage": {
             "prompt_tokens": prompt_tokens,

@@ -140,7 +140,7 @@ class EndpointAnswer:
 async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:
     """Requests the URL, and then its /v1 if that may be the API."""
     target = url.api("models")
-    below = url.join("v1")
+    below = url.api("/v1")
     api = None if url.may_lack_version else url
     try:
         response = await _get(target, headers, proxied)

@@ -239,9 +239,6 @@ class GpuLease:
     env: HiddenDict = field(default_factory=HiddenDict)
     locks: list[int] = field(default_factory=list)
 
-    def add_lock(self, lock: int) -> None:
-        self.locks.append(own_descriptor(lock))
-
     def close(self) -> None:
         while self.locks:
             close_descriptor(self.locks.pop())
@@ -301,7 +298,7 @@ async def _share_gpus(
             lease.env[VISIBLE_GPUS] = ",".join(name for name, _ in share)
             for _, lock in share:
                 if lock >= 0:
-                    lease.add_lock(lock)
+                    lease.locks.append(own_descriptor(lock))
 
 
 def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[str]) -> str:
@@ -325,7 +322,8 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
     Raises:
         ConfigError: other ranks hold too many of them.
     """
-    folder = _lock_folder()
+    # In Slurm a folder per job: another job's GPU 0 may be another GPU.
+    folder = runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
     began = time.monotonic()
     said = False
     while True:
@@ -369,11 +367,6 @@ def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[
     for _, lock in locked:
         os.close(lock)
     return None
-
-
-def _lock_folder() -> Path:
-    """Returns a folder per user and, in Slurm, per job: another job's GPU 0 may be another GPU."""
-    return runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
 
 
 def _try_lock(path: Path) -> int | None:

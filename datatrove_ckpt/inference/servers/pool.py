@@ -25,7 +25,6 @@ from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.node import GpuLease
 from datatrove_ckpt.inference.servers.probes import (
     NO_ANSWER,
-    Admission,
     Metrics,
     adapt_admission,
     read_metrics,
@@ -255,9 +254,7 @@ class ServerSupervisor:
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
         if self.config.max_concurrent_generations == "auto":
             router = self.model_servers.router
-            watchers.append(
-                adapt_admission(self._name, self.target, router, self._metrics, Admission())
-            )
+            watchers.append(adapt_admission(self._name, self.target, router, self._metrics))
         tasks = [asyncio.create_task(watcher) for watcher in watchers]
         waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
         try:

@@ -173,7 +173,6 @@ async def adapt_admission(
     target: Target,
     router: Router,
     read: Callable[[float], Awaitable[Metrics | None]],
-    admission: Admission,
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
@@ -181,8 +180,8 @@ async def adapt_admission(
 
     Args:
         read: gives the engine's metrics within so many seconds.
-        admission: new for each process of the server.
     """
+    admission = Admission()  # new for each process of the server
     started = time.monotonic()
     seen = False
     while seen or time.monotonic() - started < _WAIT_FOR_METRICS_SECONDS:

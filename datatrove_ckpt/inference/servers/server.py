@@ -427,10 +427,7 @@ _SAY_EVERY = 30.0  # seconds
 
 
 async def wait_for_first(
-    tasks: tuple[asyncio.Task[object], ...],
-    window: float,
-    line: Callable[[float], str],
-    every: float = _SAY_EVERY,
+    tasks: tuple[asyncio.Task[object], ...], window: float, line: Callable[[float], str]
 ) -> None:
     """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each
     interval.
@@ -439,11 +436,11 @@ async def wait_for_first(
         line: makes it from the seconds so far. Called in a thread.
     """
     started = time.monotonic()
+    waited = 0.0
     while True:
-        waited = time.monotonic() - started
         done, _ = await asyncio.wait(
             tasks,
-            timeout=max(0.0, min(every, window - waited)),
+            timeout=min(_SAY_EVERY, window - waited),
             return_when=asyncio.FIRST_COMPLETED,
         )
         waited = time.monotonic() - started

@@ -132,33 +132,6 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
             yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
 
 
-def holds_ranks(url: str) -> set[str]:
-    """Returns the names of the ranks' folders directly below a URL.
-
-    Raises:
-        StorageFailed: it cannot be read.
-        ConfigError: the bucket does not exist.
-    """
-    store = ObjectStore(url)
-    try:
-        return {name for name in store.names() if layout.is_rank(name)}
-    except OSError as error:
-        raise unreadable(store.url, error) from error
-
-
-def is_mirror(folder: Path) -> bool:
-    """Whether a local folder is a mirror: its ranks' folders hold versions, not files of a
-    checkpoint.
-    """
-    for number in layout.rank_numbers(folder):
-        rank = layout.rank_folder(folder, number)
-        if (rank / layout.RUN).exists():
-            return False
-        if Versions(str(rank)).all_versions():
-            return True
-    return False
-
-
 def _unix_seconds(when: str) -> float | None:
     with suppress(ValueError):
         return datetime.datetime.fromisoformat(when).timestamp()

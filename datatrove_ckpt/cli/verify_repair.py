@@ -83,7 +83,7 @@ def _verdict(report: Report, full: bool) -> str:
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     with (
-        place_of(arguments, trusted=True) as named,
+        place_of(arguments) as named,
         log_disabled("datatrove_ckpt.mirror"),
         restored(named) as place,
     ):

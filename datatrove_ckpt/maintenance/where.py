@@ -91,7 +91,6 @@ def open_place(
     what: str,
     config: JsonObject | None = None,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
-    trusted: bool = False,
     overrides: Sequence[str] = (),
 ) -> Iterator[Place]:
     """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the
@@ -100,7 +99,6 @@ def open_place(
     Args:
         config: the content of the YAML file.
         wanted: which files of a mirror are needed, by name and size in bytes.
-        trusted: refuse versions of a mirror that lack the key's seal, if there is a key.
         overrides: of the file, as they are typed.
 
     Raises:
@@ -125,7 +123,7 @@ def open_place(
         below = default_mirror(f"{root}/logs")
         mirrors = [url] if config is not None else [url, below]
         for mirror in mirrors:
-            place.mirror = MirrorReader(mirror, place.folder, wanted, trusted)
+            place.mirror = MirrorReader(mirror, place.folder, wanted)
             place.what = place.mirror.url
             place.refresh()
             if place.mirror.ranks:

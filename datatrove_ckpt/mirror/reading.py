@@ -45,17 +45,15 @@ class MirrorReader:
         url: ``checkpoints_remote_dir``.
         folder: where the copy goes; empty.
         wanted: which files are needed; ``run.json`` always is.
-        trusted: refuse versions that are not sealed with the key, see ``sealing.py``.
     """
 
-    def __init__(self, url: str, folder: Path, wanted: Wanted, trusted: bool = False) -> None:
+    def __init__(self, url: str, folder: Path, wanted: Wanted) -> None:
         self._store = ObjectStore(url)
         self.url = self._store.url
         self.ranks: dict[str, CopiedRank] = {}
         """By the rank's folder, such as "00000" or "retry-00001/00000"."""
         self._folder = folder
         self._wanted = wanted
-        self._trusted = trusted
 
     def refresh(self) -> None:
         """Copies the ranks that have a newer version than the copy.
@@ -87,7 +85,7 @@ class MirrorReader:
         problems = list[str]()
 
         def copy(version: Version) -> CopiedRank:
-            manifest = mirrored.read_manifest(version, self._trusted)
+            manifest = mirrored.read_manifest(version)
             self._write(mirrored, manifest, self._folder / name)
             return CopiedRank(version, _unix_seconds(manifest.when))
 

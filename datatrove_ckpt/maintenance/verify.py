@@ -60,8 +60,8 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
     """
     checkpoints = place.folder
     what = place.given[0]
-    if place.configured_output is not None:
-        return str(get_datafolder(place.configured_output).resolve_paths(""))
+    if place.config and place.output is not None:  # whatever the checkpoint says
+        return str(get_datafolder(place.output).resolve_paths(""))
     runs = [rank.run for rank in ranks if rank.run]
     recorded = recorded_output(checkpoints, runs)
     if recorded is not None:

@@ -60,13 +60,6 @@ class Place:
     def is_copy(self) -> bool:
         return self.mirror is not None
 
-    @property
-    def configured_output(self) -> str | None:
-        """Where the files are now, whatever the checkpoint says."""
-        if not self.config:
-            return None
-        return self.output
-
     def refresh(self) -> None:
         """Raises as ``MirrorReader.refresh``."""
         if self.mirror is not None:

@@ -31,10 +31,10 @@ Wanted = Callable[[str, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class CopiedRank:
-    """A rank that was copied. ``when``: of its upload, in Unix seconds."""
+    """A rank that was copied. ``when``: of its upload, in Unix seconds; 0.0: not known."""
 
     version: Version
-    when: float | None
+    when: float
 
 
 class MirrorReader:
@@ -130,7 +130,7 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
             yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
 
 
-def _unix_seconds(when: str) -> float | None:
+def _unix_seconds(when: str) -> float:
     with suppress(ValueError):
         return datetime.datetime.fromisoformat(when).timestamp()
-    return None
+    return 0.0

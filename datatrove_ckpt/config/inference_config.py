@@ -363,10 +363,9 @@ class InferenceConfig:
         else:
             return None
         if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
+            where = "api_key: the key"
             if self.api_key_env:
                 where = f"api_key_env: the value of {self.api_key_env}"
-            else:
-                where = "api_key: the key"
             raise ConfigError(
                 f"{where} holds a space at an end, a line break or another control character. "
                 "Remove it."
@@ -730,10 +729,9 @@ class Engine:
                     kind: {"name": "answer", "schema": value, "strict": True},
                 }
             }
+        instead = "json_schema"
         if kind == "choice":
             instead = "json_schema with an enum"
-        else:
-            instead = "json_schema"
         return f"OpenAI's API takes no {kind}; use {instead}"
 
     def lacks(self, way: str) -> str:

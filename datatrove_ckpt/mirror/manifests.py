@@ -344,10 +344,9 @@ class Versions:
     def put_object(self, name: str, data: bytes) -> Part:
         self._store.put(f"objects/{name}", data)
         self._store.copy(f"objects/{name}", f"copies/{name}", data)
+        strong = ""
         if self._seal.is_on:
             strong = hashlib.sha256(data).hexdigest()
-        else:
-            strong = ""
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
     def read_object(self, part: Part) -> bytes:

@@ -191,10 +191,9 @@ class RemoteMirror:
             not self.shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS)
             and not self.shutdown.is_fast
         ):
+            limit = STOP_SECONDS
             if self.shutdown.is_requested:
                 limit = DRAIN_SECONDS
-            else:
-                limit = STOP_SECONDS
             logger.warning(
                 f"The last upload to the mirror {self.url} did not end within {limit:g} s. The "
                 "mirror keeps the version before it; the local checkpoint is complete."

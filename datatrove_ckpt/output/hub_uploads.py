@@ -54,10 +54,9 @@ class UploadedFile:
         self.name = name
         self._operation = operation
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
+        self.bytes_in_commit = 0
         if self._is_regular:
             self.bytes_in_commit = operation.upload_info.size
-        else:
-            self.bytes_in_commit = 0
         self.earlier: Collection[str] = ()
         """The hashes of content that the rank may have published under this name before."""
         self.is_ignored = bool(getattr(operation, "_should_ignore", False))

@@ -115,9 +115,8 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
     check_step_order(plan.pipeline)
     if plan.tasks < 1:
         raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
-    if plan.depends is None:
-        wrong = []
-    else:
+    wrong = []
+    if plan.depends is not None:
         wrong = check_job(plan.depends, dry_run)
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
@@ -289,15 +288,13 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
+        them = "them"
         if len(missing) == 1:
             them = "it"
-        else:
-            them = "them"
         mirror = step.checkpoints_remote_dir
+        holds = f"{folders.shown_as} holds no"
         if mirror:
             holds = f"neither {folders.shown_as} nor {mirror} holds a"
-        else:
-            holds = f"{folders.shown_as} holds no"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, "
             "so nothing shows that the documents are in the output. If the checkpoints were moved "
@@ -318,12 +315,11 @@ def _refuse_changes(
 ) -> None:
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
     kept = [rank for rank in found.ranks if rank in skipped]
+    finished = ""
     if kept:
         finished = (
             f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is."
         )
-    else:
-        finished = ""
     may_mix = not found.is_layout and len(skipped) < tasks
     if runner.step.accept_changes and may_mix:
         if finished:
@@ -567,10 +563,9 @@ def _check_inputs(plan: RunPlan) -> None:
             continue
         names = list_input(step).names
         if not names:
+            pattern = ""
             if step.glob_pattern:
                 pattern = f' that match "{step.glob_pattern}"'
-            else:
-                pattern = ""
             raise ConfigError(f"{place} contains no files{pattern}.")
         check_codecs(place, step, names)
         if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
@@ -694,10 +689,9 @@ def check_output_of_run(
     tasks = runner.plan.tasks
     mirror = runner.step.checkpoints_remote_dir
     check = OutputCheck(runner.step.output_writer, checkpoints, mirror, logging_dir)
+    numbers = []
     if checkpoints.is_dir():
         numbers = rank_numbers(checkpoints)
-    else:
-        numbers = []
     retries = retry_folders(checkpoints)
     job = JobSums()
 
@@ -724,10 +718,9 @@ def check_output_of_run(
         if rank_commits.is_finished:
             check.refuse_unknown(rank_commits, found)
         elif rank_commits.has_run:
+            own = None
             if found.by_rank[rank_commits.rank]:
                 own = published_names(checkpoints, rank_commits.rank)
-            else:
-                own = None
             check.refuse_strangers(rank_commits, found, own)
     check.refuse_other_ranks(found, tasks)
     return job

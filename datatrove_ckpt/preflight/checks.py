@@ -189,10 +189,9 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
         for found in check:
             yield replace(found, subject=found.subject or subject)
     except Exception as error:  # a list of all problems is worth more than the traceback of one
+        text = f"this could not be checked: {failure_line(error)}."
         if isinstance(error, CkptError):
             text = str(error)
-        else:
-            text = f"this could not be checked: {failure_line(error)}."
         yield Finding("problem", "checked", text, subject)
 
 
@@ -204,10 +203,9 @@ def tried(what: str, check: Callable[[], str]) -> Finding:
 
 
 def file_system(folder: Path) -> FilesystemTraits:
+    mounts = ""
     if MOUNTS.exists():
         mounts = MOUNTS.read_text(errors="replace")
-    else:
-        mounts = ""
     return traits(find_mount(existing_part(folder.absolute()).resolve(), mounts))
 
 
@@ -260,10 +258,9 @@ def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Fi
 
 def _check_writable(folder: Path, probe: Path) -> Finding:
     files.disk.replace(probe / "written", b"datatrove-ckpt")
+    made = f" (will be created in {probe.parent})"
     if folder.is_dir():
         made = ""
-    else:
-        made = f" (will be created in {probe.parent})"
     return Finding("ok", "writable", f"{folder}{made}")
 
 
@@ -368,10 +365,9 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
                 f"{error} A run deletes nothing there, so this is no problem.",
             )
     except RemoteFailed as error:
+        advice = " Correct the address, the key or its permissions."
         if hub_refusal(error):
             advice = ""
-        else:
-            advice = " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
 
 

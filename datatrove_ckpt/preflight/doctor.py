@@ -78,10 +78,9 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
+        place = ""
         if len(runners) > 1:
             place = f"pipeline[{index}] "
-        else:
-            place = ""
         if isinstance(step, BaseReader):
             checks, found_here = check_input(step, plan.tasks, plan.waits)
             yield from about(f"{place}input", checks)
@@ -338,10 +337,9 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
         return Finding("problem", what, str(error), subject)
     if not found or not isinstance(found, list):
         return Finding("ok", what, "nothing differs.", subject)
+    more = ""
     if len(found) > 1:
         more = f" There are {len(found)} such tasks."
-    else:
-        more = ""
     return Finding(
         "warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject
     )

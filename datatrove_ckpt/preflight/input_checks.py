@@ -111,10 +111,9 @@ def check_input(
     ):
         return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
     if not sample.number:
+        files = ": no file matches"
         if names:
             files = ""
-        else:
-            files = ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
     text = f"{where}: the first {plural(sample.number, 'document')} read."
@@ -197,8 +196,6 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     with suppress(Exception):
         if names:
             text = explain(reader, names[0])
-        else:
-            text = ""
     if text:
         return f"{names[0]!r}: {text}"
     return f"Check {written.input} and text_key."
@@ -396,10 +393,9 @@ def _check_reader(
             ranks.append(rank)
     if ranks:
         all_finished = {*range(tasks)} <= records.keys() - resuming
+        where = "added, or moved here from another task"
         if all_finished:
             where = "added"
-        else:
-            where = "added, or moved here from another task"
         lines = [
             *_line("removed", map(repr, sorted(removed))),
             *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
@@ -442,10 +438,9 @@ def _difference(then: FileRecord, now: FileRecord) -> str:
 
 def _line(what: str, names: Iterable[str]) -> list[str]:
     names = list(names)
+    more = ""
     if len(names) > _NAMED_FILES:
         more = f" and {len(names) - _NAMED_FILES} more"
-    else:
-        more = ""
     if names:
         return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"]
     return []

@@ -239,7 +239,7 @@ def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
     server.
     """
     try:
-        return within(REMOTE_SECONDS, lambda: list(check), str(folder))
+        return within(lambda: list(check), str(folder))
     except RemoteFailed as error:
         return [
             Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")
@@ -332,7 +332,8 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
     """
     folder = get_datafolder(place)
     url = folder.resolve_paths("")
-    if commits_each_write(folder):
+    hub = HubFolder.of(folder)
+    if hub is not None and not hub.is_bucket:
         text = (
             "each write is a commit (a task makes several), of which the hub allows 128 an "
             "hour. Use hf://buckets/"
@@ -347,7 +348,7 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
             return upload(b"datatrove-ckpt")
 
     try:
-        seconds = within(REMOTE_SECONDS, attempt, url)
+        seconds = within(attempt, url)
         yield Finding(
             "ok",
             "reachable",
@@ -371,14 +372,8 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
         yield Finding("problem", "reachable", f"{error}{advice}")
 
 
-def commits_each_write(folder: DataFolder) -> bool:
-    """Whether each write is a commit: in a repository on the Hugging Face hub."""
-    hub = HubFolder.of(folder)
-    return hub is not None and not hub.is_bucket
-
-
-def within(seconds: float, function: Callable[[], T], place: str) -> T:
-    """Calls a function with a time limit.
+def within(function: Callable[[], T], place: str) -> T:
+    """Calls a function, for ``REMOTE_SECONDS`` at most.
 
     Raises:
         RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no
@@ -386,12 +381,12 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     """
     result = in_thread(function, "datatrove-ckpt check")
     try:
-        wait([result], seconds)
+        wait([result], REMOTE_SECONDS)
     except KeyboardInterrupt:
         wait([result], _GRACE_SECONDS)  # it removes its probe
         raise
     if not result.done():
-        raise RemoteFailed(f"{place}: there was no answer within {seconds:.0f} s.")
+        raise RemoteFailed(f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s.")
     return result.result()
 
 

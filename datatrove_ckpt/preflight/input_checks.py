@@ -26,7 +26,7 @@ from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
+from datatrove_ckpt.preflight.checks import Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
@@ -88,12 +88,12 @@ def check_input(
     if is_dataset:
         reader = reader.preview()
     try:
-        inputs = within(REMOTE_SECONDS, lambda: _list(reader), where)
+        inputs = within(lambda: _list(reader), where)
         names = list(inputs.names)
         check_codecs(where, reader, names)
         if isinstance(reader, BatchReader) and reader.data_folder.is_local():
             reader.check()
-        sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
+        sample = within(lambda: _read_some(reader, len(names)), where)
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
     except Exception as error:  # whatever a reader, an adapter or a file system raises

@@ -50,10 +50,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -
         work = f" Retried {retried}."
     errors = runner.lines_with_error(counts)
     if errors:
-        have = "have"
-        if errors == 1:
-            have = "has"
-        work += f" {errors} of {plural(counts.written, 'line')} {have} an error in the output."
+        work += f" Lines with an error in the output: {errors} of {counts.written}."
     work += str(skipped)
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."

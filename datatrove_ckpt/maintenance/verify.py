@@ -248,12 +248,8 @@ def _check_ranks(report: Report) -> None:
     report.not_started = [rank for rank in missing if rank not in removed]
     tasks = plural(report.tasks, "task")
     if report.not_started:
-        number = len(report.not_started)
-        have = "has" if number == 1 else "have"
-        report.add_problem(
-            "unfinished",
-            f"{number} of {tasks} {have} not started ({name_tasks(report.not_started)}).",
-        )
+        started = f"{len(report.not_started)} of {tasks}: {name_tasks(report.not_started)}."
+        report.add_problem("unfinished", f"not started: {started}")
     for rank in removed:
         folder = str(rank_folder(report.checkpoints, rank))
         message = (

@@ -288,16 +288,13 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
-        them = "them"
-        if len(missing) == 1:
-            them = "it"
         mirror = step.checkpoints_remote_dir
         holds = f"{folders.shown_as} holds no"
         if mirror:
             holds = f"neither {folders.shown_as} nor {mirror} holds a"
         raise CheckpointMismatch(
-            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, "
-            "so nothing shows that the documents are in the output. If the checkpoints were moved "
+            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
+            "it, so nothing shows that the documents are in the output. If the checkpoints were moved "
             "or deleted, bring them back; if they are on another machine, run this command there. "
             f"If the markers are of another job, choose another {written.logging_dir}. To process "
             f"these tasks from the start, delete their markers ({markers}/{missing[0]:05d} ...) "
@@ -755,9 +752,6 @@ def _look(
             lambda: check.look(committed), committed.values(), policy
         )
     except OutputFailed as error:
-        if not is_missing_repository(error.__cause__):
+        if not committed or not is_missing_repository(error.__cause__):
             raise
-        number = committed_files(check.writer, check.root)
-        if number:
-            raise OutputMismatch(repository_is_gone(hub, number)) from error
-        return FoundFiles({})  # where it is needed, ``check_access`` asks for it
+        raise OutputMismatch(repository_is_gone(hub, len(committed))) from error

@@ -294,8 +294,8 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             holds = f"neither {folders.shown_as} nor {mirror} holds a"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
-            "it, so nothing shows that the documents are in the output. If the checkpoints were moved "
-            "or deleted, bring them back; if they are on another machine, run this command there. "
+            "it, so nothing shows that the documents are in the output. If the checkpoints were "
+            "moved or deleted, bring them back; if they are on another machine, run this command there. "
             f"If the markers are of another job, choose another {written.logging_dir}. To process "
             f"these tasks from the start, delete their markers ({markers}/{missing[0]:05d} ...) "
             "and output files."

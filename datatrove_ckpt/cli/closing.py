@@ -9,10 +9,7 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
-from datatrove_ckpt.errors import (
-    CheckpointCorrupt,
-    InputError,
-)
+from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.errors.doors import StartOver, command, written
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan

@@ -22,9 +22,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
-from datatrove_ckpt.checkpoint.ledger import (
-    RankLedger,
-)
+from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.maintenance.run_state import RankState
 

@@ -14,9 +14,7 @@ import hmac
 import os
 import re
 
-from datatrove_ckpt.checkpoint.layout import (
-    retry_number,
-)
+from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 

@@ -295,10 +295,10 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
             "it, so nothing shows that the documents are in the output. If the checkpoints were "
-            "moved or deleted, bring them back; if they are on another machine, run this command there. "
-            f"If the markers are of another job, choose another {written.logging_dir}. To process "
-            f"these tasks from the start, delete their markers ({markers}/{missing[0]:05d} ...) "
-            "and output files."
+            "moved or deleted, bring them back; if they are on another machine, run this command "
+            f"there. If the markers are of another job, choose another {written.logging_dir}. To "
+            "process these tasks from the start, delete their markers "
+            f"({markers}/{missing[0]:05d} ...) and output files."
         )
     wrong = {
         rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty

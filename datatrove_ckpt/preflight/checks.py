@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import byte_size, duration
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
 from datatrove_ckpt.config.paths import existing_part
-from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed, TooManyOpenFiles
+from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
 
@@ -55,16 +55,9 @@ def probe_folder(folder: Path) -> Iterator[Path]:
     try:
         files.disk.make_dir(probe)
         yield probe
-    except BaseException:
-        with suppress(StorageFailed, TooManyOpenFiles):
-            _remove(probe)
-        raise
-    _remove(probe)
-
-
-def _remove(probe: Path) -> None:
-    files.disk.close(probe)
-    files.disk.remove_tree(probe)
+    finally:
+        files.disk.close(probe)
+        files.disk.remove_tree(probe)
 
 
 # A remote folder ---------------------------------------------------------------------------------

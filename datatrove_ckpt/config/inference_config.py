@@ -471,8 +471,7 @@ Kwargs = Mapping[str, Any]
 FormValue: TypeAlias = Any  # a JSON schema, a text, or a list of texts
 
 
-@dataclass(frozen=True)
-class EngineCommand:
+class EngineCommand(NamedTuple):
     """How to launch a server.
 
     Attributes:
@@ -522,8 +521,7 @@ class Nodes:
 SINGLE_NODE = Nodes()
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """``found``: what ``Engine.find`` has returned."""
 
     config: InferenceConfig
@@ -577,8 +575,7 @@ class MetricNames(NamedTuple):
     tokens: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """A known reason for a failed start. ``permanent``: another attempt cannot succeed."""
 
     text: str

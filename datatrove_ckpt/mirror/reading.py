@@ -10,8 +10,8 @@ import datetime
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.lines import sealed_json
@@ -29,8 +29,7 @@ Wanted = Callable[[str, int], bool]
 """Whether a file is needed, by its name and its size in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedRank:
+class CopiedRank(NamedTuple):
     """A rank that was copied. ``when``: of its upload, in Unix seconds; 0.0: not known."""
 
     version: Version

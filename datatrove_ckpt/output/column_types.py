@@ -25,7 +25,7 @@ the chunk is written again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.io import DataFolder
@@ -164,8 +164,7 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
         return None
 
 
-@dataclass(frozen=True)
-class Misfit:
+class Misfit(NamedTuple):
     """A column by which a file does not fit after a first one.
 
     Attributes:

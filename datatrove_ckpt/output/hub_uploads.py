@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -216,7 +215,7 @@ class HubUploads(HubReads):
         Stopping.
         """
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
-        self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
+        self._history = found._replace(made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self.seen += [commit.oid for commit in found.made if commit.oid not in self.seen]
         return self._history
 

@@ -14,7 +14,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from datatrove.io import DataFolder, get_datafolder
 from fsspec import AbstractFileSystem
@@ -419,16 +419,14 @@ _OBJECT_STORES = {
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 
-@dataclass(frozen=True)
-class Mount:
+class Mount(NamedTuple):
     point: Path
     kind: str
     source: str
     options: frozenset[str]
 
 
-@dataclass(frozen=True)
-class FilesystemTraits:
+class FilesystemTraits(NamedTuple):
     """The properties of a file system that matter for checkpoints.
 
     Attributes:

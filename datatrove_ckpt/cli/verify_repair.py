@@ -63,7 +63,7 @@ def _as_json(report: Report, full: bool, code: int) -> JsonObject:
 
 def _verdict(report: Report, full: bool) -> str:
     sums = report.sums
-    counts = report.sums.counts
+    counts = sums.counts
     found = plural_or_no(len(report.problems), "problem")
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"

@@ -115,11 +115,10 @@ class MlflowRun:
         self._started = job.started
         self._client.update_run(self._id, "RUNNING")
         # MLflow's parameters cannot change.
-        logged = run.data.params
         new = [
             Param(name, value[:_MAX_VALUE])
             for name, value in job.parameters.items()
-            if name not in logged
+            if name not in run.data.params
         ]
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])

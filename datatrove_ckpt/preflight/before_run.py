@@ -122,7 +122,7 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan)
             continue
-        wrong += _check_runner(runner, runner.step.checkpoints_local_dir, dry_run)
+        wrong += _check_runner(runner, dry_run)
     return wrong
 
 
@@ -226,9 +226,9 @@ def _check_tasks(plan: RunPlan) -> None:
         )
 
 
-def _check_runner(runner: RunnerPlan, local: str, dry_run: bool) -> list[str]:
+def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
     plan = runner.plan
-    root = runner.root or Path(local)
+    root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
     use(runner.step.door)
     refuse_resharded(root)

@@ -67,12 +67,8 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.position = _reached(last, rank)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        rank.last_change = min(
-            now,
-            max(
-                (at for name, at in ledger.written.items() if name not in (RUN, CACHE)), default=0.0
-            ),
-        )
+        changes = [at for name, at in ledger.written.items() if name not in (RUN, CACHE)]
+        rank.last_change = min(now, max(changes, default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
     rank.last_word = max((at for at in times if at is not None), default=None)
     return rank

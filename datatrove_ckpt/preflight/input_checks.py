@@ -75,12 +75,10 @@ def check_input(
     Args:
         waits: another executor will create the input.
     """
+    text = "is not read: only readers of files are tested."
     if waits:
-        return [
-            Finding("ok", "readable", "is not read: another executor will create it.")
-        ], Sample()
-    if not isinstance(reader, BaseDiskReader):
-        text = "is not read: only readers of files are tested."
+        text = "is not read: another executor will create it."
+    if waits or not isinstance(reader, BaseDiskReader):
         return [Finding("ok", "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
     is_dataset = isinstance(reader, HuggingFaceDatasetReader)

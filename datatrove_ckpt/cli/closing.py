@@ -101,10 +101,10 @@ def _attempts(job: JobSums) -> str:
     sent = job.numbers.work
     ranks = len(job.committed)  # with retries
     attempts = max(ranks, job.numbers.number_of_attempts)
-    if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
+    again = sent.retries + sent.resent
+    if not sent.sent or (attempts == ranks and not again):
         return ""
     at_least = job.numbers.at_least
-    again = sent.retries + sent.resent
     were = "were"
     if sent.sent == 1:
         were = "was"

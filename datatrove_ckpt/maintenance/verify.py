@@ -156,16 +156,17 @@ def _check_dead_letters(report: Report, rank: RankLedger) -> None:
             )
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
+    message = ""
     if size < start:
         message = (
             f"{path} has {size} bytes instead of the {start} that commits name. Restore it "
             "from a copy."
         )
-        report.add_problem("dead_letters", message, rank, path=path)
-    if size > start and rank.state == "finished":
+    elif size > start and rank.state == "finished":
         message = (
             f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         )
+    if message:
         report.add_problem("dead_letters", message, rank, path=path)
 
 

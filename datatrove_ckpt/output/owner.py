@@ -236,9 +236,10 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
     if hub is None:
         root, slash, path = folder.path.rstrip("/").partition("/")  # a bucket, or nothing
         return _RemoteRecord(folder, _beside(root + slash, path, name))
+    path = _beside("", hub.path, name)
     if hub.is_bucket:
-        return _BucketRecord(folder, hub, _beside("", hub.path, name))
-    return _HubRecord(hub, _beside("", hub.path, name))
+        return _BucketRecord(folder, hub, path)
+    return _HubRecord(hub, path)
 
 
 def _beside(root: str, path: str, name: str) -> str:
@@ -284,11 +285,12 @@ class _LocalRecord(_OwnerRecord):
             return self._path.read_bytes()
 
     def create(self, data: bytes) -> None:
-        files.disk.make_dirs(self._path.parent)
-        if not os.access(self._path.parent, os.W_OK):
-            raise PermissionError(f"{self._path.parent} is not writable")
+        folder = self._path.parent
+        files.disk.make_dirs(folder)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable")
         _put_new(self._path, data, files.PUBLIC_FILE)
-        files.disk.sync_dir(self._path.parent)
+        files.disk.sync_dir(folder)
 
     def remove(self) -> None:
         files.disk.remove(self._path)

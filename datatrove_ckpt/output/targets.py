@@ -86,9 +86,10 @@ class OutputTarget:
             OutputMismatch: a file is there with content that this rank has not published.
             OutputFailed, StorageFailed: a file cannot be published.
         """
-        intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
+        finished = staged.finished.items()
+        intents.add({name: file.hexdigest() for name, file in finished})
         created = []
-        for name, file in staged.finished.items():
+        for name, file in finished:
             if self._create(file.path, name):
                 created.append(name)
                 continue
@@ -102,7 +103,7 @@ class OutputTarget:
         self._settle_names(staged.finished)
         published = [
             OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name))
-            for name, file in staged.finished.items()
+            for name, file in finished
         ]
         files.disk.remove_tree(staged.folder)
         return published

@@ -724,8 +724,9 @@ def check_output_of_run(
 
 
 def _has_started(folder: Path, mirror: str | None) -> bool:
-    if mirror is None or (folder / RUN).exists():
-        return (folder / RUN).exists()
+    has_run = (folder / RUN).exists()
+    if mirror is None or has_run:
+        return has_run
     from datatrove_ckpt.mirror.manifests import Versions
 
     return bool(Versions(f"{mirror}/{folder.name}").all_versions())

@@ -11,6 +11,7 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.errors.doors import StartOver, command, written
+from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 
@@ -45,7 +46,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -
     work = ""
     if again.read:
         work = f" Retried {retried}."
-    errors = runner.lines_with_error(counts)
+    errors = lines_with_error(runner.step.rollout_fn, counts)
     if errors:
         work += f" Lines with an error in the output: {errors} of {counts.written}."
     work += str(skipped)

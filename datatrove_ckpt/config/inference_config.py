@@ -528,7 +528,7 @@ class Launch(NamedTuple):
     found: str | None
     port: int
     api_key: Key
-    nodes: Nodes = SINGLE_NODE
+    nodes: Nodes
 
     @property
     def python(self) -> str:

@@ -55,6 +55,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.errors.doors import StartOver, setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
@@ -451,7 +452,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
             raise _none_written(root)
     for runner, root in plan.kept:
         counts = jobs[root].counts
-        if 0 < counts.written == runner.lines_with_error(counts):
+        if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
             folder = runner.step.output_writer.output_folder.resolve_paths("")
             raise TooManyDeadLetters(
                 f"All lines have an error, as the output in {folder} shows. Correct the cause, and "

@@ -24,6 +24,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,12 @@ _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 _TRIES = 100
 _LOOK_SECONDS = 0.005
 _PATIENCE_SECONDS = 10.0
+
+
+def free_name(path: Path, ending: str) -> Path:
+    """Returns the first path with this ending and a number that does not exist."""
+    names = (path.with_name(f"{path.name}{ending}{number}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def copy_mode(path: Path, fd: int) -> None:

@@ -9,11 +9,9 @@ from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
-from datatrove_ckpt.errors import (
-    CheckpointCorrupt,
-    InputError,
-)
+from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.errors.doors import StartOver, command, written
+from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 
@@ -48,12 +46,9 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -
     work = ""
     if again.read:
         work = f" Retried {retried}."
-    errors = runner.lines_with_error(counts)
+    errors = lines_with_error(runner.step.rollout_fn, counts)
     if errors:
-        have = "have"
-        if errors == 1:
-            have = "has"
-        work += f" {errors} of {plural(counts.written, 'line')} {have} an error in the output."
+        work += f" Lines with an error in the output: {errors} of {counts.written}."
     work += str(skipped)
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
@@ -107,10 +102,10 @@ def _attempts(job: JobSums) -> str:
     sent = job.numbers.work
     ranks = len(job.committed)  # with retries
     attempts = max(ranks, job.numbers.number_of_attempts)
-    if not sent.sent or (attempts == ranks and not sent.retries + sent.resent):
+    again = sent.retries + sent.resent
+    if not sent.sent or (attempts == ranks and not again):
         return ""
     at_least = job.numbers.at_least
-    again = sent.retries + sent.resent
     were = "were"
     if sent.sent == 1:
         were = "was"

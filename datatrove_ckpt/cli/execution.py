@@ -192,8 +192,7 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = QuietErrors(said_later=True)
     if slurm_submit.submits(executor):
-        folders = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
-        what = folders
+        what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]
         say(slurm_submit.submit(executor, what, command()))

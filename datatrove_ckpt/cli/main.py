@@ -84,9 +84,8 @@ def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
     if arguments.name not in ("run", "doctor"):
         return []
     if arguments.name == "doctor":
-        if arguments.config is None:
-            config = []
-        else:
+        config = []
+        if arguments.config is not None:
             config = [arguments.config]
         given = ["run", *config, *arguments.overrides]
     return ["datatrove-ckpt", *given]

@@ -40,10 +40,10 @@ def say(text: str) -> None:
     write_out(f"{text}\n")
 
 
-def write_out(text: str, raw: bool = False) -> bool:
+def write_out(text: str, raw: bool = False) -> None:
     """Prints the text, without secrets and control characters unless it is ``raw``.
 
-    Returns False if the reader has gone (``status | head``), and drops the rest.
+    Drops the rest if the reader has gone (``status | head``).
     """
     try:
         sys.stdout.write(text if raw else printable(redact(text)))
@@ -54,8 +54,6 @@ def write_out(text: str, raw: bool = False) -> bool:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
             os.close(nowhere)
-        return False
-    return True
 
 
 def fail(error: BaseException, code: int) -> int:

@@ -162,9 +162,8 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
     Raises:
         ConfigError: see ``load`` and ``expand``; or an override does not fit the file.
     """
-    if path is None:
-        content = {}
-    else:
+    content = {}
+    if path is not None:
         content = load(path)
     named = [
         one for one in overrides if not re.match(r"(--)?(executor|pipeline|kubernetes)\.", one)
@@ -490,9 +489,8 @@ def _flags(task: str, config: Node) -> Node:
 def _rollout(job: ShortJob, source: str) -> object:
     prompt = job.prompt
     name = job.rollout
-    if prompt is None:
-        given = {}
-    else:
+    given = {}
+    if prompt is not None:
         given = {"prompt": prompt}
     if job.task is not None:
         if name is not None:

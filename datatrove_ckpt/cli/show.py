@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,7 +109,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
             continue
         found = [other for other in found if other is not one]  # ids may repeat
         failed += one.is_dead
-        say(_described(index, replace(one, text=pairs[0][0], where=""), "question", _MOST))
+        say(_described(index, one._replace(text=pairs[0][0], where=""), "question", _MOST))
     counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"

@@ -13,9 +13,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.common.retrying import hub_refusal
-from datatrove_ckpt.errors import (
-    StorageFailed,
-)
+from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.preflight.run_plan import RunPlan
 

@@ -63,7 +63,7 @@ def _as_json(report: Report, full: bool, code: int) -> JsonObject:
 
 def _verdict(report: Report, full: bool) -> str:
     sums = report.sums
-    counts = report.sums.counts
+    counts = sums.counts
     found = plural_or_no(len(report.problems), "problem")
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
@@ -83,14 +83,13 @@ def _verdict(report: Report, full: bool) -> str:
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     with (
-        place_of(arguments, trusted=True) as named,
+        place_of(arguments) as named,
         log_disabled("datatrove_ckpt.mirror"),
         restored(named) as place,
     ):
-        logging_dir = arguments.logging_dir or place.logging_dir
         report = _report(place, arguments.output, arguments.full)
         check_output_folder(report)
-        plan = make_plan(report, logging_dir)
+        plan = make_plan(report, arguments.logging_dir or place.logging_dir)
         lines = list(plan.describe())
         is_needed = plan.ranks or plan.markers
         if plan.left and not is_needed:
@@ -102,13 +101,11 @@ def repair(arguments: argparse.Namespace) -> int:
         if is_needed and arguments.dry_run:
             say("Nothing was done (--dry-run).")
         elif is_needed:
-            say(_repair(plan, report, logging_dir, named, place))
+            say(_repair(plan, report, named, place))
     return int(bool(plan.left))
 
 
-def _repair(
-    plan: RepairPlan, report: Report, logging_dir: str | None, named: Place, place: Place
-) -> str:
+def _repair(plan: RepairPlan, report: Report, named: Place, place: Place) -> str:
     if place.is_copy:
         check_idle(named, plan.ranks)
     carry_out(plan, report)
@@ -117,7 +114,7 @@ def _repair(
     if plan.ranks and all(rank.root for rank in plan.ranks):
         again += ", as a retry of dead letters"
     again += "."
-    if logging_dir is not None or not plan.ranks:
+    if plan.logging_dir is not None or not plan.ranks:
         return f"Done. {again}"
     numbers = sorted({rank.number for rank in plan.ranks})
     names = ", ".join(f"LOGGING_DIR/completions/{number:05d}" for number in numbers)

@@ -12,15 +12,14 @@ from datatrove_ckpt.maintenance.where import Place, is_config, open_place
 def place_of(
     arguments: argparse.Namespace,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
-    trusted: bool = False,
 ) -> AbstractContextManager[Place]:
     """Opens the place that ``arguments.what`` names, with its overrides.
 
     See ``open_place``.
     """
-    if not is_config(arguments.what):
-        return open_place(arguments.what, wanted=wanted, trusted=trusted)
-    from datatrove_ckpt.cli.short_form import read_config  # slow to import
+    config = None
+    if is_config(arguments.what):
+        from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
-    config = read_config(arguments.what, arguments.overrides, only_look=True)
-    return open_place(arguments.what, config, wanted, trusted, arguments.overrides)
+        config = read_config(arguments.what, arguments.overrides, only_look=True)
+    return open_place(arguments.what, config, wanted, arguments.overrides)

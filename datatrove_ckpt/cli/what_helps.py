@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from itertools import count
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, current
 from datatrove_ckpt.preflight.run_plan import RunPlan
@@ -22,9 +22,7 @@ def advise(error: Exception, plan: RunPlan) -> None:
     if any(isinstance(remedy, StartOver) for remedy in error.remedies):
         folder = _run_folder(plan)
         if folder is not None:
-            asides = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
-            aside = next(path for path in asides if not path.exists())
-            move = shlex.join(["mv", str(folder), str(aside)])
+            move = shlex.join(["mv", str(folder), str(files.free_name(folder, "."))])
             error.add_note(f"To start over, move what is there aside while no task runs: {move}")
 
 

@@ -190,9 +190,8 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
         missing = missing_package(str(error)) or f"{type(error).__name__}: {error}"
         raise ConfigError(f"{label}: {missing}") from error
     except Exception as error:
-        if isinstance(error, ValueError):
-            name = ""
-        else:
+        name = ""
+        if not isinstance(error, ValueError):
             name = f"{type(error).__name__}: "
         raise ConfigError(f"{label}: {name}{error}") from error
     if cls.__module__.startswith("datatrove"):

@@ -363,10 +363,9 @@ class InferenceConfig:
         else:
             return None
         if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
+            where = "api_key: the key"
             if self.api_key_env:
                 where = f"api_key_env: the value of {self.api_key_env}"
-            else:
-                where = "api_key: the key"
             raise ConfigError(
                 f"{where} holds a space at an end, a line break or another control character. "
                 "Remove it."
@@ -472,8 +471,7 @@ Kwargs = Mapping[str, Any]
 FormValue: TypeAlias = Any  # a JSON schema, a text, or a list of texts
 
 
-@dataclass(frozen=True)
-class EngineCommand:
+class EngineCommand(NamedTuple):
     """How to launch a server.
 
     Attributes:
@@ -523,15 +521,14 @@ class Nodes:
 SINGLE_NODE = Nodes()
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """``found``: what ``Engine.find`` has returned."""
 
     config: InferenceConfig
     found: str | None
     port: int
     api_key: Key
-    nodes: Nodes = SINGLE_NODE
+    nodes: Nodes
 
     @property
     def python(self) -> str:
@@ -578,8 +575,7 @@ class MetricNames(NamedTuple):
     tokens: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(NamedTuple):
     """A known reason for a failed start. ``permanent``: another attempt cannot succeed."""
 
     text: str
@@ -730,10 +726,9 @@ class Engine:
                     kind: {"name": "answer", "schema": value, "strict": True},
                 }
             }
+        instead = "json_schema"
         if kind == "choice":
             instead = "json_schema with an enum"
-        else:
-            instead = "json_schema"
         return f"OpenAI's API takes no {kind}; use {instead}"
 
     def lacks(self, way: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 from datatrove.io import DataFolder, get_datafolder
@@ -26,8 +26,7 @@ _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any r
 _VECTOR = 3  # numbers of one that are shown
 
 
-@dataclass(frozen=True, slots=True)
-class ShownDocument:
+class ShownDocument(NamedTuple):
     """One document.
 
     Attributes:
@@ -51,7 +50,7 @@ class ShownDocument:
         if most is not None:
             text = shortened(text, most)
             answer = shortened(answer, 2 * most)
-        return replace(self, id=shortened(id_, 200), text=text, answer=answer)
+        return self._replace(id=shortened(id_, 200), text=text, answer=answer)
 
 
 def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:

@@ -44,7 +44,7 @@ class CommittedChunk:
     documents: int | None
 
     def __str__(self) -> str:
-        return name_place(self.rank.root, self.rank.number, self.index)
+        return name_place(*self.rank.key, self.index)
 
 
 @dataclass

@@ -22,9 +22,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
-from datatrove_ckpt.checkpoint.ledger import (
-    RankLedger,
-)
+from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.maintenance.run_state import RankState
 
@@ -58,7 +56,6 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.need_attention("damaged", str(ledger.damage))
         return rank
     recent = ledger.history
-    written = ledger.written
     rank.add(ledger.numbers())
     rank.last_commit = ledger.last_commit
     if rank.is_copy:
@@ -70,9 +67,8 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.position = _reached(last, rank)
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        rank.last_change = min(
-            now, max((at for name, at in written.items() if name not in (RUN, CACHE)), default=0.0)
-        )
+        changes = [at for name, at in ledger.written.items() if name not in (RUN, CACHE)]
+        rank.last_change = min(now, max(changes, default=0.0))
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
     rank.last_word = max((at for at in times if at is not None), default=None)
     return rank

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.identity import read_run, settings_in
+from datatrove_ckpt.checkpoint.identity import settings_in
 from datatrove_ckpt.checkpoint.job import removed_ranks
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
@@ -21,9 +21,9 @@ from datatrove_ckpt.checkpoint.ledger import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.config.paths import COMMAND_FILE
-from datatrove_ckpt.errors import CheckpointError, CheckpointLocked, CkptError
+from datatrove_ckpt.errors import CheckpointLocked, CkptError
 from datatrove_ckpt.maintenance.judge import find_left, find_slow, rank_state
-from datatrove_ckpt.maintenance.run_state import RankState, RunState
+from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.sums import add_up
 from datatrove_ckpt.maintenance.where import Place
 
@@ -59,9 +59,13 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         min(_MOST_BYTES, _JOURNAL_BYTES // len(found)),
         min(_MOST_BYTES, _LETTER_BYTES // len(found)),
     )
+    run: Json = {}
     try:
         for root, number, folder in found:
-            ledger = read_rank(root, number, folder, _WANTED, limits)
+            wanted = _WANTED
+            if not run:
+                wanted |= Want.SETTINGS
+            ledger = read_rank(root, number, folder, wanted, limits)
             check_readable(ledger)
             rank = rank_state(ledger, now, _copied_at(place, root, number))
             rank.reason = place.said(rank.reason)
@@ -69,9 +73,9 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
                 state.retries.append(rank)
             else:
                 state.ranks.append(rank)
+                run = run or ledger.run
     except PermissionError as error:
         raise not_permitted(place.folder, error) from None
-    run = _first_run(state.ranks)
     if run:
         state.identity = {"format": run["format"], **settings_in(run)}
         state.tasks = int(state.identity.get("tasks") or state.tasks)
@@ -134,14 +138,6 @@ def _copied_at(place: Place, root: str, number: int) -> float | None:
     if place.mirror is None:
         return None
     copied = place.mirror.ranks.get(f"{root}/{number:05d}".lstrip("/"))
-    if copied is None:
+    if copied is None:  # a refresh that failed halfway
         return 0.0
-    return copied.when or 0.0
-
-
-def _first_run(ranks: list[RankState]) -> Json:
-    for path in (rank.folder / layout.RUN for rank in ranks):
-        with suppress(CheckpointError):
-            if path.is_file():
-                return read_run(path)
-    return {}
+    return copied.when

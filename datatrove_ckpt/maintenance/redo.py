@@ -30,7 +30,6 @@ class Redo:
     letters: list[tuple[int, int]] = field(default_factory=list)
 
     def describe(self) -> Iterator[str]:
-        key = self.rank.key
         place = self.rank.place
         if self.before is None:
             yield (
@@ -47,6 +46,6 @@ class Redo:
                 what += f", {plural(commit.counts.dead, 'dead letter')} among them"
             if commit.files:
                 what += f"; remove {', '.join(file.path for file in commit.files)}"
-            yield f"{name_place(*key, commit.chunk_index)}: {what}"
+            yield f"{name_place(*self.rank.key, commit.chunk_index)}: {what}"
         if self.lost:
             yield f"{place}: mark as not done the chunks {ranges(self.lost)}"

@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 from datatrove.io import get_datafolder
@@ -144,8 +143,7 @@ def _keep_damaged_log(path: Path) -> None:
     if path.exists():
         with explained("read", path):
             data = path.read_bytes()
-        names = (path.with_name(f"{path.name}.damaged-{number}") for number in count(1))
-        files.disk.replace(next(name for name in names if not name.exists()), data)
+        files.disk.replace(files.free_name(path, ".damaged-"), data)
 
 
 def _correct_last_chunk(path: Path, commits: list[int]) -> None:

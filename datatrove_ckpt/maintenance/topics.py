@@ -167,10 +167,9 @@ def _documents(totals: Totals) -> str:
             f"{totals.unfinished.written:,} in "
             f"{counted(totals.unfinished_chunks, 'unfinished chunk')}"
         )
-        if totals.exact:
-            text = f"{text}, {more}"
-        else:
-            text = f"{text}, about {more}"
+        if not totals.exact:
+            more = f"about {more}"
+        text = f"{text}, {more}"
     return text
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import orjson
 import xxhash
@@ -91,17 +91,9 @@ class TrackedJob:
         return cls(xxhash.xxh3_128_hexdigest(orjson.dumps(known)), name, started, parameters)
 
 
-class TrackedRun(Protocol):
-    """A job's run at a service. Each call may take long, or raise anything."""
-
-    def send(self, at: float, values: dict[str, float], step: int | None = None) -> None:
-        """``step``: of a training; None: the values are sums of a job."""
-
-    def end(self, status: str) -> None:
-        """``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
-
-
 class MlflowRun:
+    """A job's run at MLflow. Each call may take long, or raise anything."""
+
     def __init__(self, job: TrackedJob, uri: str, experiment: str) -> None:
         # MLflow 3.10 and later refuse a folder unless this is set; who names a folder means it.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -123,16 +115,16 @@ class MlflowRun:
         self._started = job.started
         self._client.update_run(self._id, "RUNNING")
         # MLflow's parameters cannot change.
-        logged = run.data.params
         new = [
             Param(name, value[:_MAX_VALUE])
             for name, value in job.parameters.items()
-            if name not in logged
+            if name not in run.data.params
         ]
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
 
     def send(self, at: float, values: dict[str, float], step: int | None = None) -> None:
+        """``step``: of a training; None: the values are sums of a job."""
         from mlflow.entities import Metric
 
         if step is None:
@@ -142,6 +134,7 @@ class MlflowRun:
         )
 
     def end(self, status: str) -> None:
+        """``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
         self._client.set_terminated(self._id, status)
 
 
@@ -181,6 +174,9 @@ class WandbRun:
         """W&B's own state is that of the process."""
         self._run.summary["status"] = status
         self._run.finish(exit_code=int(status != "FINISHED"))
+
+
+TrackedRun: TypeAlias = MlflowRun | WandbRun
 
 
 @dataclass

@@ -107,8 +107,9 @@ def read_training(folder: Path, full: bool) -> TrainingState:
     saved = next((event for event in reversed(events) if event["event"] == "saved"), {})
     holder = files.lock_holder(folder / ".lock")
     writer = "" if holder is None else files.name_holder(holder)
-    free = shutil.disk_usage(folder).free
-    return TrainingState(str(folder), steps, curve(events), saved, writer, free)
+    return TrainingState(
+        str(folder), steps, curve(events), saved, writer, shutil.disk_usage(folder).free
+    )
 
 
 def _check(folder: Path, name: StepName, manifest: Manifest, full: bool) -> None:

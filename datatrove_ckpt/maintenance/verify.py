@@ -60,8 +60,8 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
     """
     checkpoints = place.folder
     what = place.given[0]
-    if place.configured_output is not None:
-        return str(get_datafolder(place.configured_output).resolve_paths(""))
+    if place.config and place.output is not None:  # whatever the checkpoint says
+        return str(get_datafolder(place.output).resolve_paths(""))
     runs = [rank.run for rank in ranks if rank.run]
     recorded = recorded_output(checkpoints, runs)
     if recorded is not None:
@@ -156,16 +156,17 @@ def _check_dead_letters(report: Report, rank: RankLedger) -> None:
             )
             report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
+    message = ""
     if size < start:
         message = (
             f"{path} has {size} bytes instead of the {start} that commits name. Restore it "
             "from a copy."
         )
-        report.add_problem("dead_letters", message, rank, path=path)
-    if size > start and rank.state == "finished":
+    elif size > start and rank.state == "finished":
         message = (
             f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         )
+    if message:
         report.add_problem("dead_letters", message, rank, path=path)
 
 
@@ -248,12 +249,8 @@ def _check_ranks(report: Report) -> None:
     report.not_started = [rank for rank in missing if rank not in removed]
     tasks = plural(report.tasks, "task")
     if report.not_started:
-        number = len(report.not_started)
-        have = "has" if number == 1 else "have"
-        report.add_problem(
-            "unfinished",
-            f"{number} of {tasks} {have} not started ({name_tasks(report.not_started)}).",
-        )
+        started = f"{len(report.not_started)} of {tasks}: {name_tasks(report.not_started)}."
+        report.add_problem("unfinished", f"not started: {started}")
     for rank in removed:
         folder = str(rank_folder(report.checkpoints, rank))
         message = (

@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.paths import default_mirror, expand_path
-from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader
@@ -60,13 +60,6 @@ class Place:
     def is_copy(self) -> bool:
         return self.mirror is not None
 
-    @property
-    def configured_output(self) -> str | None:
-        """Where the files are now, whatever the checkpoint says."""
-        if not self.config:
-            return None
-        return self.output
-
     def refresh(self) -> None:
         """Raises as ``MirrorReader.refresh``."""
         if self.mirror is not None:
@@ -91,7 +84,6 @@ def open_place(
     what: str,
     config: JsonObject | None = None,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
-    trusted: bool = False,
     overrides: Sequence[str] = (),
 ) -> Iterator[Place]:
     """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the
@@ -100,7 +92,6 @@ def open_place(
     Args:
         config: the content of the YAML file.
         wanted: which files of a mirror are needed, by name and size in bytes.
-        trusted: refuse versions of a mirror that lack the key's seal, if there is a key.
         overrides: of the file, as they are typed.
 
     Raises:
@@ -125,7 +116,7 @@ def open_place(
         below = default_mirror(f"{root}/logs")
         mirrors = [url] if config is not None else [url, below]
         for mirror in mirrors:
-            place.mirror = MirrorReader(mirror, place.folder, wanted, trusted)
+            place.mirror = MirrorReader(mirror, place.folder, wanted)
             place.what = place.mirror.url
             place.refresh()
             if place.mirror.ranks:
@@ -177,15 +168,15 @@ def _if_folder(path: Path) -> str | None:
 
 
 def _looks_like_mirror(folder: Path) -> bool:
-    try:
-        ranks = layout.rank_numbers(folder)
-        if not ranks or (layout.rank_folder(folder, ranks[0]) / layout.RUN).exists():
-            return False
-        from datatrove_ckpt.mirror.reading import is_mirror
-
-        return is_mirror(folder)
-    except PermissionError:  # the command says it later
-        return False
+    """Whether the ranks' folders hold versions, not files of a checkpoint."""
+    with suppress(PermissionError):  # the command says it later
+        for number in layout.rank_numbers(folder):
+            rank = layout.rank_folder(folder, number)
+            if (rank / layout.RUN).exists():
+                return False
+            if any(rank.glob("generation-*.json")):
+                return True
+    return False
 
 
 # ``repair`` changes a restored copy of a mirror, and uploads it. After a crash in between, the same
@@ -285,17 +276,18 @@ def _not_begun(place: Place, where: object) -> ConfigError:
 
 def _mirror_has_more(local: Path, remote: str) -> bool:
     """Whether the mirror has ranks that this node lacks, on which other nodes work."""
-    from datatrove_ckpt.mirror.reading import holds_ranks
+    from datatrove_ckpt.mirror.object_store import ObjectStore
 
-    here: set[str] = set()
+    here: set[int] = set()
     if local.is_dir():
-        here = {f"{number:05d}" for number in layout.rank_numbers(local)}
+        here.update(layout.rank_numbers(local))
+    if not here:
+        return True
     try:
-        return bool(holds_ranks(remote) - here)
-    except (StorageFailed, ConfigError):
-        if here:
-            return False
-        raise
+        there = {int(name) for name in ObjectStore(remote).names() if layout.is_rank(name)}
+    except (OSError, ConfigError):
+        return False
+    return not there <= here
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:

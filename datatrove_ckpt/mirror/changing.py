@@ -21,7 +21,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.mirror.job import restore_job
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions, is_mirrored
 from datatrove_ckpt.mirror.reading import unreadable
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
@@ -118,11 +118,7 @@ def _is_uploaded(url: str) -> bool:
 
 
 def _snapshot(folder: Path) -> Snapshot:
-    names = [layout.COMMITS, layout.DEAD_LETTERS, layout.RETRY_INPUT, layout.SHARD, layout.HISTORY]
-    names.append(layout.BATCHES)
-    paths = [*(folder / name for name in names)]
-    paths += [layout.journal_path(folder, index) for index in layout.journal_indices(folder)]
-    sizes = {path.name: path.stat().st_size for path in paths if path.exists()}
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if is_mirrored(path.name)}
     answers = []
     unfinished = frozenset[int]()
     last = 0

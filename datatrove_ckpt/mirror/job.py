@@ -9,6 +9,7 @@ with the newest version of every rank that only the mirror has. Its first upload
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from loguru import logger
@@ -59,16 +60,13 @@ def join_mirrored_job(
         CheckpointMismatch: another rank belongs to another run; or see ``refuse_resharded``.
         ConfigError: the bucket does not exist.
     """
-    store = ObjectStore(url)
     try:
-        refuse_resharded(root, store.names())
-        job = _read_job(store)
-        if job and not compare(job, identity, with_output=True):
+        job, others = _compare(url, root, identity, without=rank, with_output=True)
+        if others is None:
             return None
-        others = _compare(store, root, job, identity, without=rank)
         if others.changes and (not accept_changes or others.is_layout):
             what = (
-                f"The checkpoints of other tasks on the mirror {store.url} "
+                f"The checkpoints of other tasks on the mirror {url} "
                 f"({name_tasks(others.ranks)}) were"
             )
             raise refusal(what, others.changes, *way_back(others.changes))
@@ -90,15 +88,11 @@ def compare_mirrored_job(
     Raises:
         CheckpointMismatch: see ``refuse_resharded``.
     """
-    store = ObjectStore(url)
-    try:
-        refuse_resharded(root, store.names())
-        job = _read_job(store)
-        if job and not compare(job, identity):
-            return JobChanges()
-        return _compare(store, root, job, identity, only_tasks)
-    except OSError:
-        return JobChanges()
+    with suppress(OSError):
+        _, others = _compare(url, root, identity, only_tasks)
+        if others is not None:
+            return others
+    return JobChanges()
 
 
 def restore_job(url: str, folder: Path) -> None:
@@ -124,14 +118,21 @@ def _read_job(store: ObjectStore) -> Json:
 
 
 def _compare(
-    store: ObjectStore,
+    url: str,
     root: Path,
-    job: Json,
     identity: RunIdentity,
     only_tasks: bool = False,
     without: int | None = None,
-) -> JobChanges:
-    ranks = [int(name) for name in store.names() if is_rank(name)]
+    with_output: bool = False,
+) -> tuple[Json, JobChanges | None]:
+    """Returns the mirror's ``job.json``, and the changes; None: it is of this run."""
+    store = ObjectStore(url)
+    names = store.names()
+    refuse_resharded(root, names)
+    job = _read_job(store)
+    if job and not compare(job, identity, with_output=with_output):
+        return job, None
+    ranks = [int(name) for name in names if is_rank(name)]
     ranks = [
         rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()
     ]
@@ -142,7 +143,7 @@ def _compare(
             for rank, manifest in zip(ranks, found, strict=True)
             if manifest is not None
         }
-    return compare_kept(kept, job, identity, only_tasks)
+    return job, compare_kept(kept, job, identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:

@@ -69,6 +69,11 @@ _FILES = {BATCHES, COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, SHARD}
 _TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 
+def is_mirrored(name: str) -> bool:
+    """Whether versions hold such a file."""
+    return name in _FILES or is_journal(name)
+
+
 @dataclass(frozen=True, order=True)
 class _Numbered:
     kind: ClassVar[str]
@@ -188,7 +193,7 @@ class Manifest:
             if not is_count(data.pop("format")):
                 raise ValueError("it has no format")
             for name in data["files"]:
-                if name not in _FILES and not is_journal(name):
+                if not is_mirrored(name):
                     raise ValueError(f"it names {name!r}, which is no file of a checkpoint")
             files = {
                 name: [Part.from_json(part) for part in parts]
@@ -344,10 +349,9 @@ class Versions:
     def put_object(self, name: str, data: bytes) -> Part:
         self._store.put(f"objects/{name}", data)
         self._store.copy(f"objects/{name}", f"copies/{name}", data)
+        strong = ""
         if self._seal.is_on:
             strong = hashlib.sha256(data).hexdigest()
-        else:
-            strong = ""
         return Part(name, len(data), str(xxhash.xxh3_128_hexdigest(data)), strong)
 
     def read_object(self, part: Part) -> bytes:

@@ -37,10 +37,7 @@ from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
-from datatrove_ckpt.mirror.manifests import (
-    MAX_OBJECT_BYTES,
-    Versions,
-)
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process import job_launch
@@ -191,10 +188,9 @@ class RemoteMirror:
             not self.shutdown.join(self._ended, STOP_SECONDS, DRAIN_SECONDS)
             and not self.shutdown.is_fast
         ):
+            limit = STOP_SECONDS
             if self.shutdown.is_requested:
                 limit = DRAIN_SECONDS
-            else:
-                limit = STOP_SECONDS
             logger.warning(
                 f"The last upload to the mirror {self.url} did not end within {limit:g} s. The "
                 "mirror keeps the version before it; the local checkpoint is complete."

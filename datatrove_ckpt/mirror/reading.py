@@ -10,8 +10,8 @@ import datetime
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.lines import sealed_json
@@ -29,12 +29,11 @@ Wanted = Callable[[str, int], bool]
 """Whether a file is needed, by its name and its size in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedRank:
-    """A rank that was copied. ``when``: of its upload, in Unix seconds."""
+class CopiedRank(NamedTuple):
+    """A rank that was copied. ``when``: of its upload, in Unix seconds; 0.0: not known."""
 
     version: Version
-    when: float | None
+    when: float
 
 
 class MirrorReader:
@@ -45,17 +44,15 @@ class MirrorReader:
         url: ``checkpoints_remote_dir``.
         folder: where the copy goes; empty.
         wanted: which files are needed; ``run.json`` always is.
-        trusted: refuse versions that are not sealed with the key, see ``sealing.py``.
     """
 
-    def __init__(self, url: str, folder: Path, wanted: Wanted, trusted: bool = False) -> None:
+    def __init__(self, url: str, folder: Path, wanted: Wanted) -> None:
         self._store = ObjectStore(url)
         self.url = self._store.url
         self.ranks: dict[str, CopiedRank] = {}
         """By the rank's folder, such as "00000" or "retry-00001/00000"."""
         self._folder = folder
         self._wanted = wanted
-        self._trusted = trusted
 
     def refresh(self) -> None:
         """Copies the ranks that have a newer version than the copy.
@@ -87,7 +84,7 @@ class MirrorReader:
         problems = list[str]()
 
         def copy(version: Version) -> CopiedRank:
-            manifest = mirrored.read_manifest(version, self._trusted)
+            manifest = mirrored.read_manifest(version)
             self._write(mirrored, manifest, self._folder / name)
             return CopiedRank(version, _unix_seconds(manifest.when))
 
@@ -132,34 +129,7 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
             yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
 
 
-def holds_ranks(url: str) -> set[str]:
-    """Returns the names of the ranks' folders directly below a URL.
-
-    Raises:
-        StorageFailed: it cannot be read.
-        ConfigError: the bucket does not exist.
-    """
-    store = ObjectStore(url)
-    try:
-        return {name for name in store.names() if layout.is_rank(name)}
-    except OSError as error:
-        raise unreadable(store.url, error) from error
-
-
-def is_mirror(folder: Path) -> bool:
-    """Whether a local folder is a mirror: its ranks' folders hold versions, not files of a
-    checkpoint.
-    """
-    for number in layout.rank_numbers(folder):
-        rank = layout.rank_folder(folder, number)
-        if (rank / layout.RUN).exists():
-            return False
-        if Versions(str(rank)).all_versions():
-            return True
-    return False
-
-
-def _unix_seconds(when: str) -> float | None:
+def _unix_seconds(when: str) -> float:
     with suppress(ValueError):
         return datetime.datetime.fromisoformat(when).timestamp()
-    return None
+    return 0.0

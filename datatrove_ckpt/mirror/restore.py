@@ -26,7 +26,6 @@ that these are not tried again.
 from __future__ import annotations
 
 from contextlib import ExitStack, closing, suppress
-from itertools import count
 from pathlib import Path
 
 from loguru import logger
@@ -272,7 +271,6 @@ def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
     if not folder.exists():
         return None
     stack.callback(files.Lock(folder / LOCK).release)
-    names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in count(1))
-    aside = next(path for path in names if not path.exists())
+    aside = files.free_name(folder, ".replaced-")
     files.disk.rename(folder, aside)
     return aside

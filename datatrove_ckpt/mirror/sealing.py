@@ -14,9 +14,7 @@ import hmac
 import os
 import re
 
-from datatrove_ckpt.checkpoint.layout import (
-    retry_number,
-)
+from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 
@@ -39,10 +37,9 @@ class Seal:
         parents, _, folder = url.rstrip("/").rpartition("/")
         parent = parents.rpartition("/")[2]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
+        self._place = folder
         if retry_number(parent) is not None:
             self._place = f"{parent}/{folder}"
-        else:
-            self._place = folder
         self._key: Key | None = None
         if MIRROR_KEY_VARIABLE in os.environ:
             self._key = Key(os.environ[MIRROR_KEY_VARIABLE])

@@ -92,7 +92,7 @@ class ChunkWriting:
         self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
     ) -> bool:
         """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
-        types = ColumnTypes(schema)
+        types = ColumnTypes()
         writer = self._copy(staged, schema, types.add)
         with suppress(_NotWritten):
             self._write(staged, chunk_index, documents, writer)

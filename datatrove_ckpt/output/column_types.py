@@ -25,7 +25,7 @@ the chunk is written again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.io import DataFolder
@@ -57,25 +57,18 @@ def infers_schema(writer: DiskWriter) -> bool:
 class ColumnTypes:
     """Collects the types of rows.
 
-    Args:
-        guess: the schema that the rows may have.
-
     Attributes:
         types: of each column.
     """
 
-    def __init__(self, guess: Schema | None = None) -> None:
+    def __init__(self) -> None:
         self.types: dict[str, DataType] = {}
-        self._guess = raw_types(guess or ())
 
     def add(self, rows: list[Row]) -> None:
-        """Raises NotUnited for rows that the guess does not hold, or what ``type_of`` raises."""
+        """Raises NotUnited, or what ``type_of`` raises."""
         for name in dict.fromkeys(name for row in rows for name in row):
-            kind = unite(self.types.get(name), type_of([row.get(name) for row in rows], name), name)
-            self.types[name] = kind
-            guess = self._guess.get(name)
-            if self._guess and unite(guess, kind, name) != guess:
-                raise NotUnited(name, guess, kind)
+            kind = type_of([row.get(name) for row in rows], name)
+            self.types[name] = unite(self.types.get(name), kind, name)
 
     def schema(self) -> Schema:
         import pyarrow as pa
@@ -171,8 +164,7 @@ def read_schema(folder: DataFolder, path: str) -> Schema | None:
         return None
 
 
-@dataclass(frozen=True)
-class Misfit:
+class Misfit(NamedTuple):
     """A column by which a file does not fit after a first one.
 
     Attributes:

@@ -364,9 +364,10 @@ class OutputCheck:
         """Refuses to call a rank complete while files of its template are there that no commit
         names.
         """
-        files = found.by_rank[commits.rank]
         unknown = [
-            (root, name) for root, name in files if not self._may_be_committed(commits, name)
+            (root, name)
+            for root, name in found.by_rank[commits.rank]
+            if not self._may_be_committed(commits, name)
         ]
         which = f"no commit of task {commits.rank} names"
         certain = {

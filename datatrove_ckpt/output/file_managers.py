@@ -114,12 +114,8 @@ class OutputStream:
         if "b" not in manager.mode:
             self._stream = io.TextIOWrapper(compressed, encoding="utf-8", newline="\n")
 
-    def __getattr__(self, name: str) -> Any:  # whatever else a writer uses of a file
+    def __getattr__(self, name: str) -> Any:  # what a writer uses of a file
         return getattr(self._stream, name)
-
-    def write(self, data: bytes | str) -> int:
-        written: int = self._stream.write(data)
-        return written
 
     def close(self) -> None:
         if self.table is not None:

@@ -15,6 +15,7 @@ import math
 import random
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from datatrove_ckpt.errors import ConfigError
 
@@ -34,8 +35,7 @@ def commit_title(files: str, rank: int, chunks: str) -> str:
     return f"Add {files}: rank {rank}, chunks {chunks}"
 
 
-@dataclass(frozen=True)
-class MadeCommit:
+class MadeCommit(NamedTuple):
     """``at``: Unix seconds, by the hub's clock."""
 
     oid: str
@@ -43,8 +43,7 @@ class MadeCommit:
     title: str
 
 
-@dataclass(frozen=True)
-class CommitHistory:
+class CommitHistory(NamedTuple):
     """What the hub shows of a branch.
 
     Attributes:

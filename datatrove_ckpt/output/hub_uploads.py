@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -54,10 +53,9 @@ class UploadedFile:
         self.name = name
         self._operation = operation
         self._is_regular = getattr(operation, "_upload_mode", None) == "regular"
+        self.bytes_in_commit = 0
         if self._is_regular:
             self.bytes_in_commit = operation.upload_info.size
-        else:
-            self.bytes_in_commit = 0
         self.earlier: Collection[str] = ()
         """The hashes of content that the rank may have published under this name before."""
         self.is_ignored = bool(getattr(operation, "_should_ignore", False))
@@ -217,7 +215,7 @@ class HubUploads(HubReads):
         Stopping.
         """
         found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
-        self._history = replace(found, made=found.made[:1] + tuple(found.of_last_hour[1:]))
+        self._history = found._replace(made=found.made[:1] + tuple(found.of_last_hour[1:]))
         self.seen += [commit.oid for commit in found.made if commit.oid not in self.seen]
         return self._history
 

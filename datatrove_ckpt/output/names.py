@@ -228,11 +228,11 @@ def rank_and_chunk(match: re.Match[str]) -> tuple[tuple[str, int], int]:
     return (root, int(names.get("rank") or 0)), int(index)
 
 
-def writer_name(writer: DiskWriter | type[DiskWriter]) -> str:
+def writer_name(writer: DiskWriter) -> str:
     """Returns the class with its module; of datatrove and this package without, whose modules may
     move.
     """
-    kind = writer if isinstance(writer, type) else type(writer)
+    kind = type(writer)
     place = kind.__module__
     package = place.partition(".")[0]
     if package in ("datatrove", "datatrove_ckpt"):

@@ -205,7 +205,7 @@ class OutputOwnership:
             kept = self._homes.keep(self._homes.begun(secrets.token_hex(8), replaces))
             if owner is not None:
                 self._record.remove()
-            self._record.create(kept)
+            self._record.create(orjson.dumps(kept._asdict()))
             self.check()
         except PermissionError as error:
             logger.warning(
@@ -236,9 +236,10 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
     if hub is None:
         root, slash, path = folder.path.rstrip("/").partition("/")  # a bucket, or nothing
         return _RemoteRecord(folder, _beside(root + slash, path, name))
+    path = _beside("", hub.path, name)
     if hub.is_bucket:
-        return _BucketRecord(folder, hub, _beside("", hub.path, name))
-    return _HubRecord(hub, _beside("", hub.path, name))
+        return _BucketRecord(folder, hub, path)
+    return _HubRecord(hub, path)
 
 
 def _beside(root: str, path: str, name: str) -> str:
@@ -261,17 +262,14 @@ class _OwnerRecord:
         except (orjson.JSONDecodeError, TypeError):
             return OutputOwner("(unknown: the record is damaged)", "", "damaged", "")
 
-    def create(self, owner: OutputOwner) -> None:
+    def create(self, data: bytes) -> None:
         """Writes the file, unless there is one. Raises OSError."""
-        self._create(orjson.dumps(owner._asdict()))
+        raise NotImplementedError
 
     def remove(self) -> None:
         raise NotImplementedError
 
     def _read(self) -> bytes | None:
-        raise NotImplementedError
-
-    def _create(self, data: bytes) -> None:
         raise NotImplementedError
 
 
@@ -286,12 +284,13 @@ class _LocalRecord(_OwnerRecord):
                 return None
             return self._path.read_bytes()
 
-    def _create(self, data: bytes) -> None:
-        files.disk.make_dirs(self._path.parent)
-        if not os.access(self._path.parent, os.W_OK):
-            raise PermissionError(f"{self._path.parent} is not writable")
+    def create(self, data: bytes) -> None:
+        folder = self._path.parent
+        files.disk.make_dirs(folder)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable")
         _put_new(self._path, data, files.PUBLIC_FILE)
-        files.disk.sync_dir(self._path.parent)
+        files.disk.sync_dir(folder)
 
     def remove(self) -> None:
         files.disk.remove(self._path)
@@ -315,7 +314,7 @@ class _RemoteRecord(_OwnerRecord):
                 return None
             raise
 
-    def _create(self, data: bytes) -> None:
+    def create(self, data: bytes) -> None:
         mode = {}
         if "mode" in signature(self._fs.pipe_file).parameters:
             mode["mode"] = "create"
@@ -342,7 +341,7 @@ class _BucketRecord(_RemoteRecord):
         self._hub = hub
         self._name = path
 
-    def _create(self, data: bytes) -> None:
+    def create(self, data: bytes) -> None:
         # ``pipe_file`` would leave a temporary copy.
         self._hub.api().batch_bucket_files(self._hub.repo, add=[(data, self._name)])
         time.sleep(_READ_AGAIN_SECONDS)
@@ -367,7 +366,7 @@ class _HubRecord(_OwnerRecord):
             return None
         return b"".join(self._hub.blocks(self._path, 1 << 20))
 
-    def _create(self, data: bytes) -> None:
+    def create(self, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd
 
         add = [CommitOperationAdd(self._path, data)]

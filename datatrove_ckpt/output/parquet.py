@@ -1,20 +1,20 @@
 """Writes the Parquet files of a chunk with one schema, in the batches of datatrove's ParquetWriter.
 
 datatrove opens a file with the schema of its first document, and a dictionary for each column. Here
-pyarrow writes the rows. For an equal schema the bytes equal datatrove's, except for vectors, which
-get no dictionary.
+pyarrow writes the rows. For an equal schema the bytes equal datatrove's; but no column has a
+dictionary in files with vectors, which outweigh the others.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.output.arrow_types import DataType, Row, Schema, is_any_list
+from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.file_managers import OutputStream
 
 Inspect: TypeAlias = Callable[[list[Row]], object]
@@ -58,7 +58,7 @@ class _Table:
 
 class _BatchWriter(ParquetWriter):  # type: ignore[misc]
     inspect: Inspect
-    dictionary: bool | list[str]
+    dictionary: bool
 
     def _write(self, document: Row, file_handler: OutputStream, filename: str) -> None:
         if file_handler.table is None:
@@ -79,7 +79,7 @@ def write_in_batches(writer: DiskWriter, inspect: Inspect, plain_vectors: bool) 
 
     Args:
         inspect: gets the rows of each batch before they are written.
-        plain_vectors: whether vectors are written without a dictionary.
+        plain_vectors: whether files with vectors have no dictionaries.
     """
     kind = type(writer)
     # A user's class takes precedence over ours.
@@ -88,31 +88,7 @@ def write_in_batches(writer: DiskWriter, inspect: Inspect, plain_vectors: bool) 
         ours = type(kind.__name__, (kind, _BatchWriter), {})
     writer.__class__ = ours
     writer.inspect = inspect
-    writer.dictionary = True
-    if plain_vectors:
-        writer.dictionary = _dictionary_columns(writer.schema)
-
-
-def _dictionary_columns(schema: Schema) -> bool | list[str]:
-    """Returns the columns that have a dictionary, as paths of a Parquet file; True: all."""
-    leaves = [leaf for field in schema for leaf in _leaves(field.type, field.name)]
-    others = [path for path in leaves if path is not None]
-    return len(others) == len(leaves) or others
-
-
-def _leaves(kind: DataType, path: str) -> Iterator[str | None]:
-    """Yields a type's columns in a Parquet file; None for a column of vectors."""
-    import pyarrow as pa
-
-    if pa.types.is_struct(kind):
-        for field in kind:
-            yield from _leaves(field.type, f"{path}.{field.name}")
-    elif not is_any_list(kind):
-        yield path
-    elif pa.types.is_fixed_size_list(kind) and kind.value_type == pa.float32():
-        yield None
-    else:
-        yield from _leaves(kind.value_type, f"{path}.list.element")
+    writer.dictionary = not plain_vectors or "fixed_size_list" not in str(writer.schema)
 
 
 def prepare_arrow(writer: DiskWriter) -> None:

@@ -86,9 +86,10 @@ class OutputTarget:
             OutputMismatch: a file is there with content that this rank has not published.
             OutputFailed, StorageFailed: a file cannot be published.
         """
-        intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
+        finished = staged.finished.items()
+        intents.add({name: file.hexdigest() for name, file in finished})
         created = []
-        for name, file in staged.finished.items():
+        for name, file in finished:
             if self._create(file.path, name):
                 created.append(name)
                 continue
@@ -102,7 +103,7 @@ class OutputTarget:
         self._settle_names(staged.finished)
         published = [
             OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name))
-            for name, file in staged.finished.items()
+            for name, file in finished
         ]
         files.disk.remove_tree(staged.folder)
         return published
@@ -154,19 +155,16 @@ class LocalTarget(OutputTarget):
         try:
             return files.disk.put_new(staged, final)
         except StorageFailed as error:
-            if not _is_elsewhere(error):
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.EXDEV:
                 raise
         return not final.exists() and files.disk.put_new(self._copied(staged), final)
 
     def _replace(self, staged: Path, name: str) -> None:
-        try:
-            files.disk.rename(staged, self._root / name)
-        except StorageFailed as error:
-            if not _is_elsewhere(error):
-                raise
-            files.disk.rename(self._copied(staged), self._root / name)
+        files.disk.rename(self._copied(staged), self._root / name)
 
     def _copied(self, staged: Path) -> Path:
+        """Copies a file to the file system of the output."""
         copied = self._beside / secrets.token_hex(4)
         files.disk.make_dirs(self._beside, files.PRIVATE_FOLDER)
         with staged.open("rb") as file:
@@ -197,10 +195,6 @@ class LocalTarget(OutputTarget):
         files.disk.remove_dir(self._beside.parent)
 
     finish = prepare
-
-
-def _is_elsewhere(error: StorageFailed) -> bool:
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
 
 
 class RemoteTarget(OutputTarget):

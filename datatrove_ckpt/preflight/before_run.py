@@ -55,6 +55,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.errors.doors import StartOver, setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
@@ -115,15 +116,14 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
     check_step_order(plan.pipeline)
     if plan.tasks < 1:
         raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
-    if plan.depends is None:
-        wrong = []
-    else:
+    wrong = []
+    if plan.depends is not None:
         wrong = check_job(plan.depends, dry_run)
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan)
             continue
-        wrong += _check_runner(runner, runner.step.checkpoints_local_dir, dry_run)
+        wrong += _check_runner(runner, dry_run)
     return wrong
 
 
@@ -227,9 +227,9 @@ def _check_tasks(plan: RunPlan) -> None:
         )
 
 
-def _check_runner(runner: RunnerPlan, local: str, dry_run: bool) -> list[str]:
+def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
     plan = runner.plan
-    root = runner.root or Path(local)
+    root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
     use(runner.step.door)
     refuse_resharded(root)
@@ -289,22 +289,17 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
-        if len(missing) == 1:
-            them = "it"
-        else:
-            them = "them"
         mirror = step.checkpoints_remote_dir
+        holds = f"{folders.shown_as} holds no"
         if mirror:
             holds = f"neither {folders.shown_as} nor {mirror} holds a"
-        else:
-            holds = f"{folders.shown_as} holds no"
         raise CheckpointMismatch(
-            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint of {them}, "
-            "so nothing shows that the documents are in the output. If the checkpoints were moved "
-            "or deleted, bring them back; if they are on another machine, run this command there. "
-            f"If the markers are of another job, choose another {written.logging_dir}. To process "
-            f"these tasks from the start, delete their markers ({markers}/{missing[0]:05d} ...) "
-            "and output files."
+            f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
+            "it, so nothing shows that the documents are in the output. If the checkpoints were "
+            "moved or deleted, bring them back; if they are on another machine, run this command "
+            f"there. If the markers are of another job, choose another {written.logging_dir}. To "
+            "process these tasks from the start, delete their markers "
+            f"({markers}/{missing[0]:05d} ...) and output files."
         )
     wrong = {
         rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty
@@ -318,12 +313,11 @@ def _refuse_changes(
 ) -> None:
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
     kept = [rank for rank in found.ranks if rank in skipped]
+    finished = ""
     if kept:
         finished = (
             f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is."
         )
-    else:
-        finished = ""
     may_mix = not found.is_layout and len(skipped) < tasks
     if runner.step.accept_changes and may_mix:
         if finished:
@@ -458,7 +452,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
             raise _none_written(root)
     for runner, root in plan.kept:
         counts = jobs[root].counts
-        if 0 < counts.written == runner.lines_with_error(counts):
+        if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
             folder = runner.step.output_writer.output_folder.resolve_paths("")
             raise TooManyDeadLetters(
                 f"All lines have an error, as the output in {folder} shows. Correct the cause, and "
@@ -567,10 +561,9 @@ def _check_inputs(plan: RunPlan) -> None:
             continue
         names = list_input(step).names
         if not names:
+            pattern = ""
             if step.glob_pattern:
                 pattern = f' that match "{step.glob_pattern}"'
-            else:
-                pattern = ""
             raise ConfigError(f"{place} contains no files{pattern}.")
         check_codecs(place, step, names)
         if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
@@ -694,10 +687,9 @@ def check_output_of_run(
     tasks = runner.plan.tasks
     mirror = runner.step.checkpoints_remote_dir
     check = OutputCheck(runner.step.output_writer, checkpoints, mirror, logging_dir)
+    numbers = []
     if checkpoints.is_dir():
         numbers = rank_numbers(checkpoints)
-    else:
-        numbers = []
     retries = retry_folders(checkpoints)
     job = JobSums()
 
@@ -724,18 +716,18 @@ def check_output_of_run(
         if rank_commits.is_finished:
             check.refuse_unknown(rank_commits, found)
         elif rank_commits.has_run:
+            own = None
             if found.by_rank[rank_commits.rank]:
                 own = published_names(checkpoints, rank_commits.rank)
-            else:
-                own = None
             check.refuse_strangers(rank_commits, found, own)
     check.refuse_other_ranks(found, tasks)
     return job
 
 
 def _has_started(folder: Path, mirror: str | None) -> bool:
-    if mirror is None or (folder / RUN).exists():
-        return (folder / RUN).exists()
+    has_run = (folder / RUN).exists()
+    if mirror is None or has_run:
+        return has_run
     from datatrove_ckpt.mirror.manifests import Versions
 
     return bool(Versions(f"{mirror}/{folder.name}").all_versions())
@@ -762,9 +754,6 @@ def _look(
             lambda: check.look(committed), committed.values(), policy
         )
     except OutputFailed as error:
-        if not is_missing_repository(error.__cause__):
+        if not committed or not is_missing_repository(error.__cause__):
             raise
-        number = committed_files(check.writer, check.root)
-        if number:
-            raise OutputMismatch(repository_is_gone(hub, number)) from error
-        return FoundFiles({})  # where it is needed, ``check_access`` asks for it
+        raise OutputMismatch(repository_is_gone(hub, len(committed))) from error

@@ -14,7 +14,7 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from datatrove.io import DataFolder, get_datafolder
 from fsspec import AbstractFileSystem
@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import byte_size, duration
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
 from datatrove_ckpt.config.paths import existing_part
-from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed, TooManyOpenFiles
+from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
 
@@ -55,16 +55,9 @@ def probe_folder(folder: Path) -> Iterator[Path]:
     try:
         files.disk.make_dir(probe)
         yield probe
-    except BaseException:
-        with suppress(StorageFailed, TooManyOpenFiles):
-            _remove(probe)
-        raise
-    _remove(probe)
-
-
-def _remove(probe: Path) -> None:
-    files.disk.close(probe)
-    files.disk.remove_tree(probe)
+    finally:
+        files.disk.close(probe)
+        files.disk.remove_tree(probe)
 
 
 # A remote folder ---------------------------------------------------------------------------------
@@ -189,10 +182,9 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
         for found in check:
             yield replace(found, subject=found.subject or subject)
     except Exception as error:  # a list of all problems is worth more than the traceback of one
+        text = f"this could not be checked: {failure_line(error)}."
         if isinstance(error, CkptError):
             text = str(error)
-        else:
-            text = f"this could not be checked: {failure_line(error)}."
         yield Finding("problem", "checked", text, subject)
 
 
@@ -204,10 +196,9 @@ def tried(what: str, check: Callable[[], str]) -> Finding:
 
 
 def file_system(folder: Path) -> FilesystemTraits:
+    mounts = ""
     if MOUNTS.exists():
         mounts = MOUNTS.read_text(errors="replace")
-    else:
-        mounts = ""
     return traits(find_mount(existing_part(folder.absolute()).resolve(), mounts))
 
 
@@ -241,7 +232,7 @@ def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
     server.
     """
     try:
-        return within(REMOTE_SECONDS, lambda: list(check), str(folder))
+        return within(lambda: list(check), str(folder))
     except RemoteFailed as error:
         return [
             Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")
@@ -260,10 +251,9 @@ def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Fi
 
 def _check_writable(folder: Path, probe: Path) -> Finding:
     files.disk.replace(probe / "written", b"datatrove-ckpt")
+    made = f" (will be created in {probe.parent})"
     if folder.is_dir():
         made = ""
-    else:
-        made = f" (will be created in {probe.parent})"
     return Finding("ok", "writable", f"{folder}{made}")
 
 
@@ -335,7 +325,8 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
     """
     folder = get_datafolder(place)
     url = folder.resolve_paths("")
-    if commits_each_write(folder):
+    hub = HubFolder.of(folder)
+    if hub is not None and not hub.is_bucket:
         text = (
             "each write is a commit (a task makes several), of which the hub allows 128 an "
             "hour. Use hf://buckets/"
@@ -350,7 +341,7 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
             return upload(b"datatrove-ckpt")
 
     try:
-        seconds = within(REMOTE_SECONDS, attempt, url)
+        seconds = within(attempt, url)
         yield Finding(
             "ok",
             "reachable",
@@ -368,21 +359,14 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
                 f"{error} A run deletes nothing there, so this is no problem.",
             )
     except RemoteFailed as error:
+        advice = " Correct the address, the key or its permissions."
         if hub_refusal(error):
             advice = ""
-        else:
-            advice = " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
 
 
-def commits_each_write(folder: DataFolder) -> bool:
-    """Whether each write is a commit: in a repository on the Hugging Face hub."""
-    hub = HubFolder.of(folder)
-    return hub is not None and not hub.is_bucket
-
-
-def within(seconds: float, function: Callable[[], T], place: str) -> T:
-    """Calls a function with a time limit.
+def within(function: Callable[[], T], place: str) -> T:
+    """Calls a function, for ``REMOTE_SECONDS`` at most.
 
     Raises:
         RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no
@@ -390,12 +374,12 @@ def within(seconds: float, function: Callable[[], T], place: str) -> T:
     """
     result = in_thread(function, "datatrove-ckpt check")
     try:
-        wait([result], seconds)
+        wait([result], REMOTE_SECONDS)
     except KeyboardInterrupt:
         wait([result], _GRACE_SECONDS)  # it removes its probe
         raise
     if not result.done():
-        raise RemoteFailed(f"{place}: there was no answer within {seconds:.0f} s.")
+        raise RemoteFailed(f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s.")
     return result.result()
 
 
@@ -435,16 +419,14 @@ _OBJECT_STORES = {
 _LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
 
 
-@dataclass(frozen=True)
-class Mount:
+class Mount(NamedTuple):
     point: Path
     kind: str
     source: str
     options: frozenset[str]
 
 
-@dataclass(frozen=True)
-class FilesystemTraits:
+class FilesystemTraits(NamedTuple):
     """The properties of a file system that matter for checkpoints.
 
     Attributes:

@@ -30,12 +30,11 @@ from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, private_if_made
-from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR, CommitPace
+from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.writer_trial import check_writable
 from datatrove_ckpt.preflight.before_run import check_job, check_output, check_steps, committed_here
 from datatrove_ckpt.preflight.checks import (
-    REMOTE_SECONDS,
     Finding,
     State,
     about,
@@ -78,10 +77,9 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
+        place = ""
         if len(runners) > 1:
             place = f"pipeline[{index}] "
-        else:
-            place = ""
         if isinstance(step, BaseReader):
             checks, found_here = check_input(step, plan.tasks, plan.waits)
             yield from about(f"{place}input", checks)
@@ -254,16 +252,33 @@ def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
 
 
 def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
+    """Compares a job's commits, at least one per task, with the hub's limit for a free account."""
     hub = HubFolder.of(step.output_writer.output_folder)
-    if hub is not None and not hub.is_bucket:
-        yield check_commits(plan.tasks, step.hub_pace)
+    if hub is None or hub.is_bucket:
+        return
+    pace = step.hub_pace
+    text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
+    if pace.per_hour > COMMITS_PER_HOUR:
+        text += (
+            f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to "
+            "an hour."
+        )
+    state: State = "ok"
+    if plan.tasks > _HOURS_OF_COMMITS * pace.per_hour:
+        state = "warning"
+        text += (
+            f" Each of {plural(plan.tasks, 'task')} makes one commit at least, which takes "
+            f"{duration(plan.tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several "
+            "repositories."
+        )
+    yield Finding(state, "commits", text)
 
 
 def _check_access(runner: RunnerPlan, hub: HubFolder) -> Finding:
     private = private_if_made(runner.step.output_writer)
     committed = committed_here(runner)
     look = partial(check_access, hub, private, only_look=True, committed=committed)
-    return tried("reachable", lambda: within(REMOTE_SECONDS, look, hub.url))
+    return tried("reachable", lambda: within(look, hub.url))
 
 
 def _check_monitoring(config: MonitoringConfig) -> Iterator[Finding]:
@@ -278,9 +293,7 @@ _SHOWN_MODELS = 5
 
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
     try:
-        answers = within(
-            REMOTE_SECONDS, lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url
-        )
+        answers = within(lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url)
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
@@ -331,15 +344,14 @@ def _check_open_files(requests: int, servers: int) -> Finding:
 def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
     """Compares the job with what earlier runs have left, as ``run`` does. Changes nothing."""
     try:
-        found = within(REMOTE_SECONDS, check, subject)
+        found = within(check, subject)
     except (CkptError, OSError) as error:
         return Finding("problem", what, str(error), subject)
     if not found or not isinstance(found, list):
         return Finding("ok", what, "nothing differs.", subject)
+    more = ""
     if len(found) > 1:
         more = f" There are {len(found)} such tasks."
-    else:
-        more = ""
     return Finding(
         "warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject
     )
@@ -350,20 +362,3 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
 _FILES_PER_RANK = 20
 _STAGED_PER_RANK = 4
 _HOURS_OF_COMMITS = 24
-
-
-def check_commits(tasks: int, pace: CommitPace) -> Finding:
-    """Compares a job's commits, at least one per task, with the hub's limit for a free account."""
-    text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
-    if pace.per_hour > COMMITS_PER_HOUR:
-        text += (
-            f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to "
-            "an hour."
-        )
-    if tasks <= _HOURS_OF_COMMITS * pace.per_hour:
-        return Finding("ok", "commits", text)
-    text += (
-        f" Each of {plural(tasks, 'task')} makes one commit at least, which takes "
-        f"{duration(tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several repositories."
-    )
-    return Finding("warning", "commits", text)

@@ -26,7 +26,7 @@ from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.preflight.checks import REMOTE_SECONDS, Finding, within
+from datatrove_ckpt.preflight.checks import Finding, within
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
@@ -75,12 +75,10 @@ def check_input(
     Args:
         waits: another executor will create the input.
     """
+    text = "is not read: only readers of files are tested."
     if waits:
-        return [
-            Finding("ok", "readable", "is not read: another executor will create it.")
-        ], Sample()
-    if not isinstance(reader, BaseDiskReader):
-        text = "is not read: only readers of files are tested."
+        text = "is not read: another executor will create it."
+    if waits or not isinstance(reader, BaseDiskReader):
         return [Finding("ok", "readable", text)], Sample()
     where = reader.data_folder.resolve_paths("")
     is_dataset = isinstance(reader, HuggingFaceDatasetReader)
@@ -88,12 +86,12 @@ def check_input(
     if is_dataset:
         reader = reader.preview()
     try:
-        inputs = within(REMOTE_SECONDS, lambda: _list(reader), where)
+        inputs = within(lambda: _list(reader), where)
         names = list(inputs.names)
         check_codecs(where, reader, names)
         if isinstance(reader, BatchReader) and reader.data_folder.is_local():
             reader.check()
-        sample = within(REMOTE_SECONDS, lambda: _read_some(reader, len(names)), where)
+        sample = within(lambda: _read_some(reader, len(names)), where)
         if not is_dataset:
             _refuse_tasks_without_documents(sample, len(names), tasks)
     except Exception as error:  # whatever a reader, an adapter or a file system raises
@@ -111,10 +109,9 @@ def check_input(
     ):
         return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
     if not sample.number:
+        files = ": no file matches"
         if names:
             files = ""
-        else:
-            files = ": no file matches"
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
     text = f"{where}: the first {plural(sample.number, 'document')} read."
@@ -197,8 +194,6 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     with suppress(Exception):
         if names:
             text = explain(reader, names[0])
-        else:
-            text = ""
     if text:
         return f"{names[0]!r}: {text}"
     return f"Check {written.input} and text_key."
@@ -396,10 +391,9 @@ def _check_reader(
             ranks.append(rank)
     if ranks:
         all_finished = {*range(tasks)} <= records.keys() - resuming
+        where = "added, or moved here from another task"
         if all_finished:
             where = "added"
-        else:
-            where = "added, or moved here from another task"
         lines = [
             *_line("removed", map(repr, sorted(removed))),
             *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
@@ -442,10 +436,9 @@ def _difference(then: FileRecord, now: FileRecord) -> str:
 
 def _line(what: str, names: Iterable[str]) -> list[str]:
     names = list(names)
+    more = ""
     if len(names) > _NAMED_FILES:
         more = f" and {len(names) - _NAMED_FILES} more"
-    else:
-        more = ""
     if names:
         return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"]
     return []

@@ -17,13 +17,11 @@ from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import file_system_call, naming_hub
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -78,9 +76,6 @@ class RunnerPlan:
     @cached_property
     def identity(self) -> RunIdentity:
         return self.step.identity(self.plan.tasks)
-
-    def lines_with_error(self, counts: DocumentCounts) -> int:
-        return lines_with_error(self.step.rollout_fn, counts)
 
 
 class RunPlan:

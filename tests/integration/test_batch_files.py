@@ -121,7 +121,7 @@ def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command
     assert bad["error"]["code"] == "400"
     assert message in bad["error"]["message"]
     assert "'bad' has an error" in said
-    assert "1 of 3 lines has an error in the output." in said
+    assert "Lines with an error in the output: 1 of 3." in said
 
 
 def test_a_run_whose_every_line_has_an_error_does_not_end_with_0(command):

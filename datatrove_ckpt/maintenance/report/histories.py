@@ -91,9 +91,8 @@ def _lines(history: History) -> tuple[list[float], list[Progress]]:
             lines.append(minutes[0])
         times += [minute.at for minute in minutes]
         lines += minutes
+        step = _MINUTE
         if len(minutes) > 1:
             step = minutes[-1].at - minutes[-2].at
-        else:
-            step = _MINUTE
         ended = max(last_seen[number], minutes[-1].at + min(step, _MINUTE))
     return times, lines

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
 from itertools import groupby, pairwise
 from string import Template
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from datatrove_ckpt.common.formatting import figure, short
 
@@ -28,8 +27,7 @@ Value: TypeAlias = str | float | None
 """An attribute's value; None leaves the attribute out."""
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Lines over time, all in one unit.
 
     Attributes:
@@ -42,8 +40,7 @@ class Chart:
     lines: Mapping[str, Sequence[float | None]]
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A column whose title ends with "#" is of numbers."""
 
     title: str
@@ -52,8 +49,7 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """The whole page.
 
     Attributes:

@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 from collections import defaultdict
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import orjson
 import pytest
@@ -506,6 +506,13 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
     assert len(rows(tmp_path / "second")) == 3
     assert set(provider.billed.values()) == {1}
     assert len(provider.batches) == 1
+
+
+async def test_another_batch_of_this_task_is_not_waited_for():
+    provider = MessageBatches(Mock(), None, False)
+    await provider._is({"id": "a"}, Mock(requests=0), {"a"})
+    assert not provider._undecided
+    await provider.close()
 
 
 def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):

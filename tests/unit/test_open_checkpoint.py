@@ -46,6 +46,7 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
     assert chunks.admit("input 2", no_position) is None
     slot = admit(chunks, 3)
     assert (slot.ordinal, slot.chunk.index, slot.cached) == (3, 2, False)
+    assert slot.chunk.capacity == 2
     assert complete == []
     assert (first[0].chunk.index, first[0].chunk.first_ordinal) == (0, 0)
     chunks, _ = tracker(tmp_path, ResumePoint(next_chunk=1, next_ordinal=2, done=done))
@@ -166,12 +167,17 @@ def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path):
 
 
 def test_a_chunk_whose_output_lacks_a_document_is_not_committed(tmp_path):
+    mirror = Mock()
     checkpoint = opened(
-        tmp_path, lambda index, documents: write_chunk(index, [next(iter(documents))])
+        tmp_path,
+        lambda index, documents: write_chunk(index, [next(iter(documents))]),
+        mirror=mirror,
     )
     with pytest.raises(CheckpointCorrupt, match="holds 0 documents instead of 2"):
         run(checkpoint, 2)
-    checkpoint.close()
+    checkpoint.close(completed=True)
+    mirror.stop.assert_called_with(False)
+    assert (tmp_path / "00000/lock").exists()
 
 
 @pytest.mark.parametrize("locks", [True, False])

@@ -353,6 +353,7 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     job, expected, log, server
 ):
     job.run_until("text 2")
+    (job.checkpoints / "last_chunk/00000.txt").write_text("9")
     old = state(job.rank)
     other = job.on_another_node()
     other.run(server)

@@ -109,7 +109,7 @@ def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is
     unfinished = set()
     for number in range(60):
         unfinished.add(number)
-        if len(unfinished) > 4:
+        if len(unfinished) > 9:
             unfinished.remove(chance.choice(sorted(unfinished)))
         mirrored.upload(chance.randbytes(chance.randrange(30)), [request(number)], unfinished)
         content, rows = mirrored.newest()

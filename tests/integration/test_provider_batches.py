@@ -212,7 +212,9 @@ def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tm
     rejection = {"status_code": 400, "body": {"error": {"message": "too long for this model"}}}
     with FakeProvider() as provider:
         provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
-        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
+        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True, retry_errors=True).run(
+            documents(3)
+        )
     (letter,) = letters(tmp_path)
     assert letter["id"] == "id 1"
     assert "too long for this model" in letter["error"]

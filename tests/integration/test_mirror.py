@@ -574,9 +574,10 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
     take = OpenCheckpoint.snapshot
 
     def late(checkpoint, since):
+        snapshot = take(checkpoint, since)
         asked.set()
         release.wait(1200)
-        return take(checkpoint, since)
+        return snapshot
 
     monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
     monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))

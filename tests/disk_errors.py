@@ -42,7 +42,6 @@ def assert_same_output_after_disk_errors(
     run,
     folder,
     *,
-    output="output",
     codes=(errno.ENOSPC, errno.EIO, errno.EROFS),
     after_error=lambda folder: None,
     step=1,
@@ -54,7 +53,6 @@ def assert_same_output_after_disk_errors(
         run: one attempt of the job.
         folder: a folder for the job. Every attempt finds in it what it holds before the first (the
             input).
-        output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
         codes: the values of ``errno`` to try.
         step: try each effect of so many.
         after_error: called with the folder as each failure leaves it, for further assertions.
@@ -69,7 +67,7 @@ def assert_same_output_after_disk_errors(
     fresh = folder.with_name(folder.name + ".fresh")
     copy_tree(folder, fresh)
     run(folder)
-    expected = outputs(folder / output)
+    expected = outputs(folder / "output")
     tried = []
     for code in codes:
         for permanent in (False, True):
@@ -80,7 +78,7 @@ def assert_same_output_after_disk_errors(
                 label = f"{refused}: {errno.errorcode[code]}{' (permanent)' if permanent else ''}"
                 after_error(folder)
                 run(folder)
-                assert_equal(folder / output, expected, [label])
+                assert_equal(folder / "output", expected, [label])
                 tried.append(label)
                 number += step
     return tried

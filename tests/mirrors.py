@@ -121,7 +121,7 @@ class Job:
         shutil.rmtree(self.checkpoints, ignore_errors=True)
 
 
-def refuse_the_second(folder, remotes, **settings):
+def refuse_the_second(folder, remotes):
     """Two jobs start into one empty folder. The later one is refused, also once the first has lost
     its node.
 
@@ -129,20 +129,20 @@ def refuse_the_second(folder, remotes, **settings):
     """
     one, two = (Job(folder, remote) for remote in remotes)
     two.checkpoints = folder / "second"
-    one.run_until("text 1", **settings)
+    one.run_until("text 1")
     for lose in (lambda: None, one.lose_the_node):
         lose()
         with FakeServer() as server:
             with pytest.raises(OutputMismatch, match="belongs to another run"):
-                two.run(server, **settings)
+                two.run(server)
             assert not server.asked
     with FakeServer(answer=lambda path, text: f"first {text}") as server:
-        one.run(server, **settings)
+        one.run(server)
 
 
-def up_to(question, number=6):
+def up_to(question):
     """The questions before this one, one document after the other."""
-    asked = [f"text {n}{end}" for n in range(number) for end in ("", " again")]
+    asked = [f"text {n}{end}" for n in range(6) for end in ("", " again")]
     return Counter(asked[: asked.index(question)])
 
 

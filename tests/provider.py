@@ -39,8 +39,8 @@ class FakeProvider(FakeServer):
 
     after = "after"
 
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
+    def __init__(self):
+        super().__init__()
         self.billed = Counter()
         self.list_lag = 0.0
         self.steps = 1

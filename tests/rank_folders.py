@@ -59,12 +59,10 @@ def minute(at, documents, total=None, attempt=1, **changes):
     return Progress(at=at, attempt=attempt, **fields | changes)
 
 
-def minutes(start, number, per_minute, total=None, **changes):
+def minutes(start, number, per_minute, total=None):
     """Minute lines of a rank that works at one speed, from its start on."""
     return [
-        minute(
-            start + 60 * n, per_minute * n, total, **{"seconds": Seconds(60 * n, 60 * n)} | changes
-        )
+        minute(start + 60 * n, per_minute * n, total, seconds=Seconds(60 * n, 60 * n))
         for n in range(number + 1)
     ]
 

@@ -146,9 +146,6 @@ class Simulation:
     Args:
         limit: requests in flight, or what adapts it.
         lengths: of the requests.
-        on_the_way: mean seconds of a request to the engine, of an answer back, and of a read of the
-            metrics.
-        interval: seconds between two reads of the metrics.
         requests: that want to be in flight at once. None: always more than the limit.
 
     Attributes:
@@ -162,10 +159,7 @@ class Simulation:
         limit,
         *,
         seed=0,
-        on_the_way=0.02,
-        interval=0.25,
         requests=None,
-        sees_preemptions=True,
     ):
         self.engine = engine
         self.lengths = lengths
@@ -175,9 +169,6 @@ class Simulation:
         self._fixed = limit if isinstance(limit, int) else 0
         self._requests = requests
         self._chance = random.Random(seed)
-        self._on_the_way = on_the_way
-        self._interval = interval
-        self._sees_preemptions = sees_preemptions
         self._now = 0.0
         self._busy = False
         self._events = []
@@ -186,7 +177,7 @@ class Simulation:
 
     def run(self, seconds):
         if self.admission is not None:
-            self._after(self._interval, self._read_metrics)
+            self._after(0.25, self._read_metrics)
         self._send()
         while self._events[0][0] < seconds:
             self._now, _, event = heapq.heappop(self._events)
@@ -208,7 +199,7 @@ class Simulation:
         heapq.heappush(self._events, (self._now + seconds, self._count, event))
 
     def _delay(self):
-        return self._chance.expovariate(1 / self._on_the_way)
+        return self._chance.expovariate(50)
 
     def _send(self):
         limit = self.admission.limit if self.admission else self._fixed
@@ -244,12 +235,10 @@ class Simulation:
 
     def _read_metrics(self):
         seen = self._seen
-        if not self._sees_preemptions:
-            seen = Metrics(seen.running, seen.waiting, seen.tokens)
         self._after(self._delay(), lambda: self._update(seen))
 
     def _update(self, metrics):
         assert self.admission is not None
         self.admission.update(metrics, self.in_flight)
-        self._after(self._interval, self._read_metrics)
+        self._after(0.25, self._read_metrics)
         self._send()

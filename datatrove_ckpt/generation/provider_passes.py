@@ -486,7 +486,7 @@ class ProviderPasses:
 
 
 def _put(rows: list[CachedRequest], rank: RankFiles) -> None:
-    rank.write([row for row in rows if row.chunk_index not in rank.log.commits], {})
+    rank.write(rows, {})
 
 
 def _fail_others(batch: Batch, found: set[RequestId], rank: RankFiles) -> None:

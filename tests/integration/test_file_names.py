@@ -98,10 +98,12 @@ def test_a_document_without_the_field_or_with_a_bad_one_can_be_a_dead_letter(tmp
         output_writer=writer(tmp_path, BY_LANGUAGE),
         on_document_error="dead_letter",
     )
-    step.run([about(0, lang="en"), about(1), about(2, lang="../x"), about(3, lang="en/uk")])
+    step.output_writer.max_file_size = 2**30
+    bad = [about(1), about(2, lang="../x"), about(4, lang="x" * 252)]
+    step.run([about(0, lang="en"), *bad, about(3, lang="en/uk")])
     assert ids(tmp_path / "output") == {
-        "en/00000_00000.jsonl": ["id 0"],
-        "en/uk/00000_00001.jsonl": ["id 3"],
+        "en/000_00000_00000.jsonl": ["id 0"],
+        "en/uk/000_00000_00002.jsonl": ["id 3"],
     }
     errors = {letter["id"]: letter for letter in letters(tmp_path)}
     assert errors["id 1"]["error"].startswith(

@@ -120,13 +120,13 @@ def test_a_hub_that_does_not_answer_is_no_hang(hub, monkeypatch, policy):
 # a runner, and a job -----------------------------------------------------------------------------
 
 
-def run_rank(folder, server, rank=0, number=4, **changes):
+def run_rank(folder, server, **changes):
     """One rank of two whose output is on the hub, two documents to a file."""
     writer = JsonlWriter(
         "hf://datasets/org/data/part", "${rank}_${chunk_index}.jsonl", compression=None
     )
     changes = {"output_writer": writer, **changes}
-    runner(folder, server, **changes).run(documents(number), rank=rank, world_size=2)
+    runner(folder, server, **changes).run(documents(4), world_size=2)
 
 
 @pytest.fixture

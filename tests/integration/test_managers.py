@@ -67,9 +67,9 @@ if __name__ == "__main__":
 """
 
 
-def left_of(session, seconds=5):
-    """Processes that do not end within so many seconds. They are killed."""
-    patience = Patience(seconds)
+def left_of(session):
+    """Processes that do not end within five seconds. They are killed."""
+    patience = Patience(5)
     while running := [p.pid for p in process_table() if p.session == session and not p.zombie]:
         if patience.over():
             processes.kill_session(session)
@@ -88,17 +88,14 @@ class Script:
         self,
         folder,
         server,
-        workers=1,
-        drain=0.1,
-        method="forkserver",
         options=(),
     ):
         self.folder = folder
         (folder / "script.py").write_text(SCRIPT)
-        arguments = [server.url, str(drain), str(workers), method, *options]
+        arguments = [server.url, "0.1", "1", "forkserver", *options]
         self.popen = processes.start([sys.executable, "script.py", *arguments], cwd=folder)
         deadline = time.monotonic() + 300
-        while len(server.payloads) < 3 * workers:
+        while len(server.payloads) < 3:
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(self.popen.communicate()[0])
             time.sleep(0.01)
@@ -106,13 +103,13 @@ class Script:
     def worker(self, rank):
         return int((self.folder / f"worker {rank}").read_text())
 
-    def ends_with_all(self, seconds=5, to_end=5):
-        """Within so many seconds, and its processes ``to_end`` later; gives the exit code."""
+    def ends_with_all(self, seconds):
+        """Within so many seconds, and its processes soon after; gives the exit code."""
         try:
             self.output = Patience(seconds).output_of(self.popen)
             return self.popen.returncode
         finally:
-            assert left_of(self.popen.pid, to_end) == []
+            assert left_of(self.popen.pid) == []
 
 
 @pytest.mark.matrix
@@ -133,7 +130,8 @@ def test_a_script_in_a_pipe_ends_with_its_manager(tmp_path, number, code, signal
     with FakeServer(hold_after=0) as server:
         options = {"asleep": ("asleep",), "with a thread that Python would wait for": ("a thread",)}
         script = Script(tmp_path, server, options=options.get(signalled, ()))
-        assert len(descendants(script.popen.pid)) == 1, "the manager"
+        (manager,) = descendants(script.popen.pid)
+        assert manager in descendants(os.getpid())
         if signalled == "asleep":
             until((tmp_path / "sleeps").exists)
         (os.killpg if signalled == "with all" else os.kill)(script.popen.pid, number)

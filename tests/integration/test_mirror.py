@@ -350,9 +350,11 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
 
 
 def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
-    job, expected, log, server
+    job, expected, log, server, monkeypatch
 ):
+    monkeypatch.setattr("datatrove_ckpt.mirror.uploads.KEPT_VERSIONS", 1)
     job.run_until("text 2")
+    (job.checkpoints / "last_chunk/00000.txt").write_text("9")
     old = state(job.rank)
     other = job.on_another_node()
     other.run(server)
@@ -572,9 +574,10 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
     take = OpenCheckpoint.snapshot
 
     def late(checkpoint, since):
+        snapshot = take(checkpoint, since)
         asked.set()
         release.wait(1200)
-        return take(checkpoint, since)
+        return snapshot
 
     monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
     monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))

@@ -169,7 +169,7 @@ async def test_who_waits_for_the_judge_stops_no_other(here, writes):
 # servers that the run launches -------------------------------------------------------------------
 
 
-def of_scripts(folder, **judge):
+def of_scripts(folder):
     """The writer's server answers, and the judge's is an engine that does what a prompt says."""
 
     async def rollout(document, generate):
@@ -177,7 +177,7 @@ def of_scripts(folder, **judge):
         return (await generate.judge(chat(document.text))).text.partition(" says ")[2]
 
     (folder / "engine.py").write_text(ENGINE)
-    engine = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"}, **judge)
+    engine = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"})
     models = {"writer": InferenceConfig("dummy", "m"), "judge": engine}
     return InferenceRunner(rollout, models, writer(folder), checkpoints_local_dir=str(folder / "c"))
 

@@ -28,8 +28,8 @@ def field(name, value):
     return lambda document: setattr(document, name, value)
 
 
-def meta(key, value=1):
-    return lambda document: document.metadata.update({key: value})
+def meta(value):
+    return lambda document: document.metadata.update(k=value)
 
 
 def raises(error):
@@ -53,11 +53,11 @@ UNWRITABLE = {
     "text with a surrogate": field("text", "a\ud800b"),
     "mute id": field("id", Mute()),
     "media of numbers": field("media", [1]),
-    "set": meta("k", {1, 2}),
-    "bytes": meta("k", b"x"),
-    "recursive": meta("k", RECURSIVE),
-    "deep": meta("k", nested(3000)),
-    "beyond 64 bits": meta("k", 2**70),
+    "set": meta({1, 2}),
+    "bytes": meta(b"x"),
+    "recursive": meta(RECURSIVE),
+    "deep": meta(nested(3000)),
+    "beyond 64 bits": meta(2**70),
     "mute error": raises(Mute()),
 }
 

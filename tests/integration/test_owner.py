@@ -191,12 +191,12 @@ def job(tmp_path, name, server, place, **changes):
     return runner(tmp_path / name, server, rollout, output_writer=place.writer(), **changes)
 
 
-def killed_before_its_commit(step, monkeypatch, number=5):
+def killed_before_its_commit(step, monkeypatch):
     """Its first chunk is published, and has no commit."""
     with monkeypatch.context() as patch:
         patch.setattr(CommitLog, "append", Mock(side_effect=StorageFailed("as asked")))
         with pytest.raises(StorageFailed):
-            step.run(documents(number))
+            step.run(documents(5))
 
 
 def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, place, servers):

@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 from collections import defaultdict
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import orjson
 import pytest
@@ -212,7 +212,9 @@ def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tm
     rejection = {"status_code": 400, "body": {"error": {"message": "too long for this model"}}}
     with FakeProvider() as provider:
         provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
-        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
+        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True, retry_errors=True).run(
+            documents(3)
+        )
     (letter,) = letters(tmp_path)
     assert letter["id"] == "id 1"
     assert "too long for this model" in letter["error"]
@@ -506,6 +508,13 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
     assert len(rows(tmp_path / "second")) == 3
     assert set(provider.billed.values()) == {1}
     assert len(provider.batches) == 1
+
+
+async def test_another_batch_of_this_task_is_not_waited_for():
+    provider = MessageBatches(Mock(), None, False)
+    await provider._is({"id": "a"}, Mock(requests=0), {"a"})
+    assert not provider._undecided
+    await provider.close()
 
 
 def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):

@@ -43,10 +43,8 @@ def answer(payload, times):
 class Process:
     """A command in its own session, and its output."""
 
-    def __init__(self, argv, folder, **environment):
-        self.popen = processes.start(
-            argv, cwd=folder, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
-        )
+    def __init__(self, argv, folder):
+        self.popen = processes.start(argv, cwd=folder, stdin=subprocess.DEVNULL)
         self.log = ""
         self._lines = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)

@@ -97,28 +97,30 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
     """With cached tokens, in two tiers, and with answers from the request cache, which cost
     nothing.
     """
-    write_input(here, [f"text {number}" for number in range(40)])
+    write_input(here, [f"text {number}" for number in range(20)])
     budget = Budget()
-    budget.left = 10
+    budget.left = 9
     words = ["run", "--input", "input", "--prompt", "{text}", "--model", "fake"]
-    words += ["--run-folder", "run", "--prices", json.dumps(PRICES)]
+    words += ["--run-folder", "run", "--rollouts-per-document=2", "--prices", json.dumps(PRICES)]
     with FakeServer(status=budget) as server:
         server.usage = USAGE
-        words += ["--endpoint", server.url, "--max-concurrent-generations", "1"]
+        words += ["--endpoint", server.url, "--max-concurrent-generations=1"]
         command(*words, "--service-tier", "flex", code=1)
         budget.left = 100
+        server.usage = {**USAGE, "input_tokens_details": {"cached_tokens": 1001}}
         closing = command(*words, "--service-tier", "priority").out
     sent = Counter(payload["service_tier"] for payload in server.payloads)
-    assert sent == {"flex": 11, "priority": 30}  # one was refused
-    bill = (100 * 1 + 900 * 0.1 + 50 * 8) / 1e6 * (10 * 0.5 + 30)
+    assert sent == {"flex": 10, "priority": 31}  # one was refused
+    bill = (9 * 0.5 * (100 * 1 + 900 * 0.1 + 50 * 8) + 31 * (1000 * 0.1 + 50 * 8)) / 1e6
     paid = (
-        "36,000 of 40,000 prompt tokens cached by servers, 1,200 of 2,000 completion tokens for "
-        f"reasoning, 10 answers in tier flex, 30 answers in tier priority, cost {bill:.6g}"
+        "39,100 of 40,000 prompt tokens cached by servers, 1,200 of 2,000 completion tokens for "
+        f"reasoning, 9 answers in tier flex, 31 answers in tier priority, cost {bill:.6g}"
     )
     assert f"Paid: {paid}." in closing
     assert paid in command("status", "run").out
     work = json.loads(command("status", "run", "--json").out)["totals"]["work"]
     assert work["cost"] == round(bill * 1e9)
+    assert work["requests"] == 40
 
 
 @pytest.mark.parametrize(

@@ -102,11 +102,11 @@ def complete():
     return {int(path.name) for path in Path("logs/completions").glob("*")}
 
 
-def assert_whole(server, command, tasks=TASKS):
+def assert_whole(server, command):
     """The output is that of a plain run, with each document once."""
     found = outputs(Path("output"))
     ids = [json.loads(line)["id"] for content in found.values() for line in content.splitlines()]
-    assert Counter(ids) == Counter(f"{task} {n}" for task in range(tasks) for n in range(DOCUMENTS))
+    assert Counter(ids) == Counter(f"{task} {n}" for task in range(TASKS) for n in range(DOCUMENTS))
     for name in ("output", "checkpoints", "logs"):
         Path(name).rename(f"{name}.pulled")
     assert command("run", "job.yaml").code == 0

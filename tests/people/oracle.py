@@ -218,8 +218,8 @@ def _last_line(terminal):
     return terminal[_last_line_at(terminal) :].strip()
 
 
-def _tail(text, lines=25):
-    return "\n".join(text.strip().splitlines()[-lines:])
+def _tail(text):
+    return "\n".join(text.strip().splitlines()[-25:])
 
 
 def _few(ids):

@@ -45,9 +45,9 @@ class Job:
     def state(self, index=0):
         return self.cluster.show("job", f"{self.id}_{index}").get("JobState", "")
 
-    def until_held(self, ranks=None):
+    def until_held(self):
         """Everything is in flight that may be, and what was answered is kept."""
-        expected = HELD + IN_FLIGHT * (self.tasks if ranks is None else ranks)
+        expected = HELD + IN_FLIGHT * self.tasks
         until(lambda: self.asked() >= expected, 240, self.describe)
         until_kept(self.folder / "checkpoints", HELD)
 
@@ -69,10 +69,10 @@ class Job:
         (only,) = self.workers(index)
         return only
 
-    def until_ended(self, *states, indices=None, seconds=240):
+    def until_ended(self, *states):
         """Waits for the end of all array tasks, which is to be one of ``states``."""
-        for index in range(self.tasks if indices is None else indices):
-            until(lambda index=index: self.state(index) in ENDED, seconds, self.describe)
+        for index in range(self.tasks):
+            until(lambda index=index: self.state(index) in ENDED, 240, self.describe)
             assert self.state(index) in (states or ("COMPLETED",)), self.describe()
 
     def until_logged(self, text):

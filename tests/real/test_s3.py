@@ -122,14 +122,13 @@ def test_files_of_many_parts_arrive_byte_for_byte(job, bucket, relay, tmp_path, 
 class JobProcesses:
     """The job in processes of its own, forked from one that has everything imported."""
 
-    def __init__(self, job, relay, log, **environment):
-        self.environment = environment
+    def __init__(self, job, relay, log):
         self._job, self._relay, self._log = job, relay, log
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.real.s3_job"])
 
     def start(self):
-        arguments = (self._job, environment(self._relay.url) | self.environment, str(self._log))
+        arguments = (self._job, environment(self._relay.url), str(self._log))
         process = self._context.Process(target=s3_job.run_in_fork, args=arguments)
         process.start()
         return process

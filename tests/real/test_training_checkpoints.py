@@ -264,7 +264,10 @@ def test_what_a_caller_forgets_is_said(tmp_path, log):
     with checkpoints(tmp_path) as saved:
         saved.save(8, loader=loader, model=model, optimizer=torch.optim.Adam(model.parameters()))
     with checkpoints(tmp_path) as saved:
+        saved._ranks.size = 0  # as of fewer ranks
+        torch.manual_seed(1)
         assert saved.restore(model=model) == 8
+        assert torch.initial_seed() == 1
         assert "also holds optimizer: not restored" in "".join(log)
         assert "also holds loader: not restored" in "".join(log)
         with pytest.raises(ConfigError, match="step 4 comes after step 8"):
@@ -919,11 +922,13 @@ def test_a_remote_that_is_read_only_is_called_so_each_time(tmp_path, monkeypatch
     def refuses(self, fs, path, data):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(object_store.Effects, "put", refuses)
     saved = checkpoints(tmp_path / "run", remote=str(tmp_path / "remote"))
+    saved.save(1, model=nn.Linear(2, 2))
+    monkeypatch.setattr(object_store.Effects, "put", refuses)
     for step in (1, 2):
         saved.save(step, model=nn.Linear(2, 2))
         assert "PermissionError: read-only" in str(saved.failure)
+    assert not list(tmp_path.glob("remote/*/manifest.json"))
 
 
 def test_a_copy_that_fails_once_is_no_failure(documents, tmp_path, monkeypatch, log):

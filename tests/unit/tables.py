@@ -30,10 +30,10 @@ def write_table(path, table, rows=None, stream=False, **options):
         path.write_bytes(_COMPRESS.get(path.suffix, bytes)(lines))
 
 
-def reader_of(folder, kind, **options):
+def reader_of(folder, kind):
     """The reader of files whose names end in ``kind``."""
     readers = {
         "parquet": ParquetReader,
         "arrow": IpcReader,
     }
-    return readers.get(kind, JsonlReader)(folder.as_posix(), **options)
+    return readers.get(kind, JsonlReader)(folder.as_posix())

@@ -46,6 +46,7 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
     assert chunks.admit("input 2", no_position) is None
     slot = admit(chunks, 3)
     assert (slot.ordinal, slot.chunk.index, slot.cached) == (3, 2, False)
+    assert slot.chunk.capacity == 2
     assert complete == []
     assert (first[0].chunk.index, first[0].chunk.first_ordinal) == (0, 0)
     chunks, _ = tracker(tmp_path, ResumePoint(next_chunk=1, next_ordinal=2, done=done))
@@ -87,7 +88,7 @@ def opened(
     return OpenCheckpoint(settings, settings.take(), output)
 
 
-def run(checkpoint, number, while_open=lambda: None):
+def run(checkpoint, number):
     """Each document has one answer, and is looked up first, in another thread."""
     changed, readers = threading.Event(), set()
     checkpoint.on_change = changed.set
@@ -97,8 +98,8 @@ def run(checkpoint, number, while_open=lambda: None):
             continue
         checkpoint.lookup(slot, lambda answers: readers.add(threading.current_thread()))
         checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
-        checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
-    while_open()
+        outcome = "dead" if ordinal % 2 else "written"
+        checkpoint.finish(slot, Finished(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
     checkpoint.end_of_input()
     while not checkpoint.all_committed:
         assert changed.wait(30)
@@ -162,15 +163,21 @@ def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path):
         run(checkpoint, 4)
         checkpoint.close(completed=True)
     assert before == {0: "sync chunk_00000.jsonl", 1: "sync chunk_00001.jsonl"}
+    assert "sync dead_letters.jsonl" in disk.happened
 
 
 def test_a_chunk_whose_output_lacks_a_document_is_not_committed(tmp_path):
+    mirror = Mock()
     checkpoint = opened(
-        tmp_path, lambda index, documents: write_chunk(index, [next(iter(documents))])
+        tmp_path,
+        lambda index, documents: write_chunk(index, [next(iter(documents))]),
+        mirror=mirror,
     )
     with pytest.raises(CheckpointCorrupt, match="holds 0 documents instead of 2"):
         run(checkpoint, 2)
-    checkpoint.close()
+    checkpoint.close(completed=True)
+    mirror.stop.assert_called_with(False)
+    assert (tmp_path / "00000/lock").exists()
 
 
 @pytest.mark.parametrize("locks", [True, False])

@@ -17,9 +17,9 @@ from datatrove_ckpt.torch.seals import sealed
 from tests.stateful_rows import Rows
 
 
-def rows_of(lengths, first=0):
+def rows_of(lengths):
     """Rows of these lengths, whose tokens count on."""
-    numbers = itertools.count(first)
+    numbers = itertools.count()
     return [list(itertools.islice(numbers, length)) for length in lengths]
 
 

@@ -17,9 +17,9 @@ GOOD = answer(http(200, b"good"))
 
 
 @asynccontextmanager
-async def transport_to(*replies, host="127.0.0.1", **settings):
+async def transport_to(*replies, **settings):
     async with serving(*replies) as (server, base):
-        url = URL(base).with_host(host) / "v1/chat/completions"
+        url = URL(base) / "v1/chat/completions"
         arguments = {
             "headers": None,
             "timeout": 30.0,

@@ -44,7 +44,7 @@ class Reader(HTMLParser):
         return [attributes for found, attributes in self.found if found == tag]
 
 
-def a_page(rows=8, word="plain", **changes):
+def a_page(word="plain"):
     """A page with everything on it, ``word`` in each place that takes a name."""
     quiet = [None if 40 <= index < 44 else float(index) for index in range(INTERVALS)]
     edges = [START + 60 * index for index in range(INTERVALS + 1)]
@@ -61,9 +61,9 @@ def a_page(rows=8, word="plain", **changes):
             Chart("Documents", edges, {"documents": quiet}),
             Chart("Errors", edges, {word: quiet}),
         ],
-        "tables": [Table(word, (word, "documents#"), [[word, "1,000"]] * rows, word)],
+        "tables": [Table(word, (word, "documents#"), [[word, "1,000"]] * 8, word)],
     }
-    return Page(**fields | changes)
+    return Page(**fields)
 
 
 def test_the_page_has_each_part_loads_nothing_and_runs_nothing():

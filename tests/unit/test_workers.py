@@ -73,9 +73,9 @@ def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_c
     assert [len(value) for _, value in done] == [3_000_000] * tasks
 
 
-def several(work, count=1, attempts=2):
+def several(work, count=1):
     """Workers that take several tasks before one is done."""
-    return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, attempts)
+    return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, 2)
 
 
 def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(

@@ -555,10 +555,7 @@ class CompletionClient:
         """Raises RequestFailed or ServerUnavailable if there will be no further attempt."""
         self.outage.failed(failure, self.servers.oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
-        advice = failure.asked_wait
-        if advice is not None:
-            advice = min(advice, clock.left(failure))
-        return retrying.SERVER.wait(failures, advice)
+        return retrying.SERVER.wait(failures, failure.asked_wait)
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""

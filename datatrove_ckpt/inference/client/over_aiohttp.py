@@ -81,7 +81,7 @@ class _WatchedConnection(ResponseHandler):
 class AiohttpTransport(UnaskedCounter):
     """Like ``PlainTransport``. ``proxied``: the environment names a proxy for this URL."""
 
-    errors: tuple[type[Exception], ...] = (aiohttp.ClientError, OSError)
+    errors = (aiohttp.ClientError, OSError)
 
     def __init__(
         self,

@@ -467,6 +467,7 @@ class UnaskedCounter:
     """A transport that counts in ``unasked`` how often bytes arrived without a request."""
 
     url: HiddenUrl
+    errors: tuple[type[Exception], ...]
     unasked = 0
     _first_id: bytes | None = None
     _searches = 0
@@ -515,7 +516,7 @@ class PlainTransport(UnaskedCounter):
         errors: what ``send`` raises besides TimeoutError.
     """
 
-    errors: tuple[type[Exception], ...] = (OSError,)
+    errors = (OSError,)
 
     def __init__(
         self,

@@ -365,11 +365,7 @@ class InferenceServer:
         self._forget()
 
     def stop_blocking(self) -> None:
-        """``stop`` without an event loop.
-
-        After ``request_stop`` of several servers, they stop together.
-        """
-        self.request_stop()
+        """``stop`` without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
         self._forget()
 

@@ -94,8 +94,8 @@ def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(tmp_
     assert sorted(ids(tmp_path)) == all_of(4)
 
 
-def odd_input(number):
-    found = documents(number)
+def odd_input():
+    found = documents(9)
     found[1].text = "a\ud800b"
     found[2].metadata["image"] = object()
     found[3].metadata["k"] = {"\udfff": RECURSIVE}
@@ -107,8 +107,8 @@ def odd_input(number):
 
 def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(tmp_path, server):
     with pytest.raises(CkptError):
-        runner(tmp_path, server).run(odd_input(9))
-    runner(tmp_path, server, on_document_error="dead_letter").run(odd_input(9))
+        runner(tmp_path, server).run(odd_input())
+    runner(tmp_path, server, on_document_error="dead_letter").run(odd_input())
     found = letters(tmp_path)
     assert [letter["ordinal"] for letter in found] == [1, 2, 3]
     assert len(rows(tmp_path)) == 9 - 3

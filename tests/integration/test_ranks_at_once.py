@@ -351,8 +351,8 @@ def job(server, before="", workers=1, at_once=3):
             process.kill()
 
 
-def ends_well(process, seconds=60):
-    code = process.wait(seconds)
+def ends_well(process):
+    code = process.wait(30)
     assert process.stderr is not None
     said = process.stderr.read().decode()
     assert code == 0, "\n".join(said.splitlines()[-20:])
@@ -371,7 +371,7 @@ def test_a_signal_while_three_ranks_have_requests_in_flight(number):
             assert process.wait(30) == (-9 if number == signal.SIGKILL else 128 + number)
         server.release()
         with job(server) as process:
-            assert ends_well(process, 30)
+            assert ends_well(process)
         times = Counter(server.asked.values())
         assert times == ({1: 15} if number == signal.SIGTERM else {1: 9, 2: 6})
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(3) for n in range(5))
@@ -398,7 +398,7 @@ rank._Run.lead = lead
             server.release()
             assert process.wait(15) in (-signal.SIGTERM, 128 + signal.SIGTERM)
         with job(server) as process:
-            assert ends_well(process, 30)
+            assert ends_well(process)
         assert set(server.asked.values()) == {1}
 
 

@@ -293,10 +293,10 @@ def steps(folder, tasks, **settings):
     return [JsonlReader(str(Path("input").absolute())), runner(folder, **settings)]
 
 
-def run_local(executor, folder, tasks, workers, **settings):
+def run_local(executor, folder, workers, **settings):
     logs = str(Path(folder, "logs").absolute())
-    pipeline = steps(folder, tasks, **settings)
-    executor(pipeline, tasks=tasks, workers=workers, logging_dir=logs, start_method="fork").run()
+    pipeline = steps(folder, 4, **settings)
+    executor(pipeline, tasks=4, workers=workers, logging_dir=logs, start_method="fork").run()
 
 
 @pytest.mark.matrix
@@ -305,14 +305,14 @@ def run_local(executor, folder, tasks, workers, **settings):
     "executor", [LocalPipelineExecutor, DatatroveExecutor], ids=["ours", "datatrove's"]
 )
 def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(executor, workers):
-    run_local(executor, "job", 4, workers)
+    run_local(executor, "job", workers)
     if executor is LocalPipelineExecutor:
         assert not running()
     close_warm_servers()
     warm_starts = len(engines())
     assert warm_starts <= workers
     until(lambda: not running())
-    run_local(executor, "cold", 4, workers, reuse_servers=False)
+    run_local(executor, "cold", workers, reuse_servers=False)
     assert len(engines()) - warm_starts == 4
     assert len(outputs(Path("job/output"))) == 4
     assert outputs(Path("job/output")) == outputs(Path("cold/output"))

@@ -122,6 +122,8 @@ def test_what_a_rollback_throws_away_comes_back_from_no_remote(tmp_path):
         assert saved.steps() == [300, 400, 500, 600]
         assert saved.restore("best", model=model) == 300
         assert saved.metrics == {"loss": 1.5}
+        saved.save(301, model=model)
+        assert 600 in saved.steps()
 
 
 def test_a_save_that_fails_on_a_full_disk_costs_no_best_step(tmp_path, monkeypatch, log):

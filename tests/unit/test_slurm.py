@@ -51,12 +51,12 @@ def run(*arguments):
     return main(["run", CONFIG, *arguments])
 
 
-def mark_as_finished(number, tasks):
+def mark_as_finished(tasks):
     """As the first tasks of a job leave their markers and their checkpoints."""
     commit = seal(Commit(0, 0, DocumentCounts()).to_json()).decode()
     executor = build(read_config(CONFIG, [f"--executor.tasks={tasks}"]))
     runs = as_kept(executor.pipeline[1].identity(tasks).fields)
-    for rank in range(number):
+    for rank in range(3):
         for file, text in (
             (f"logs/completions/{rank:05d}", ""),
             (f"checkpoints/{rank:05d}/run.json", sealed_json(runs).decode()),
@@ -158,7 +158,7 @@ def test_workers_without_checkpoints_are_refused_before_they_are_submitted(login
 
 
 def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, capsys):
-    mark_as_finished(3, tasks=5)
+    mark_as_finished(tasks=5)
     assert run("--executor.tasks=5") == 0
     assert "2 workers for 2 of 5 tasks. " in capsys.readouterr().out
     assert directives(Path("submitted/7").read_text())["array"] == "0-1"
@@ -166,7 +166,7 @@ def test_only_incomplete_tasks_are_submitted_and_in_the_end_none(login_node, cap
         "while the first ones are in the queue"
     )
     assert "Submitted job 9: 1 worker for 2 of 5 tasks. " in capsys.readouterr().out
-    mark_as_finished(3, tasks=3)
+    mark_as_finished(tasks=3)
     assert run("--executor.tasks=3", "--dry-run") == 0
     assert scripted(capsys.readouterr().out) == "# nothing to submit: 3 tasks are complete\n"
     assert run("--executor.tasks=3") == 0

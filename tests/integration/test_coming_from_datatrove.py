@@ -13,7 +13,7 @@ from datatrove.pipeline.inference import types as types_of_datatrove
 import datatrove_ckpt
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, ServerError
 from datatrove_ckpt.common.redaction import Key
-from datatrove_ckpt.config.inference_config import Launch
+from datatrove_ckpt.config.inference_config import SINGLE_NODE, Launch
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, chat, config, documents, runner, writer
@@ -161,7 +161,8 @@ def test_sglang_cuts_no_prompt_unasked():
     plain = InferenceConfig("sglang", "m")
     asked = InferenceConfig("sglang", "m", model_kwargs={"allow-auto-truncate": True})
     assert [
-        "--allow-auto-truncate" in one.engine.command(Launch(one, None, 1, Key("k"))).argv
+        "--allow-auto-truncate"
+        in one.engine.command(Launch(one, None, 1, Key("k"), SINGLE_NODE)).argv
         for one in (plain, asked)
     ] == [False, True]
 

@@ -196,7 +196,7 @@ def killed_before_its_commit(step, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(CommitLog, "append", Mock(side_effect=StorageFailed("as asked")))
         with pytest.raises(StorageFailed):
-            step.run(documents(5))
+            step.run(documents(2))  # one chunk: another one might be uploaded later
 
 
 def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, place, servers):
@@ -242,8 +242,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     command,
 ):
     one, other = servers
-    # One chunk: a second one's upload could end after the move.
-    killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch, 2)
+    killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
     place.move_away()
     with pytest.raises(OutputMismatch, match="the file that names it"):
         job(tmp_path, "b", other, place).run(documents(5))

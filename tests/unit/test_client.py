@@ -520,30 +520,22 @@ async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_th
         assert len(server.requests) == 5
 
 
-def only_others(status):
-    """Answers each request but those whose body is BODY."""
-
-    async def reply(server, writer):
-        await (answer(http(status, b"")) if server.requests[-1][1] == BODY else GOOD)(
-            server, writer
-        )
-
-    return reply
-
-
 @pytest.mark.parametrize(
     ("status", "patience"), [(500, 100), (504, 100), (429, 1000), (498, 1000), (503, 1000)]
 )
-async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(status, patience):
+@pytest.mark.parametrize("header", ["", "Retry-After: 3600"])
+async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
+    status, patience, header
+):
     async def sleep(seconds):
         await client.complete(b"{}")  # another request is answered
         await sleeps(seconds)
 
-    async with talking(only_others(status), sleep=sleep, server_patience_seconds=100.0) as (
-        _,
-        client,
-        sleeps,
-    ):
+    async def reply(server, writer):
+        fails = server.requests[-1][1] == BODY
+        await (answer(http(status, b"", header)) if fails else GOOD)(server, writer)
+
+    async with talking(reply, sleep=sleep, server_patience_seconds=100.0) as (_, client, sleeps):
         with pytest.raises(
             RequestFailed, match=rf"this request failed while others.*HTTP {status}"
         ):

@@ -555,7 +555,8 @@ class CompletionClient:
         """Raises RequestFailed or ServerUnavailable if there will be no further attempt."""
         self.outage.failed(failure, self.servers.oldest_in_flight)
         failures = clock.failed(failure, self._config.request_max_attempts)
-        return retrying.SERVER.wait(failures, failure.asked_wait)
+        asked = min(failure.asked_wait or 0.0, clock.left(failure))
+        return retrying.SERVER.wait(failures, asked)
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""

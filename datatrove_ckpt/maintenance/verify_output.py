@@ -231,7 +231,6 @@ class _Uncommitted:
             now, files = self._look_again(key)
             if path in files:
                 return  # committed meanwhile
-            published = self._published(key[1])
             rank = rank or now
             if rank is None:
                 if not key[0] and 0 < self._report.tasks <= key[1]:
@@ -241,12 +240,14 @@ class _Uncommitted:
                     f"It is named like a file of {place}, which has no checkpoint here: keep "
                     "it until that is found."
                 )
-            elif rank.state != "finished" and published is not None and path not in published:
-                advice = _OF_ANOTHER_JOB
-            elif rank.state != "finished" and (*key, chunk_index) not in self._committed:
-                message = f"{path} is published but not committed yet."
-                self._report.add_problem("unfinished", message, rank, chunk_index, path)
-                return
+            elif rank.state != "finished":
+                published = self._published(key[1])
+                if published is not None and path not in published:
+                    advice = _OF_ANOTHER_JOB
+                elif (*key, chunk_index) not in self._committed:
+                    message = f"{path} is published but not committed yet."
+                    self._report.add_problem("unfinished", message, rank, chunk_index, path)
+                    return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
 

@@ -155,13 +155,17 @@ class LocalTarget(OutputTarget):
         try:
             return files.disk.put_new(staged, final)
         except StorageFailed as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno != errno.EXDEV:
+            if not _is_elsewhere(error):
                 raise
         return not final.exists() and files.disk.put_new(self._copied(staged), final)
 
     def _replace(self, staged: Path, name: str) -> None:
-        files.disk.rename(self._copied(staged), self._root / name)
+        try:
+            files.disk.rename(staged, self._root / name)
+        except StorageFailed as error:
+            if not _is_elsewhere(error):
+                raise
+            files.disk.rename(self._copied(staged), self._root / name)
 
     def _copied(self, staged: Path) -> Path:
         """Copies a file to the file system of the output."""
@@ -195,6 +199,10 @@ class LocalTarget(OutputTarget):
         files.disk.remove_dir(self._beside.parent)
 
     finish = prepare
+
+
+def _is_elsewhere(error: StorageFailed) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
 
 
 class RemoteTarget(OutputTarget):

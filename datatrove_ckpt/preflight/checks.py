@@ -55,9 +55,11 @@ def probe_folder(folder: Path) -> Iterator[Path]:
     try:
         files.disk.make_dir(probe)
         yield probe
-    finally:
-        files.disk.close(probe)
-        files.disk.remove_tree(probe)
+    except BaseException:
+        with suppress(StorageFailed):
+            files.disk.remove_tree(probe)
+        raise
+    files.disk.remove_tree(probe)
 
 
 # A remote folder ---------------------------------------------------------------------------------

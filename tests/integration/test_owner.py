@@ -361,6 +361,8 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
     plain = again.output_writer.adapter
     again.output_writer.adapter = lambda document: {**plain(document), "more": 1}
     again.accept_changes = True
+    # On one file system no reader of the folder sees a copy.
+    monkeypatch.delattr("datatrove_ckpt.output.targets.LocalTarget._copied")
     again.run(documents(5))
     assert {name for name in before if place.files()[name] != before[name]} == before.keys()
     command("verify", tmp_path / "a/checkpoints", "--full")

@@ -153,7 +153,8 @@ def share_a_file(job):
 
 
 def lose_a_commit(job):
-    """So that nothing else names it."""
+    """So that nothing else names it, and the file that could is damaged."""
+    (job / "checkpoints/00000/publishing.jsonl").write_text("{}\n{}\n")
     (job / "checkpoints/last_chunk/00000.txt").unlink()
     (job / "checkpoints/00000/shard.json").unlink()
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)

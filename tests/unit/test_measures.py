@@ -2,8 +2,6 @@
 there.
 """
 
-import errno
-
 import pytest
 from datatrove.io import get_datafolder
 from fsspec.implementations.memory import MemoryFileSystem
@@ -19,30 +17,24 @@ from datatrove_ckpt.testing import disk_in_place
 from tests.disk_errors import FailingDisk
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_refuses_at_any_effect_keeps_nothing_of_the_probe(tmp_path, code):
-    number = 0
-    while True:
-        disk = FailingDisk(number, code)
-        with disk_in_place(disk):
-            try:
-                with probe_folder(tmp_path / "checkpoints") as probe:
-                    files.disk.replace(probe / "written", b"datatrove-ckpt")
-                failed = False
-            except StorageFailed:
-                failed = True
-        if disk.failed_at is None:
-            break
-        assert failed, f"{disk.failed_at} was refused, and nobody said so"
-        left = list(tmp_path.iterdir())
-        # The last effect: it could not be removed, which was said.
-        if disk.failed_at.startswith("remove_tree"):
-            for path in left:
-                path.rename(path.with_name("removed-by-hand"))
-            break
-        assert left == [], disk.failed_at
-        number += 1
-    assert number > 3
+@pytest.mark.parametrize("permanent", [False, True])
+def test_a_disk_that_refuses_any_effect_is_quoted_and_keeps_nothing_of_the_probe(
+    tmp_path, permanent
+):
+    for number in range(8):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        disk = FailingDisk(number, permanent=permanent)
+        try:
+            with disk_in_place(disk), probe_folder(folder / "checkpoints") as probe:
+                files.disk.replace(probe / "written", b"datatrove-ckpt")
+        except StorageFailed as error:
+            assert f"{disk.refused[0]}:" in str(error)
+        else:
+            assert not disk.failed_at, "nobody said so"
+        if not permanent and "remove_tree" not in str(disk.failed_at):
+            assert not list(folder.iterdir()), disk.failed_at
+    assert not disk.failed_at
 
 
 # Remote folders ----------------------------------------------------------------------------------

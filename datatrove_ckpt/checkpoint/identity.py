@@ -223,7 +223,7 @@ def check_format(
 
 
 _MAX_BYTES = 64 * 2**20
-"""Of ``run.json``, which holds a few values of the user's besides names and numbers."""
+"""Limit of ``run.json``, which holds names, numbers and a few values of the user."""
 _MAX_TASKS = 10_000_000
 _NO_RUN = (
     "Restore it from a copy or from the mirror. If there is none, start this task over: move "
@@ -573,8 +573,8 @@ def records(changes: Iterable[Change]) -> list[Json]:
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
-    """Returns field, old and new value (short JSON) of accepted changes, except the output's
-    place.
+    """Returns each accepted change once: field, old and new value (cut JSON). Skips changes of the
+    output folder.
     """
     found = {
         (str(change.get("field")), _shown(change, "old"), _shown(change, "new")): None

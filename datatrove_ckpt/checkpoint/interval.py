@@ -49,7 +49,7 @@ def daly(save_cost: float, mtbf: float) -> float:
 
 
 def efficiency(interval: float, save_cost: float, mtbf: float, restart: float = 0.0) -> float:
-    """Useful time divided by all time, from 0 to 1, with T seconds of work between two saves.
+    """Returns useful time divided by all time (0 to 1), with T seconds of work between two saves.
 
     T / (M * exp(R/M) * (exp((T + C) / M) - 1)), as in Daly 2006: saves and restarts may be
     interrupted, too.

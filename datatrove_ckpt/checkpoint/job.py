@@ -194,7 +194,7 @@ def name_tasks(ranks: list[int]) -> str:
 
 
 def recorded_settings(root: Path) -> Json:
-    """Returns the settings of a folder's run; empty if no run has begun."""
+    """Returns the settings of a folder's run; empty if no undamaged file has them."""
     ranks = rank_numbers(root) if root.is_dir() else []
     for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
         with suppress(CheckpointError):  # the reader of the other files reports the damage

@@ -218,7 +218,7 @@ class ChunkJournal:
 
     @property
     def ordinals(self) -> Iterator[int]:
-        """Of its documents."""
+        """The ordinals of the documents in the journal."""
         for index, offset in enumerate(self._offsets):
             if offset >= 0:
                 yield self.first_ordinal + index

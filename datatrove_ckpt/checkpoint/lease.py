@@ -43,7 +43,7 @@ class RankLease:
             self.mirror.save(self.stopping)
 
     def read_rank(self, root: str, number: int, folder: Path, want: Want) -> RankLedger:
-        """Does ``read_rank``, but reads this rank from memory if locks exclude other writers."""
+        """Reads a rank from its files; this rank from memory if locks exclude other writers."""
         if folder != self.files.folder or not self.lock.works:
             return read_rank(root, number, folder, want)
         journals = journal_indices(folder)

@@ -266,7 +266,7 @@ class OpenCheckpoint:
         return self._storage.ask(partial(change, self._files))
 
     def change_later(self, change: Callable[[RankFiles], None]) -> None:
-        """Like ``change``, without waiting. Its failure stops the rank."""
+        """Changes the batches without waiting. A failure stops the rank."""
         self._storage.call(partial(change, self._files))
 
     def flush(self) -> None:

@@ -338,9 +338,9 @@ def _host() -> str:
 
 
 def _started(pid: int) -> int:
-    """Returns a process's start time, because its id may be reused.
+    """Returns a process's start in clock ticks since boot, because its id may be reused.
 
-    0 if there is none, or no ``/proc``.
+    0: no such process, or no ``/proc``.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

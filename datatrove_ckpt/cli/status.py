@@ -48,9 +48,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 
 MAX_TROUBLED = 20
-"""Of each kind of trouble, so many reasons are shown with their ranks; of the others, the ranks'
-numbers.
-"""
+"""Most reasons shown for one trouble; others show only the ranks' numbers."""
 _BAR = 24
 _REST = "░"
 _LEAST_FREE = 1 << 20  # bytes

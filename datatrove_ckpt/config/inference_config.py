@@ -758,7 +758,7 @@ _DEV = Path("/dev")
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; empty if there are none."""
+    """Returns names of GPUs as in CUDA_VISIBLE_DEVICES."""
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is not None:
         return [
@@ -771,7 +771,7 @@ def visible_gpus() -> list[str]:
 
 
 def arguments(flags: Mapping[str, object], given: Kwargs) -> tuple[str, ...]:
-    """Our flags, except those that the user sets, and then the user's."""
+    """Returns our flags that the user does not set, then the user's flags."""
     ours = [
         part for name, value in flags.items() if name not in given for part in flag(name, value)
     ]

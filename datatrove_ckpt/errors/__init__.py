@@ -189,7 +189,7 @@ class InputError(CkptError):
 
 
 class DocumentError(CkptError):
-    """Base of the errors about one document, or about the output file that it belongs to."""
+    """Base of the errors about documents or their output files."""
 
 
 class DocumentFailed(DocumentError):

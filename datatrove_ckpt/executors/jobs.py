@@ -361,7 +361,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 raise given_up_error(given_up, self.tasks)
 
     def _keep_jobs(self, claims: Claims) -> None:
-        """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank is left."""
+        """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank and no job is
+        left.
+        """
         known: dict[str, _Job] = {}
         retries = 0
         while True:

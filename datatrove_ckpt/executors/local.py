@@ -1,11 +1,12 @@
-"""LocalPipelineExecutor: datatrove's, with worker processes of our own (``process/workers.py``).
+"""Runs a pipeline's ranks on one machine, in worker processes (``process/workers.py``).
 
-a worker is killed, or out of memory     its rank starts again; datatrove's run waits without end
-SIGTERM or SIGHUP to the run             all ranks drain, all processes end; datatrove leaves
-                                         processes behind
-a run with other settings, or input,     refused before anything starts; datatrove skips finished
-                                         ranks
-than those of the finished ranks         without a look at them
+Unlike datatrove's executor:
+
+    a worker is killed, or out of memory    its rank starts again; datatrove's run never ends
+    SIGTERM or SIGHUP to the run            all ranks drain, all processes end; datatrove leaves
+                                            processes behind
+    settings or input have changed          refused before anything starts; datatrove skips
+    since ranks finished                    finished ranks
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return run_checked(self)
 
     def run_ranks(self) -> PipelineStats | None:
-        """``run`` without the checks before and after.
+        """Runs the ranks without the checks of ``run``.
 
         Raises:
             WorkerDied: some ranks were given up.
@@ -287,7 +288,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return found
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
-        """Writes the statistics of all tasks, unless other machines still run some."""
+        """Writes the statistics of all tasks, unless tasks of other machines are incomplete."""
         others = set(range(self.world_size)) - set(local)
         if self.get_incomplete_ranks(others, skip_completed=True):
             return

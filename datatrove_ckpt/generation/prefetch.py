@@ -79,8 +79,8 @@ _STATELESS = frozenset(
 
 
 def stateful_steps(documents: Iterable[Document]) -> list[str]:
-    """Returns the names of the steps that may keep state, the last step first; none if no reader
-    can seek anyway.
+    """Returns the names of the steps that may keep state, the last step first. Empty if readers are
+    found and none seeks.
     """
     steps: list[str] = []
     readers: list[BaseReader] = []

@@ -56,7 +56,7 @@ class CodeIdentity:
     made: Description | None
     """None: the code could not be described, so it is not compared."""
     fingerprint: str = ""
-    """Of the functions and objects that were described."""
+    """Hash of the described functions and objects."""
     process: str = ""
     """The process that made the step.
 

@@ -29,9 +29,7 @@ from datatrove_ckpt.maintenance.run_state import RankState
 SILENT_SECONDS = 180.0
 """A rank that runs and has written no line for so long is silent."""
 COPY_SECONDS = 1200.0
-"""The same for a mirror: with ``mirror_seconds: auto``, up to ten minutes are between two
-uploads.
-"""
+"""``SILENT_SECONDS`` of a mirror: ``mirror_seconds: auto`` may wait ten minutes."""
 STUCK_SECONDS = 600.0
 """A rank in which nothing is finished for so long is stuck."""
 SLOW_SHARE = 0.5

@@ -56,8 +56,8 @@ class RunSums(RunNumbers):
 
     Attributes:
         rates: of the last minutes, while it runs.
-        as_of: time of its last line; None in the first second of an attempt. Of several ranks,
-            the oldest of the running ranks, or of the others if none runs.
+        as_of: time of the last line of a lost rank, or of a rank that runs for a second or longer
+            and is not silent; else None. Of several ranks the oldest, of running ranks if any.
         time_left: at the present rate; None if the end of the input is not known, if nothing runs,
             or if nothing has been answered for longer than that.
     """
@@ -226,7 +226,7 @@ class RunState:
 
     @property
     def troubled(self) -> list[RankState]:
-        """The most urgent first."""
+        """Ranks with trouble, the most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
         return sorted(
             found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank)
@@ -255,7 +255,7 @@ TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
 
 VERSION = 2
-"""Of the JSON. New keys may come without a new version."""
+"""Version of the JSON. New keys do not change it."""
 
 
 def to_json(state: RunState) -> bytes:

@@ -57,7 +57,6 @@ class MirroredCompileCache:
         return None
 
     def fetch(self, key: str, folder: Path) -> None:
-        """See ``CompileCache``."""
         with _warning("fetched from", self._store.url):
             self._there_before.setdefault(key, set(folder.rglob("*")))
             with _fetching:

@@ -113,7 +113,6 @@ class RemoteMirror:
         return self._uploads is not None and self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
-        """See ``Mirror``."""
         if first and not self._is_owned:
             if not self._wait_for_look(retrying.STORAGE.patience, stopping):
                 raise self._without_version()
@@ -158,7 +157,6 @@ class RemoteMirror:
         return False
 
     def save(self, stopping: threading.Event) -> None:
-        """See ``Mirror``."""
         wanted = self._begun + 1
         self._wake.put(True)
         # By no clock, as above.

@@ -53,7 +53,7 @@ class Uploads:
         self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
         self._generation: int | None = None
-        """Of the history whose bytes are uploaded, if this process did that."""
+        """Generation of the history that this process uploaded."""
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None

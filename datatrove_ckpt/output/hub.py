@@ -59,7 +59,7 @@ class HubFile:
 
     @property
     def hash(self) -> str:
-        """As a commit keeps it; "" in a bucket."""
+        """The hash in a commit; "" in a bucket."""
         return self.oid or self.blob or ""
 
     def holds(self, size: int, digest: str) -> bool:

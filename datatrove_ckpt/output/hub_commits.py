@@ -55,9 +55,7 @@ class HubCommits(Placement):
 
     def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
         self.confirmed: dict[str, int] = {}
-        """Of files whose commit the hub has confirmed, by name: what ``HubUploads.commit`` has
-        returned.
-        """
+        """Results of ``HubUploads.commit`` for files whose commit is confirmed, by name."""
         self._uploads = uploads
         self._pace = pace
         self._seconds = pace.seconds_of_next()

@@ -1,8 +1,8 @@
-"""Passes documents to a writer of the user cheaply.
+"""Passes documents to a user's writer without copying them.
 
 datatrove's default adapter copies everything with ``dataclasses.asdict`` (half of the cost of
 publishing, measured). A document from a journal has no other owner, and is read with dicts in place
-of dataclasses. A test compares the results.
+of dataclasses.
 """
 
 from __future__ import annotations

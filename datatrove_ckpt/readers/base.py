@@ -432,7 +432,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _read_input(
         self, inputs: Inputs, index: int, file_position: FilePosition, number: tuple[int, int]
     ) -> FileRead:
-        """Reads the file of this index. ``number``: of the rank, and of its documents so far."""
+        """Reads file ``index`` as ``_read`` does. ``number``: (rank, documents read so far)."""
         return self._read(inputs.names[index], file_position)
 
     @abstractmethod

@@ -59,8 +59,7 @@ _FOR_STORAGE = ("num_proc", "keep_in_memory", "save_infos", "verification_mode")
 
 
 class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetReader):  # type: ignore[misc, unused-ignore]
-    """datatrove's ``HuggingFaceDatasetReader``, with a position on each document. The arguments are
-    datatrove's.
+    """datatrove's ``HuggingFaceDatasetReader``, with its arguments and a position on each document.
 
     ``shuffle_files`` shuffles all rows of a map-style dataset by a fixed seed, as in datatrove.
     With ``streaming`` it is refused: a shuffle buffer cannot be resumed.

@@ -67,7 +67,7 @@ class Inputs:
     on.
     """
     commit: str | None = None
-    """Of a dataset on the hub."""
+    """The commit of a dataset on the hub."""
     tasks: int | None = None
     """Ranks from this one on have no files. None: not known."""
 

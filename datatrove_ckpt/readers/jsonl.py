@@ -55,13 +55,12 @@ class DamagedLine(DocumentError):
 
 
 class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[misc, unused-ignore]
-    """datatrove's ``JsonlReader``, with a position on each document.
+    """datatrove's ``JsonlReader``, with its arguments and a position on each document.
 
     Args:
-        shuffle_seed: read files in an order that depends on this number.
+        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
         stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it
             (``damaged_lines`` in the stats) with a warning.
-        The others are datatrove's.
     """
 
     format = "jsonl"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MAX_LINE_BYTES = 2**28
-"""Of a line of JSONL, or a field of CSV.
+"""Limit of a JSONL line or CSV field, in bytes.
 
 A compressed file of zeros is one line, a thousand times as large.
 """
@@ -61,8 +61,8 @@ def refuse_file_without_documents(reader: BaseDiskReader, name: str, damaged: bo
 
 
 def read_line(file: IO[bytes], size: int = MAX_LINE_BYTES) -> bytes:
-    """Reads the next line of a file, or its first ``size`` bytes."""
-    if isinstance(file, AbstractBufferedFile):  # fsspec's readline takes no size
+    """Reads a line, or its first ``size`` bytes; fsspec's buffered files ignore ``size``."""
+    if isinstance(file, AbstractBufferedFile):
         return bytes(file.readline())
     return bytes(file.readline(size))
 

@@ -142,7 +142,7 @@ class _TableReader(SeekingReader):
 
     @abstractmethod
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
-        """Yields, from (group, row) on, group, number of the batch's first row in it, batch.
+        """Yields from (group, row) on: group, number of the batch's first row in it, batch.
 
         No batch spans two groups.
         """
@@ -165,11 +165,10 @@ def _fitting(most: int, rows: int, size: int) -> int:
 
 
 class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, unused-ignore]
-    """datatrove's ``ParquetReader``, with a position on each document.
+    """datatrove's ``ParquetReader``, with its arguments and a position on each document.
 
     Args:
-        shuffle_seed: read files in an order that depends on this number.
-        The others are datatrove's.
+        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
     """
 
     format = "parquet"
@@ -246,12 +245,12 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]
-    """datatrove's ``IpcReader``, with a position on each document. A file's first bytes tell
-    whether it is a stream.
+    """datatrove's ``IpcReader``, with its arguments and a position on each document.
+
+    The first bytes of a file decide whether it is a stream.
 
     Args:
-        shuffle_seed: read files in an order that depends on this number.
-        The others are datatrove's.
+        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
     """
 
     format = "ipc"

@@ -15,7 +15,7 @@ from datatrove_ckpt.common import JsonObject
 Payload: TypeAlias = JsonObject
 """The JSON body of one request."""
 FIELDS = ("text", "id", "media")
-"""Of a document, beside its metadata."""
+"""A document's fields besides its metadata."""
 
 if TYPE_CHECKING:  # datatrove has no types
 

@@ -49,7 +49,7 @@ class FakeServer:
         self.logprobs: JsonObject | None = None
         """``logprobs`` of each choice."""
         self.most_choices = 128
-        """Of the ``n`` that a payload asks for."""
+        """Limit on the ``n`` of a payload."""
         self.paths: dict[str, Callable[[JsonObject], JsonObject]] = {}
         """What answers the payloads of other paths, such as /v1/embeddings.
 

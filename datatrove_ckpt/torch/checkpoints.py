@@ -610,7 +610,7 @@ class TrainingCheckpoints:
         self._note("checked", self._last)
 
     def _begin(self, name: StepName) -> None:
-        """On a full disk, first removes what the save would remove whatever its metrics are."""
+        """Begins a save. On a full disk, first removes steps that it would remove in any case."""
         if not self._is_owner:
             return
         with suppress(Exception):  # of no step, max raises
@@ -762,7 +762,7 @@ class TrainingCheckpoints:
         return self._best.ordered(_metrics(manifests))[::-1]
 
     def _unlock_unless_claimed(self) -> None:
-        """Until the first save: a process that only reads keeps no training out."""
+        """Unlocks before the first save: a process that only reads locks no training out."""
         if not self._has_claimed:
             self._steps.unlock()
 
@@ -773,9 +773,11 @@ class TrainingCheckpoints:
     def _choose(
         self, choose: Callable[[Iterable[StepName]], list[StepName]]
     ) -> tuple[StepName, list[str]] | None:
-        """Returns the last chosen step that all folders have whole, and the later ones.
+        """Returns the last step of ``choose`` that is whole in all folders, and why later steps are
+        not; None if ``choose`` returns none.
 
-        None: there is no step.
+        Raises:
+            CheckpointCorrupt: none is whole.
         """
         self._writing.join()
         found = self._ranks.together(self._names)

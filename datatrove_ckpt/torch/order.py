@@ -49,7 +49,7 @@ _SHARE_COUNTS = (1, 2, 4, *(3 * 2**n for n in range(1, 14)))
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The size of the shuffle, over all ranks and workers. One of the two is None."""
+    """The size of the shuffle over all ranks and workers: ``rows`` or ``bytes``, the other None."""
 
     rows: int | None = None
     bytes: int | None = 2**28

@@ -29,7 +29,7 @@ class Ranks:
         self.group: dist.ProcessGroup | None = None
         """None: there is one rank."""
         self.writing = self.group
-        """Of the threads that write."""
+        """The group of the writing threads."""
         self.rank = 0
         self.size = 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

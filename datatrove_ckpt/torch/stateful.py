@@ -122,7 +122,7 @@ class Shared:
             self._numbers[_WORKERS_READ] = 1
 
     def epoch_begins_again(self, worker: int | None) -> bool:
-        """Returns once whether samples of the current epoch were taken before."""
+        """Returns True once if samples of the current epoch were read before."""
         if worker or self._numbers[_WARNED] or not self._is_marked(_READ, worker):
             return False
         self._numbers[_WARNED] = 1
@@ -376,7 +376,7 @@ class StatefulWrapper(StatefulIterable):
         self._sources = list(sources)
         self._epoch = 0
         self._slot = Slot(0, 1, 0, 1)
-        """Of the latest iteration, as ``_epoch``."""
+        """``_epoch`` and ``_slot`` are of the latest iteration."""
 
     @abstractmethod
     def _options(self) -> State:

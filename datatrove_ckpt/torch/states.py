@@ -166,8 +166,8 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
 
 
 def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetState:
-    """Merges. ``alone``: the loaders read these datasets, so all ranks of a step had equally many
-    samples.
+    """Merges the slots' states. ``alone``: the loaders read these datasets, so all ranks of a step
+    had equally many samples.
     """
     first = states[0]
     check_same(states, ("epoch", "order", "input", "done", "topology", "even"))

@@ -40,9 +40,7 @@ STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
 
 
 class Histogram(NamedTuple):
-    """As Prometheus has it: each upper end with the number of values up to it, and the sum of all
-    values.
-    """
+    """A Prometheus histogram: upper bounds, each with its number of values, and the values' sum."""
 
     buckets: list[tuple[str, float]]
     sum: float

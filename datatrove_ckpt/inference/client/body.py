@@ -77,8 +77,8 @@ class LargeAnswer:
         self._sizes.pop(id(self), None)
 
     def refusal(self, size: int) -> str:
-        """Returns why an answer of this size is refused, or "". The oldest answer may use the whole
-        budget, so each comes in turn.
+        """Returns why an answer of ``size`` bytes is refused, or "". The oldest may use the whole
+        budget, so one always completes.
         """
         if size <= LARGE_ANSWER_BYTES:
             return ""

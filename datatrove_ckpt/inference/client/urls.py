@@ -74,7 +74,7 @@ class HiddenUrl:
 
     @property
     def may_lack_version(self) -> bool:
-        """Whether its path has no version: the API may be right below it, or below its /v1."""
+        """Whether the API may be right below the URL's path, or below its /v1."""
         names = [name for name in self._url.raw_parts if name.strip("/")]
         return bool(names) and names[-1] not in _WHOLE and not any(map(_VERSION.fullmatch, names))
 
@@ -115,7 +115,7 @@ def _parsed(url: str) -> URL:
 
 
 def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenUrl, HiddenDict]:
-    """``extras`` replace equal ones."""
+    """Adds ``extras``, which replace equal names."""
     fields = {name.title(): value for name, value in extras["extra_headers"].items()}
     return HiddenUrl(url.reveal().update_query(extras["extra_query"])), HiddenDict(
         {**headers, **fields}

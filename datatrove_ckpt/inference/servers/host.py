@@ -50,7 +50,7 @@ async def running(
     models: RankModels,
     on_outage: Callable[[Outage], None],
 ) -> AsyncIterator[Watch]:
-    """The servers are ready for requests in this block. See ``ServerHost.lend``."""
+    """Keeps the servers ready for requests in this block. See ``ServerHost.lend``."""
     config = servers.config
     try:
         if config.server_type == "endpoint":

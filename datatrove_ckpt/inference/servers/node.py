@@ -274,7 +274,7 @@ async def lease_gpus(
 async def _share_gpus(
     configs: Sequence[InferenceConfig], leases: Mapping[str, list[GpuLease]]
 ) -> None:
-    """Without locks each server has its place among the GPUs; with locks it gets free ones."""
+    """Gives each server GPUs: the next in order, or free ones with locks if ranks share them."""
     visible = visible_gpus()
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
@@ -317,10 +317,10 @@ def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
-    """GPUs, each with its lock.
+    """Waits for ``needed`` free GPUs. Returns their names and lock descriptors.
 
     Raises:
-        ConfigError: other ranks hold too many of them.
+        ConfigError: other processes hold too many for a minute.
     """
     # In Slurm a folder per job: another job's GPU 0 may be another GPU.
     folder = runtime_folder(os.environ.get("SLURM_JOB_ID", ""))

@@ -365,7 +365,7 @@ class InferenceServer:
         self._forget()
 
     def stop_blocking(self) -> None:
-        """``stop`` without an event loop, after ``request_stop``."""
+        """Stops without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
         self._forget()
 
@@ -446,7 +446,6 @@ async def wait_for_first(
 
 
 def starting_line(name: str, waited: float, window: float, path: Path | None, log: str) -> str:
-    """``log``: what the server has written to the file."""
     last = last_line(log)
     if last:
         said = f"The last line of its log ({path}): {last}"

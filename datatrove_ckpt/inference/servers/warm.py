@@ -205,7 +205,6 @@ class RankModels:
         return warm.servers if warm else [], self._leases.pop(config.name, [])
 
     def keep(self, config: InferenceConfig, servers: list[InferenceServer]) -> bool:
-        """See ``_keep``."""
         settings = self._settings[config.name]
         return settings is not None and _keep(ServerSet(settings, self._rank, servers, config.name))
 

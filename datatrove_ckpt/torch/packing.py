@@ -173,6 +173,8 @@ class Packing(Iterator[Columns]):
         for name in self._pack.columns:
             these = row[name]
             held = self._held[name]
+            if not self._count:
+                held.clear()
             if held and held[-1].dtype != these.dtype:
                 raise ConfigError(
                     f"{name!r} of a row is {these.dtype}, and that of the row before it "

@@ -53,10 +53,12 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
         found = [leaf for _, leaf in leaves(content, "")]
         if isinstance(state, Optimizer):  # before its first step it has no state
             found += [each for group in state.param_groups for each in group["params"]]
-        if any(isinstance(each, DTensor) for each in found):
+        if not any(isinstance(each, DTensor) for each in found):
+            alike[key] = content
+        elif isinstance(state, nn.Module | Optimizer):
             parts[key] = state_of(key, states)
         else:
-            alike[key] = content
+            parts[key] = content
     return alike, parts
 
 

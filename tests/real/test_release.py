@@ -14,10 +14,11 @@ import pytest
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget
 from tests.real import environment
-from tests.unit.test_identity import PYTHONS
+from tests.unit.test_identity import pythons
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = 6
+PYTHONS = pythons()
 
 pytestmark = pytest.mark.timeout(900)  # what an environment needs may have to be fetched
 

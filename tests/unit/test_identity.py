@@ -1,6 +1,5 @@
 """Which changes of a user's code make another run of it, and that a change of Python makes none."""
 
-import functools
 import importlib.util
 import json
 import os
@@ -205,7 +204,6 @@ If it changes, all unfinished runs are refused: raise ``_VERSION`` then.
 """
 
 
-@functools.cache
 def python(minor):
     """A Python 3.``minor`` of this machine: this one, one on PATH, or one that pyenv or uv
     installed.
@@ -228,19 +226,29 @@ def python(minor):
     return None
 
 
-PYTHONS = {minor: path for minor in range(11, 16) if (path := python(minor))}
-"""The interpreters that this machine has. The golden digest holds the others to the same values."""
+def pythons():
+    """The interpreters that this machine has. The golden digest holds the others to the same
+    values.
+    """
+    return {minor: path for minor in range(11, 16) if (path := python(minor))}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("minor", PYTHONS)
-def test_code_has_the_same_hash_on_every_python(minor):
-    path = PYTHONS[minor]
+def check_hashes(minor, path):
     command = [path, "-W", "error", "-c", DESCRIBE_SHAPES, FOLDER, str(DATA / "code_shapes.py")]
     version, found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert version == [3, minor]
     assert len(found) > 20
     assert code_text.digest(json.dumps(found, sort_keys=True)) == SHAPES
+
+
+def test_code_has_the_same_hash_on_this_python():
+    check_hashes(sys.version_info[1], sys.executable)
+
+
+@pytest.mark.slow
+def test_code_has_the_same_hash_on_every_python():
+    for minor, path in pythons().items():
+        check_hashes(minor, path)
 
 
 def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_its_python():

@@ -291,9 +291,8 @@ class RemoteMirror:
         start = time.monotonic()
         self._begun += 1
         with ExitStack() as stack:
-            self._raise_if_interrupted(last)
             snapshot, grown = self._take_snapshot(uploads, stack)
-            # Again: taking ownership after ``stop`` has given up would fence the rank's next
+            # Taking ownership after ``stop`` has given up would fence the rank's next
             # process.
             self._raise_if_interrupted(last)
             self._put_job()

@@ -401,6 +401,16 @@ def test_a_wrapped_loader_goes_on_in_its_epoch(documents, tmp_path, steps):
     assert losses == trained(documents, tmp_path / "undisturbed")
 
 
+def test_a_step_that_is_saved_right_after_its_restore_keeps_its_input(documents, tmp_path):
+    losses = trained(documents, tmp_path / "run", 20)  # the end of an epoch
+    training = Training(documents)
+    with checkpoints(tmp_path / "run") as saved:
+        step = saved.restore(loader=training.loader, **training.states)
+        saved.save(step, loader=training.loader, **training.states)
+    losses |= trained(documents, tmp_path / "run")
+    assert losses == trained(documents, tmp_path / "undisturbed")
+
+
 class Numbered(torch.utils.data.Dataset[int]):
     """Ten batches of five, of a dataset that is not ours."""
 

@@ -1,5 +1,6 @@
 """A disk that loses power: a subclass of ``files.Disk`` that stands in for it during a test."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -54,16 +55,14 @@ class PowerLossDisk(CrashingDisk):
 
     def _look(self):
         """Records what is on the real disk now."""
-        found = set(self._folder.rglob("*"))
-        for path in self._now.keys() - found:
-            del self._now[path]
-        for path in found:
-            if path.is_dir():
-                self._now[path] = None
-                continue
-            file = self._now.get(path) or _File()
-            file.content = path.read_bytes()
-            self._now[path] = file
+        before = self._now
+        self._now = {}
+        for folder, folders, names in os.walk(self._folder):
+            self._now.update(dict.fromkeys(Path(folder, name) for name in folders))
+            for path in (Path(folder, name) for name in names):
+                file = before.get(path) or _File()
+                file.content = path.read_bytes()
+                self._now[path] = file
 
     def _synced(self, path):
         if path.is_dir():

@@ -610,7 +610,7 @@ def fault(raising=None, answers_left=None):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (7, 15),
+        (4, 20),
         pytest.param(40, 15, marks=pytest.mark.slow),
         pytest.param(150, 30, marks=pytest.mark.full),
     ],

@@ -15,7 +15,7 @@ def settings():
     gc.unfreeze()
     yield
     gc.enable()
-    gc.unfreeze()
+    gc.freeze()
     gc.set_threshold(*before)
 
 

@@ -263,22 +263,20 @@ def _run_export(line):
 
 # exit codes --------------------------------------------------------------------------------------
 
-JOB = job_yaml("server_type: dummy, model_name_or_path: m", data="documents", output="out")
-
-
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A run that was completed once, and a copy of it: run.json holds the output's full path."""
     kept = tmp_path_factory.mktemp("kept")
     (kept / "job").mkdir()
     DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
-    with contextlib.chdir(kept / "job"):
-        write_documents(Path())
-        Path("job.yaml").write_text(JOB)
-        assert main(["run", "job.yaml"]) == 0
-        Path("empty").mkdir()
-    shutil.copytree(kept / "job", kept / "copy")
-    return kept
+    with FakeServer() as server:
+        with contextlib.chdir(kept / "job"):
+            write_documents(Path())
+            Path("job.yaml").write_text(job_yaml(endpoint(server), data="documents", output="out"))
+            assert main(["run", "job.yaml"]) == 0
+            Path("empty").mkdir()
+        shutil.copytree(kept / "job", kept / "copy")
+        yield kept
 
 
 @pytest.fixture

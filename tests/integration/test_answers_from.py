@@ -156,8 +156,10 @@ def test_answers_are_handed_on_from_run_to_run(tmp_path, server):
     assert not server.asked
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server):
+@pytest.mark.parametrize("step", [3, 1])
+def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server, step):
     def attempt(folder):
         start(folder, server, TwoSteps("Shorter"), number=1, keep_answers=True)
 
@@ -179,7 +181,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server):
 
     (tmp_path / "job").mkdir()
     assert_same_output_after_every_crash(
-        attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES
+        attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES, step=step
     )
 
 

@@ -263,6 +263,7 @@ def _run_export(line):
 
 # exit codes --------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
     """A run that was completed once, and a copy of it: run.json holds the output's full path."""

@@ -11,6 +11,7 @@ No traceback of an error of this package reaches the terminal. The task's log fi
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import re
 import sys
@@ -121,6 +122,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}{hint}")
 
 
+@functools.cache
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser. Parsed arguments have the ``name`` of the command and its ``module``."""
     as_written = argparse.RawDescriptionHelpFormatter

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -470,6 +471,7 @@ ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 """An argument that goes into ``**kwargs``."""
 
 
+@functools.cache
 def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
     try:
         hints = typing.get_type_hints(cls.__init__)

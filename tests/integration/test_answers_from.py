@@ -15,7 +15,7 @@ from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import chat, documents, writer
+from tests.jobs import chat, documents, rows, writer
 from tests.make_release import run
 from tests.patience import until_async
 from tests.rank_folders import place_at
@@ -156,8 +156,10 @@ def test_answers_are_handed_on_from_run_to_run(tmp_path, server):
     assert not server.asked
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server):
+@pytest.mark.parametrize("step", [3, 1])
+def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server, step):
     def attempt(folder):
         start(folder, server, TwoSteps("Shorter"), number=1, keep_answers=True)
 
@@ -179,7 +181,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server):
 
     (tmp_path / "job").mkdir()
     assert_same_output_after_every_crash(
-        attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES
+        attempt, tmp_path / "job", after_crash=all_are_there, counted=OF_FILES, step=step
     )
 
 
@@ -330,11 +332,15 @@ NEW = [
 
 
 def test_canned_answers_are_not_taken_for_answers_of_a_model(here, server, command):
-    canned = (
-        job_yaml("server_type: dummy, model_name_or_path: fake") + "          keep_answers: true\n"
-    )
-    write_job(here, canned, ["a"])
+    """They are completions."""
+    rollout = '{class_path: CompletionRollout, init_args: {prompt: "Say {text}"}}'
+    config = "server_type: dummy, model_name_or_path: fake, use_chat: false"
+    canned = job_yaml(config, rollout=rollout)
+    write_job(here, canned + "          keep_answers: true\n", ["a"])
     command("run", "job.yaml")
-    (here / "job.yaml").write_text(job_yaml(endpoint(server)))
+    assert "dummy text" in rows(here)[0]["metadata"]["rollout_results"][0]["text"]
+    (here / "job.yaml").write_text(
+        job_yaml(f"{endpoint(server)}, use_chat: false", rollout=rollout)
+    )
     assert "canned_answers" in command("run", "job.yaml", *NEW, code=1).err
     assert not server.asked

@@ -59,7 +59,7 @@ def put_input(hub, tasks, documents):
     hub.put("org/job", files, kind="bucket")
 
 
-def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=2):
+def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=1):
     text = job_yaml(endpoint(server), tasks, f"{BUCKET}/input", f"{BUCKET}/output")
     text = text.replace("logging_dir: logs", f"logging_dir: {BUCKET}/logs")
     text += f"          records_per_chunk: 2\n          checkpoints_remote_dir: {mirror}\n          mirror_seconds: 0\n"
@@ -68,10 +68,10 @@ def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=2):
 
 @pytest.fixture
 def job(hub, server, here, monkeypatch):
-    """A bucket with the input of two tasks, and job.yaml."""
+    """A bucket with the input of a task, and job.yaml."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     hub.create_repo("org/job", kind="bucket")
-    put_input(hub, 2, 3)
+    put_input(hub, 1, 3)
     write_yaml(server)
     return hub
 
@@ -104,11 +104,13 @@ def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(jo
     assert "start every machine with --worker" in said
     assert server.asked.total() == 0
     command("run", "job.yaml")
-    assert server.asked.total() == 6
+    assert server.asked.total() == 3
     store.close()
 
 
 def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(job, server, command, monkeypatch):
+    put_input(job, 2, 3)
+    write_yaml(server, tasks=2)
     monkeypatch.setattr(stores, "_HUB_SETTLES", 0.0)
     assert "This worker has completed 2 tasks" in command("run", "job.yaml", "--worker")
     assert not [name for name in job.files("org/job", kind="bucket") if "/claims/" in name]
@@ -119,30 +121,30 @@ def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(job, server, comman
 
 def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command):
     assert "no problem, no warning" in command("doctor", "job.yaml")
-    assert job.files("org/job", kind="bucket").keys() == {"input/0.jsonl", "input/1.jsonl"}
+    assert job.files("org/job", kind="bucket").keys() == {"input/0.jsonl"}
     said = command("run", "job.yaml")
-    assert "6 of 6 documents are in 4 files in hf://buckets/org/job/output" in said
+    assert "3 of 3 documents are in 2 files in hf://buckets/org/job/output" in said
     assert "Processing Files" not in said  # huggingface_hub's bars
-    assert len(output(job)) == 4
-    assert len(markers(job)) == 2
+    assert len(output(job)) == 2
+    assert len(markers(job)) == 1
     lose_the_node()
-    assert "2 tasks are complete already" in command("run", "job.yaml")
+    assert "1 task is complete already" in command("run", "job.yaml")
     for what in ("job.yaml", f"{BUCKET}/mirror"):
-        assert "2 tasks (2 finished)" in command("status", what)
-        assert "no problem: 2 tasks, 6 documents" in command("verify", what, "--full")
-        assert "report.html: the report of 2 tasks" in command("report", what)
+        assert "1 task (1 finished)" in command("status", what)
+        assert "no problem: 1 task, 3 documents" in command("verify", what, "--full")
+        assert "report.html: the report of 1 task" in command("report", what)
     assert "document 0 0" in command("show", "job.yaml")
-    assert server.asked.total() == 6
+    assert server.asked.total() == 3
     job.repo("org/job", "bucket").commit(
-        "main", "by hand", "", 0.0, [], ["output/00001_00001.jsonl"]
+        "main", "by hand", "", 0.0, [], ["output/00000_00001.jsonl"]
     )
-    assert "00001_00001.jsonl is missing" in command("verify", f"{BUCKET}/mirror", code=1)
+    assert "00000_00001.jsonl is missing" in command("verify", f"{BUCKET}/mirror", code=1)
     command("repair", "job.yaml")
     command("run", "job.yaml")
-    assert len(output(job)) == 4
-    read = job.files("org/job", kind="bucket")["input/1.jsonl"]
-    job.put("org/job", {"input/1.jsonl": read.replace(b"document", b"Document")}, kind="bucket")
-    assert "'1.jsonl' (has other content)" in command("run", "job.yaml", code=1)
+    assert len(output(job)) == 2
+    read = job.files("org/job", kind="bucket")["input/0.jsonl"]
+    job.put("org/job", {"input/0.jsonl": read.replace(b"document", b"Document")}, kind="bucket")
+    assert "'0.jsonl' (has other content)" in command("run", "job.yaml", code=1)
 
 
 # a repository ------------------------------------------------------------------------------------
@@ -167,17 +169,17 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     assert "Set it to a bucket: hf://buckets/org/data/mirror" in said
     assert "hf cp hf://datasets/org/data/mirror/ hf://buckets/org/data/mirror/" in said
     for what in ("job.yaml", "hf://datasets/org/data/mirror"):
-        assert "2 tasks (2 finished)" in command("status", what)
-        assert "no problem: 2 tasks, 6 documents" in command("verify", what)
+        assert "1 task (1 finished)" in command("status", what)
+        assert "no problem: 1 task, 3 documents" in command("verify", what)
     # What ``hf cp`` calls.
     HfApi().copy_files("hf://datasets/org/data/mirror/", f"{BUCKET}/mirror/")
     write_yaml(server)
     lose_the_node()
-    assert "2 tasks (2 finished)" in command("status", "job.yaml")
+    assert "1 task (1 finished)" in command("status", "job.yaml")
     by_hand = [*markers(job), *job.owners("org/job", "bucket")]
     job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], by_hand)
     command("run", "job.yaml")
-    assert server.asked.total() == 6
+    assert server.asked.total() == 3
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ class Expiring(Access):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("after", [60, 3, 15, 30, 45, 75, 90, 105, 120, 135, 150, 180, 210])
+@pytest.mark.parametrize("after", [60, 3, 15, 30, 45, 75, 90, 105, 120])
 def test_a_token_that_expires_in_the_middle_loses_nothing(
     job,
     server,
@@ -219,7 +221,7 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     access = job.tokens[job.token] = Expiring()
     access.left = after
     said = command("run", "job.yaml", code=None)
-    done = len(markers(job)) == 2
+    done = len(markers(job)) == 1
     assert said.code or done
     assert done or "401" in said.error
     for name in markers(job):  # a task that is marked has all of its output
@@ -236,9 +238,9 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
         for name in sorted(output(job))
         for line in output(job)[name].splitlines()
     ]
-    assert rows == [f"{task} {n}" for task in range(2) for n in range(3)]
+    assert rows == [f"0 {n}" for n in range(3)]
     assert set(server.asked.values()) == {1}
-    assert "no problem: 2 tasks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
+    assert "no problem: 1 task, 3 documents" in command("verify", f"{BUCKET}/mirror", "--full")
 
 
 # lists that lag ----------------------------------------------------------------------------------
@@ -251,12 +253,12 @@ def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
         # The input has been there for a while.
         job.put("org/job", {f"other/{number}": b""}, kind="bucket")
     job.lag_commits = lag
-    assert "6 of 6 documents are in 4 files" in command("run", "job.yaml")
+    assert "3 of 3 documents are in 2 files" in command("run", "job.yaml")
     lose_the_node()
-    assert "2 tasks are complete already" in command("run", "job.yaml")
-    assert "no problem: 2 tasks, 6 documents" in command("verify", f"{BUCKET}/mirror", "--full")
+    assert "1 task is complete already" in command("run", "job.yaml")
+    assert "no problem: 1 task, 3 documents" in command("verify", f"{BUCKET}/mirror", "--full")
     assert set(server.asked.values()) == {1}
-    assert len(output(job)) == 4
+    assert len(output(job)) == 2
 
 
 @pytest.mark.parametrize(("folder", "lists"), [("completions", False), ("logs", True)])

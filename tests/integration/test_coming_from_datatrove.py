@@ -167,16 +167,6 @@ def test_sglang_cuts_no_prompt_unasked():
     ] == [False, True]
 
 
-def test_the_dummy_answers_completions(tmp_path):
-    async def rollout(document, generate):
-        return await generate({"prompt": document.text})
-
-    settings = InferenceConfig("dummy", "m", use_chat=False, reuse_servers=False)
-    InferenceRunner(rollout, settings, writer(tmp_path)).run(documents(1))
-    (line,) = (tmp_path / "output/00000_chunk_00000.jsonl").read_text().splitlines()
-    assert "dummy text" in json.loads(line)["metadata"]["rollout_results"][0]["text"]
-
-
 def test_documents_in_memory_get_no_marks(tmp_path):
     async def rollout(document, generate):
         return None if document.id == "id 0" else await ask(document, generate)

@@ -68,7 +68,9 @@ def node(here, monkeypatch):
     return run
 
 
-def test_a_new_node_starts_with_what_another_node_compiled(node, log, monkeypatch):
+def test_a_new_node_starts_with_what_another_node_compiled_if_there_is_a_key(
+    node, log, monkeypatch
+):
     starts, (archive,) = node()
     assert starts == ["compiled"]
     content = archive.read_bytes()
@@ -82,6 +84,9 @@ def test_a_new_node_starts_with_what_another_node_compiled(node, log, monkeypatc
     assert starts == ["compiled"]
     assert len(archives) == 2
     assert not [line for line in log if "compiled could not" in line]
+    monkeypatch.delenv(MIRROR_KEY_VARIABLE)
+    # Nothing that was compiled goes to the mirror or comes from it.
+    assert node() == (["compiled"], archives)
 
 
 @pytest.mark.matrix
@@ -104,14 +109,6 @@ def test_an_archive_that_is_not_whole_or_not_sealed_is_not_used_and_replaced(
     assert node() == (["compiled"], [archive])
     assert len([line for line in log if "could not be fetched from the mirror" in line]) == 1
     assert node() == (["found"], [archive])
-
-
-def test_without_a_key_nothing_compiled_goes_to_the_mirror_or_comes_from_it(node, monkeypatch):
-    node()
-    monkeypatch.delenv(MIRROR_KEY_VARIABLE)
-    starts, archives = node()
-    assert starts == ["compiled"]
-    assert len(archives) == 1
 
 
 def test_a_mirror_that_fails_costs_one_warning_each_way(node, log, monkeypatch):

@@ -283,7 +283,7 @@ def judge_all(half, server, said, chosen):
 
 
 def test_some_damage_is_refused_or_does_not_matter(half, server, said):
-    judge_all(half, server, said, random.Random(1).sample(mutations(half, 2, 1), 24))
+    judge_all(half, server, said, random.Random(1).sample(mutations(half, 2, 1), 9))
 
 
 @pytest.mark.slow
@@ -366,13 +366,14 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(half, serv
 @pytest.mark.parametrize(
     "disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("run_first", [False, True])
+@pytest.mark.parametrize(("run_first", "step"), [(False, 3), (False, 1), (True, 1)])
 def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     half,
     server,
     said,
     disk_type,
     run_first,
+    step,
 ):
     """``run_first``: the user runs before the repair is repeated; a run that finds the log damaged
     refuses it.
@@ -382,7 +383,9 @@ def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     with disk_in_place(disk):
         said("repair", half.job)
     assert len(disk.points) > 5
-    for _, crash in disk.left():
+    for number, crash in disk.left():
+        if number % step:
+            continue
         if run_first:
             try:
                 run(half.job, server)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -64,36 +63,30 @@ def examples(language):
 
 # python ------------------------------------------------------------------------------------------
 
-
-def on_one_core():
-    """For a child. llama.cpp's threads spin while they wait for each other: with fewer free cores
-    than threads, a run takes many times as long.
-    """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {random.choice(sorted(os.sched_getaffinity(0)))})
+ON_ONE_CORE = """import os, random
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {random.choice([*os.sched_getaffinity(0)])})
+"""
+"""llama.cpp's threads spin while they wait for each other: with fewer free cores than threads, a run
+takes many times as long.
+"""
 
 
 @pytest.mark.parametrize("block", examples("python"))
 def test_python_runs_as_a_script(folder, ram, block):
+    """README's job has one short document, and a short answer."""
     folder = shutil.copytree(folder, ram / "here")
-    (folder / "example.py").write_text(block.text)
-    settings = {
-        "env": {**os.environ, "TMPDIR": str(ram)},
-        "cwd": folder,
-        "timeout": 550,
-    }
-    has_model = "SmolLM2" in block.text  # README's
+    text = block.text
+    has_model = "SmolLM2" in text
     if has_model:
-        settings["preexec_fn"] = on_one_core
-        documents = folder / "documents/a.jsonl"
-        documents.write_text(documents.read_text().splitlines()[0])
-    ended = processes.run([sys.executable, "example.py"], **settings)
+        text = ON_ONE_CORE + text.replace('"max_tokens": 60', '"max_tokens": 4')
+        (folder / "documents/a.jsonl").write_text('{"text": "Rain falls."}')
+    (folder / "example.py").write_text(text)
+    ended = processes.run([sys.executable, "example.py"], cwd=folder, timeout=550)
     assert ended.returncode == 0, ended.stderr
     if has_model:
-        (written,) = (
-            (folder / "runs/from-python/output/00000_chunk_00000.jsonl").read_text().splitlines()
-        )
-        assert json.loads(written)["answer"]["tokens"] > 0
+        (written,) = written_rows(folder / "runs/from-python")
+        assert written["answer"]["tokens"] > 0
         assert "'summary'" in ended.stdout
 
 
@@ -205,7 +198,7 @@ def test_commands_run_as_they_stand(folder, capsys):
     """Against the quick start, with fewer documents and shorter answers."""
     shutil.copytree(ROOT / "configs", "configs")
     small = ["--pipeline.0.limit=2", "--pipeline.1.config.default_generation_params.max_tokens=5"]
-    small.append("--pipeline.1.config.model_kwargs.threads=1")  # see on_one_core
+    small.append("--pipeline.1.config.model_kwargs.threads=1")  # see ON_ONE_CORE
     assert main(["run", "configs/quickstart.yaml", *small]) == 0, capsys.readouterr().err
     lines = {
         line: block
@@ -270,8 +263,6 @@ def _run_export(line):
 
 # exit codes --------------------------------------------------------------------------------------
 
-JOB = job_yaml("server_type: dummy, model_name_or_path: m", data="documents", output="out")
-
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
@@ -279,13 +270,14 @@ def kept(tmp_path_factory):
     kept = tmp_path_factory.mktemp("kept")
     (kept / "job").mkdir()
     DataFolder.clear_instance_cache()  # fsspec knows folders by the names they had in other tests
-    with contextlib.chdir(kept / "job"):
-        write_documents(Path())
-        Path("job.yaml").write_text(JOB)
-        assert main(["run", "job.yaml"]) == 0
-        Path("empty").mkdir()
-    shutil.copytree(kept / "job", kept / "copy")
-    return kept
+    with FakeServer() as server:
+        with contextlib.chdir(kept / "job"):
+            write_documents(Path())
+            Path("job.yaml").write_text(job_yaml(endpoint(server), data="documents", output="out"))
+            assert main(["run", "job.yaml"]) == 0
+            Path("empty").mkdir()
+        shutil.copytree(kept / "job", kept / "copy")
+        yield kept
 
 
 @pytest.fixture

@@ -174,14 +174,14 @@ def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_ove
     here, command, datatrove
 ):
     """The shape of the field's production job."""
-    write_input(here, 60)
-    killer = Killer(4, rejected="text 17")
+    write_input(here, 30)
+    killer = Killer(4, rejected="text 9")
     with killer.server:
-        killer.run(datatrove, here, 50, template=PARQUET["TEMPLATE"], size=16)
+        killer.run(datatrove, here, 25, template=PARQUET["TEMPLATE"], size=8)
     done = finished(here / "output", here / "checkpoints")
-    assert 16 < len(done) < 48
-    assert "id 17" not in done
-    take_over(here, command, 60, done, **PARQUET)
+    assert 8 < len(done) < 24
+    assert "id 9" not in done
+    take_over(here, command, 30, done, **PARQUET)
 
 
 @pytest.mark.matrix
@@ -349,7 +349,6 @@ def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job
     assert written == expected(NUMBER)
 
 
-@pytest.mark.real_process
 def test_a_run_that_takes_over_is_killed_and_started_again(job, command):
     """Documents of its own are not asked again either."""
     with FakeServer(hold_after=1) as server:

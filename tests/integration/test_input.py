@@ -340,8 +340,10 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path, server):
     assert before["skipped"] == [1, 0]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch):
+@pytest.mark.parametrize("step", [4, 1])
+def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch, step):
     """Of two chunks, the first is committed before the record is written, the second after that.
 
     The effects of threads then come in one order, and crashes hit the record between the two
@@ -365,13 +367,13 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch):
     monkeypatch.setattr(Publisher, "_publish", last_once_recorded)
     monkeypatch.setattr(storage, "MAX_GROUP", 1)
     with FakeServer() as server:
-        step = runner(folder, server, last_once_committed, records_per_chunk=1, sync_seconds=3600)
+        job = runner(folder, server, last_once_committed, records_per_chunk=1, sync_seconds=3600)
 
         def attempt(folder):
-            step.run(JsonlReader((folder / "documents").as_posix()).run())
+            job.run(JsonlReader((folder / "documents").as_posix()).run())
             assert kept(folder)["skipped"][:2] == [1, 1]
             assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]
 
-        report = assert_same_output_after_every_crash(attempt, folder, counted=OF_FILES)
+        report = assert_same_output_after_every_crash(attempt, folder, counted=OF_FILES, step=step)
     for effect in ("create shard.json.new", "write shard.json.new", "rename shard.json"):
         assert effect in report.points

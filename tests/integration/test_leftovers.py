@@ -17,7 +17,8 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.servers import guardian, node
 from datatrove_ckpt.inference.servers.node import ServerRecord, end_leftovers
-from tests.jobs import leased_gpus, started_server
+from datatrove_ckpt.inference.servers.server import InferenceServer
+from tests.jobs import leased_gpus
 from tests.patience import until
 from tests.processes import is_alive
 
@@ -191,12 +192,17 @@ def test_a_file_that_is_no_record_is_left_alone(content):
     assert path.exists()
 
 
-async def test_a_server_that_stops_leaves_no_record(monkeypatch):
-
-    async with started_server(InferenceConfig("dummy", "m"), 0) as server:
-        (path,) = records()
-        kept = json.loads(path.read_text())
-        assert kept["guardian"][0] == server._process.pid
+async def test_a_server_that_stops_leaves_no_record(tmp_path):
+    script = tmp_path / "server.py"
+    script.write_text("import signal; signal.pause()")
+    server = InferenceServer(
+        InferenceConfig("custom", "m", model_kwargs={"server_script": str(script)}), 0
+    )
+    await server.launch()
+    (path,) = records()
+    kept = json.loads(path.read_text())
+    assert kept["guardian"][0] == server._process.pid
+    await server.stop()
     assert not records()
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -164,7 +165,7 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
     if not isinstance(given, dict | None):
         raise ConfigError(f"{label}: init_args: {show(given)} is not a mapping.")
     arguments: JsonObject = given or {}
-    parameters, open_ended = parameters_of(cls)
+    parameters, open_ended = parameters_of(typing.cast(Any, cls))
     if not open_ended:
         refuse_unknown(arguments, list(parameters), label)
     if "api_key_env" in parameters and arguments.get("api_key"):
@@ -470,6 +471,7 @@ ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 """An argument that goes into ``**kwargs``."""
 
 
+@functools.cache
 def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
     try:
         hints = typing.get_type_hints(cls.__init__)

@@ -84,13 +84,15 @@ def test_each_request_goes_to_its_model(here, writes, judges):
     assert {payload.get("temperature") for payload in judges.payloads} == {0}
 
 
-def test_killed_at_every_write_and_resumed(ram):
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [7, 1])
+def test_killed_at_every_write_and_resumed(ram, step):
     def attempt(folder):
         runner(folder, writes, judges).run(documents(2))
 
     with says("writer") as writes, says("judge") as judges:
         (ram / "job").mkdir()
-        report = assert_same_output_after_every_crash(attempt, ram / "job")
+        report = assert_same_output_after_every_crash(attempt, ram / "job", step=step)
     assert len(report.points) > 10
 
 

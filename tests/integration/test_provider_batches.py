@@ -181,12 +181,12 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
     """
     with FakeMessages() as provider:
         online = {"skip_bad_requests": True, "config": {"api_key": KEY}}
-        provider._status = lambda payload, times: 400 if "text 7" in str(payload) else None
-        runner(tmp_path / "online", provider, message, **online).run(documents(9))
+        provider._status = lambda payload, times: 400 if "text 3" in str(payload) else None
+        runner(tmp_path / "online", provider, message, **online).run(documents(6))
         draws = random.Random(0)
 
         def outcome(request):
-            if "text 7" in str(request):
+            if "text 3" in str(request):
                 return "invalid_request_error"
             if request["custom_id"].rpartition("-")[2] != "1":
                 return None
@@ -196,13 +196,13 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
         provider.list_lag = 0.1
         provider.lose["/v1/messages/batches"] = 2
         job = {"skip_bad_requests": True, "config": MESSAGES}
-        runner(tmp_path / "others", provider, two_messages, **job).run(documents(9))
+        runner(tmp_path / "others", provider, two_messages, **job).run(documents(6))
         provider.billed.clear()
         provider.lose["/v1/messages/batches"] = 2
         provider.steps = 4
-        runner(tmp_path / "batch", provider, message, **job).run(documents(9))
+        runner(tmp_path / "batch", provider, message, **job).run(documents(6))
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
-    assert len(rows(tmp_path / "batch")) == len(provider.billed) == 8
+    assert len(rows(tmp_path / "batch")) == len(provider.billed) == 5
     assert set(provider.billed.values()) == {1}
     (letter,) = letters(tmp_path / "batch")
     assert "in the words of the provider" in letter["error"]

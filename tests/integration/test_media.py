@@ -339,7 +339,7 @@ def test_a_dead_letter_has_a_large_document_as_it_was_read(server, tmp_path):
 
 
 def test_pictures_in_flight_are_in_memory_once(server, tmp_path):
-    size, number, held = 10**6, 20, []
+    size, number, held = 10**6, 10, []
 
     async def rollout(document, generate):
         held.append(tracemalloc.get_traced_memory()[0] - before)

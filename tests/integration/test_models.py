@@ -84,13 +84,15 @@ def test_each_request_goes_to_its_model(here, writes, judges):
     assert {payload.get("temperature") for payload in judges.payloads} == {0}
 
 
-def test_killed_at_every_write_and_resumed(ram):
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [7, 1])
+def test_killed_at_every_write_and_resumed(ram, step):
     def attempt(folder):
         runner(folder, writes, judges).run(documents(2))
 
     with says("writer") as writes, says("judge") as judges:
         (ram / "job").mkdir()
-        report = assert_same_output_after_every_crash(attempt, ram / "job")
+        report = assert_same_output_after_every_crash(attempt, ram / "job", step=step)
     assert len(report.points) > 10
 
 
@@ -170,15 +172,15 @@ async def test_who_waits_for_the_judge_stops_no_other(here, writes):
 
 
 def of_scripts(folder):
-    """The writer's server answers, and the judge's is an engine that does what a prompt says."""
+    """Both servers are engines; only the judge's gets prompts that say what it does."""
 
     async def rollout(document, generate):
-        await generate(chat(document.text))
+        await generate(chat(f"Write {document.text}"))
         return (await generate.judge(chat(document.text))).text.partition(" says ")[2]
 
     (folder / "engine.py").write_text(ENGINE)
     engine = InferenceConfig("custom", "m", model_kwargs={"server_script": "engine.py"})
-    models = {"writer": InferenceConfig("dummy", "m"), "judge": engine}
+    models = {"writer": engine, "judge": engine}
     return InferenceRunner(rollout, models, writer(folder), checkpoints_local_dir=str(folder / "c"))
 
 
@@ -268,7 +270,7 @@ def test_a_model_that_is_not_there_is_named(here, writes, judges):
 
 YAML = job_yaml(
     "writer: {server_type: endpoint, endpoint_url: WRITER, model_name_or_path: w}, "
-    "judge: {server_type: dummy, model_name_or_path: j}",
+    "judge: {server_type: endpoint, endpoint_url: JUDGE, model_name_or_path: j}",
     rollout="two_models.rollout",
 )
 ROLLOUT = """
@@ -280,10 +282,10 @@ async def rollout(document, generate):
 
 
 @pytest.fixture
-def job(here, writes, monkeypatch):
+def job(here, writes, judges, monkeypatch):
     (here / "two_models.py").write_text(ROLLOUT)
     monkeypatch.syspath_prepend(str(here))
-    write_job(here, YAML.replace("WRITER", writes.url), ["a", "b"])
+    write_job(here, YAML.replace("WRITER", writes.url).replace("JUDGE", judges.url), ["a", "b"])
     return here
 
 

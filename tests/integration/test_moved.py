@@ -69,6 +69,7 @@ def test_output_alone_is_moved_and_moved_back(name, tmp_path, server):
     assert (report.output, report.problems, report.unfinished) == (f"{folder}/output", [], [])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_that_is_missing_at_the_new_place_refuses_every_task_before_it_asks(
     rank, tmp_path, server
@@ -118,8 +119,9 @@ def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path, serv
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("step", [13, 3])
 def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_goes_on(
-    tmp_path,
+    tmp_path, step
 ):
     folder = copied(tmp_path)
     disk = CopyingDisk(folder)
@@ -128,7 +130,7 @@ def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_go
             run(folder, server.url, 1)
         expected = outputs(folder / "output")
         assert len(disk.points) >= 9
-        for _, crash in itertools.islice(disk.left(), 0, None, 3):
+        for _, crash in itertools.islice(disk.left(), 0, None, step):
             run(folder, server.url, 1)
             report = verify(place_at(folder / "checkpoints"), full=True)
             assert (report.output, report.problems) == (f"{folder}/output", []), crash
@@ -209,7 +211,8 @@ def at(folder):
     return ["job.yaml", f"--executor.logging_dir={folder}/logs", step, writer]
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, alter])
+@pytest.mark.matrix
+@pytest.mark.parametrize("damage", [alter, Path.unlink])
 def test_a_finished_run_that_was_copied_is_compared_with_its_contents(
     damage, job, tmp_path, server, command
 ):

@@ -148,7 +148,7 @@ class BucketPlace(HubPlace):
     kind, repo = "bucket", "org/job"
 
 
-@pytest.fixture(params=["local", "parquet", "many files", "memory", "hub", "bucket"])
+@pytest.fixture
 def place(request, tmp_path, monkeypatch):
     monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
@@ -165,6 +165,13 @@ def place(request, tmp_path, monkeypatch):
     hub.create_repo("org/data")
     hub.create_repo("org/job", kind="bucket")
     yield HubPlace(hub) if request.param == "hub" else BucketPlace(hub)
+
+
+def on(*quick):
+    """On each kind of storage; on others than these in the slow suite."""
+    kinds = ("local", "parquet", "many files", "memory", "hub", "bucket")
+    rows = [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in quick)) for kind in kinds]
+    return pytest.mark.parametrize("place", rows, indirect=True)
 
 
 @pytest.fixture
@@ -199,6 +206,7 @@ def killed_before_its_commit(step, monkeypatch):
             step.run(documents(2))  # one chunk: another one might be uploaded later
 
 
+@on("many files", "bucket")
 def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, place, servers):
     one, other = servers
     refused = []
@@ -234,6 +242,7 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
     assert place.files() == written
 
 
+@on("local", "hub")
 def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     tmp_path,
     place,
@@ -273,6 +282,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
 
 
 @UNOWNED
+@on("local", "memory", "hub")
 def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
     tmp_path, place, servers
 ):
@@ -320,6 +330,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
     assert {name: place.files()[name] for name in between} == between
 
 
+@on("memory", "bucket")
 def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
     tmp_path, place, servers, command
 ):
@@ -346,6 +357,7 @@ def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
     command("verify", tmp_path / "a/checkpoints", "--full")
 
 
+@on("parquet", "hub")
 def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
     tmp_path,
     place,

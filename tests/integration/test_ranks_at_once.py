@@ -108,28 +108,23 @@ def asked_all(*texts):
 RANKS = ("wait 0,a,b", "wait 1,c", "d,e")
 
 
-def test_they_share_a_server_and_write_what_ranks_in_turn_write():
+def test_they_share_a_server_each_has_its_own_log_and_they_write_what_ranks_in_turn_write():
     with gate_opens(asked_all("wait 0", "wait 1", "e")):
         stats = executor(*RANKS).run()
     assert stats is not None
     assert stats.stats[1].stats["documents_processed"].total == 7
     assert len(engines()) == 1
     assert set(asked().values()) == {1}
-    assert executor(*RANKS).run() is None
-    at_once = outputs(Path("job/output"))
-    Path("job").rename("at once")
-    executor(*RANKS, at_once=1).run()
-    assert outputs(Path("job/output")) == at_once
-
-
-def test_each_rank_has_its_own_log():
-    with gate_opens(asked_all("wait 0", "wait 1", "e")):
-        executor(*RANKS).run()
     for rank in range(3):
         text = Path(f"job/logs/logs/task_{rank:05d}.log").read_text()
         assert f"Processing done for rank={rank}" in text
         assert re.findall(r"Reading input file (\d)", text) == [str(rank)]
         assert len(re.findall(r"documents? written to", text)) == 1
+    assert executor(*RANKS).run() is None
+    at_once = outputs(Path("job/output"))
+    Path("job").rename("at once")
+    executor(*RANKS, at_once=1).run()
+    assert outputs(Path("job/output")) == at_once
 
 
 def test_at_most_so_many_run_at_once():
@@ -234,10 +229,12 @@ async def leaves(document, generate):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exit_in_a_task_of_a_rollout_is_an_error():
     """The loop has ended before it has seen the end of the server's process."""
+    gc.freeze()
     with pytest.raises(UnexpectedExit, match=r"called sys.exit\(\)"):
         executor("a,b", "exit", "c", rollout=leaves).run()
     until(lambda: not any(is_alive(pid) for pid in engines()))
     gc.collect()
+    gc.unfreeze()
     assert not Path("job/logs/completions/00001").exists()
 
 

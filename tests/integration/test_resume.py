@@ -232,7 +232,7 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, ser
         until(lambda: committed(folder))
         yield kept[0]
 
-    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(500)]
+    rows = [json.dumps({"id": f"id {index}", "text": f"text {index}"}) for index in range(200)]
     (folder / "input/3.jsonl").write_text("\n".join(rows))
     # Each takes two of the 1,024 files that a user may usually open.
     few = {"max_concurrent_generations": 50}

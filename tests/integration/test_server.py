@@ -21,6 +21,7 @@ from datatrove_ckpt.inference.servers import server
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests import processes
 from tests.clients import client_of
+from tests.integration.test_supervision import SERVE
 from tests.jobs import started_server
 from tests.patience import Patience
 from tests.processes import is_alive
@@ -29,27 +30,23 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and
 
 # A custom server with a grandchild that has left its session, its group and its parent: the hardest
 # process to find.
-SERVER = """
-import http.server, os, pathlib, signal, subprocess, sys
+SERVER = f"""
+import subprocess, sys
+{SERVE}
 port = int(sys.argv[sys.argv.index("--port") + 1])
 hidden = "import os, time\\nif os.fork(): os._exit(0)\\nos.setsid()\\nprint(os.getpid(), flush=True)\\ntime.sleep(600)"
 if "--family" in sys.argv:
-    child = subprocess.Popen([sys.executable, "-c", hidden], stdout=subprocess.PIPE)
-    grandchild = int(child.stdout.readline())
-    pathlib.Path("pids").write_text(f"{os.getppid()} {os.getpid()} {grandchild}")
+    child = subprocess.Popen([sys.executable, "-S", "-c", hidden], stdout=subprocess.PIPE)
+    open("pids", "w").write(f"{{os.getppid()}} {{os.getpid()}} {{int(child.stdout.readline())}}")
 if "--helper" in sys.argv:  # writes nothing to the server's log
     quiet = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    pathlib.Path("helper").write_text(str(quiet.pid))
+    open("helper", "w").write(str(quiet.pid))
 if "--stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.send_header("Content-Length", "2"); self.end_headers(); self.wfile.write(b"{}")
-    def do_POST(self):
-        os._exit(41)
-    def log_message(self, *_): pass
+def complete(payload):
+    os._exit(41)
 print("serving", flush=True)
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+accept(socket.create_server(("127.0.0.1", port)))
 """
 
 RUNNER = """

@@ -2,6 +2,7 @@
 resumes.
 """
 
+import itertools
 import json
 import os
 import pickle
@@ -387,18 +388,19 @@ def test_what_its_name_tells_is_not_listed(given, listings):
     assert listings == []
 
 
-@pytest.mark.parametrize("given", ["documents", *NAMED])
-def test_a_run_is_looked_at_without_its_input(given, listings, capsys):
+def test_a_run_is_looked_at_without_its_input(listings, capsys):
     with FakeServer() as server:
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
         assert main(["run", "job.yaml"]) == 0
     Path("documents").rename("gone")
     listings.clear()
-    setting = "limit" if "." in given else "batch_size"  # of some reader
-    for command in ("status", "verify", "show", "report"):
-        assert main([command, "job.yaml", "--input", given, f"--{setting}=5"]) == 0, command
-    assert "3 documents" in capsys.readouterr().out
-    assert main(["status", "job.yaml", "--input", given, "--batch-siz=5"]) == 2
+    commands = ["verify", "status", "show", "report"]
+    for given in ("documents", *NAMED):
+        setting = "limit" if "." in given else "batch_size"  # of some reader
+        for command in commands if given == "documents" else commands[:1]:
+            assert main([command, "job.yaml", "--input", given, f"--{setting}=5"]) == 0, command
+        assert "3 documents" in capsys.readouterr().out
+        assert main(["status", "job.yaml", "--input", given, "--batch-siz=5"]) == 2
     assert [path for path in listings if "runs/x" not in path] == []
 
 
@@ -440,6 +442,7 @@ def test_a_run_that_has_begun_keeps_its_tasks_though_files_come():
         assert expanded(endpoint=server.url)["tasks"] == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("door", ["flag", "yaml", "python"])
 def test_workers_are_processes_that_share_the_tasks(door):
     for number in range(3):
@@ -544,30 +547,29 @@ def job(server):
     return job
 
 
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("--prompt=Tell {text}", '  prompt: "Say {text}" -> "Tell {text}"\nAll tasks'),
-        ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
-        ("--tasks=2", "any more. Go on with 1 task ("),
-        (
-            "--limit=2",
-            "with another run_folder, and set finished_from to the old run_folder: finished documents",
-        ),
-        ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
-        ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
-        ("--max-chars=1", "job.yaml: max_chars: must be"),
-        ("--limit=x", 'job.yaml: limit: "x" is not an int'),
-        ("--endpoint=foo", "job.yaml: endpoint: must start with"),
-        ("--tasks=0", "job.yaml: tasks: must be at least 1"),
-        ("--workers=0", "job.yaml: workers: must be at least 1, or -1 for one per task"),
-        ("--limit=-3", "job.yaml: limit: must be >= 0, or -1 for all documents; it is -3."),
-        ("--run-folder=job.yaml", "is a file"),
-        ("--run-folder=documents", "Choose another run_folder, or a glob_pattern"),
-    ],
-)
-def test_a_refusal_names_what_the_user_has_written(job, command, flag, said):
-    for name in ("run", "doctor"):
+REFUSED = [
+    ("--prompt=Tell {text}", '  prompt: "Say {text}" -> "Tell {text}"\nAll tasks'),
+    ("--max-tokens=5", "  max_tokens: (not set) -> 5\n"),
+    ("--tasks=2", "any more. Go on with 1 task ("),
+    (
+        "--limit=2",
+        "with another run_folder, and set finished_from to the old run_folder: finished documents",
+    ),
+    ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
+    ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
+    ("--max-chars=1", "job.yaml: max_chars: must be"),
+    ("--limit=x", 'job.yaml: limit: "x" is not an int'),
+    ("--endpoint=foo", "job.yaml: endpoint: must start with"),
+    ("--tasks=0", "job.yaml: tasks: must be at least 1"),
+    ("--workers=0", "job.yaml: workers: must be at least 1, or -1 for one per task"),
+    ("--limit=-3", "job.yaml: limit: must be >= 0, or -1 for all documents; it is -3."),
+    ("--run-folder=job.yaml", "is a file"),
+    ("--run-folder=documents", "Choose another run_folder, or a glob_pattern"),
+]
+
+
+def test_a_refusal_names_what_the_user_has_written(job, command):
+    for (flag, said), name in itertools.product(REFUSED, ("run", "doctor")):
         printed = command(name, "job.yaml", flag, code=None)
         told = printed.error if "error: " in printed.err else printed.out
         assert printed.code in (1, 2)
@@ -731,6 +733,7 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
 # the first document and the input's files --------------------------------------------------------
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("setting", "columns"),
     [
@@ -920,6 +923,7 @@ def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
     assert Path("runs").exists() != isinstance(error, ConnectionError)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("short", [True, False])
 def test_the_whole_command_that_helps_is_printed_in_the_form_of_the_file(short, capfd):
     """A refused document, and a number of tasks that is not that of the run."""
@@ -954,11 +958,12 @@ _REQUESTED = (
 )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("words", "prompt", "asked"),
     [
-        ("This model's maximum context length is 2048 tokens", 1, 9000),
         (_REQUESTED, 17, 2040),
+        ("This model's maximum context length is 2048 tokens", 1, 9000),
         (_REQUESTED, 1900, 200),
         (
             "You passed {prompt} input tokens and requested {asked} output tokens. However, the "
@@ -1003,7 +1008,8 @@ def test_a_prompt_above_the_context_is_not_blamed_on_max_tokens(capfd):
         assert "max_tokens is" not in said
 
 
-@pytest.mark.parametrize("short", [True, False])
+@pytest.mark.matrix
+@pytest.mark.parametrize("short", [False, True])
 def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(short, capfd):
     leave = (
         "--on-document-error dead_letter" if short else "--pipeline.1.on_document_error=dead_letter"

@@ -33,77 +33,87 @@ from tests.clients import client_of
 from tests.patience import until, until_async
 from tests.processes import is_alive, write_program
 
-# Without an HTTP library, whose import would take most of the time of these tests.
+# Of threads: imports of asyncio or of an HTTP library would take most of the time of these tests.
 SERVE = """
+import json, os, signal, socket, threading, time
 sick = 200
-async def serve(reader, writer):
+def serve(connection):
+    stream = connection.makefile("rb")
     try:
         while True:
-            head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
-            size = int(head.partition("content-length:")[2].split()[0]) if "content-length" in head else 0
-            body = await reader.readexactly(size)
-            status, answer = (await complete(json.loads(body))) if head.startswith("post") else (sick, {})
+            head = [stream.readline().lower()]
+            while head[-1].strip():
+                head.append(stream.readline().lower())
+            if len(head) == 1:
+                return
+            size = sum(int(line.split()[1]) for line in head if line.startswith(b"content-length:"))
+            body = stream.read(size)
+            status, answer = complete(json.loads(body)) if head[0].startswith(b"post") else (sick, {})
             data = json.dumps(answer).encode()
-            writer.write(b"HTTP/1.1 %d X\\r\\nContent-Length: %d\\r\\n\\r\\n" % (status, len(data)) + data)
-            await writer.drain()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        writer.close()
+            connection.sendall(b"HTTP/1.1 %d X\\r\\nContent-Length: %d\\r\\n\\r\\n" % (status, len(data)) + data)
+    except OSError:
+        pass
+    finally:
+        stream.close()
+        connection.close()
+def accept(listener):
+    try:
+        while True:
+            threading.Thread(target=serve, args=listener.accept()[:1], daemon=True).start()
+    except OSError:  # it listens no more
+        while True:
+            signal.pause()
 """
 # An engine that does what a prompt says. It writes each prompt to ./asked, and its own id to
 # ./engines when it starts.
 ENGINE = """
-import asyncio, json, os, pathlib, signal, sys
-here = pathlib.Path.cwd()
-gate = here / "gate"
+import sys
+SERVE
 draining = False
 waiting = set()
-SERVE
 def first_time(what):
-    if (here / what).exists():
+    if os.path.exists(what):
         return False
-    (here / what).touch()
+    open(what, "w").close()
     return True
-async def complete(payload):
+def wait_for(file):
+    while not os.path.exists(file):
+        time.sleep(0.01)
+def complete(payload):
     global sick
     question = payload["messages"][0]["content"]
-    with (here / "asked").open("a") as asked:
+    with open("asked", "a") as asked:
         asked.write(f"{os.getpid()} {question}\\n")
     if question == "die" or (question == "die once" and first_time("died")):
         os._exit(41)
-    while question == "die at the fuse":
-        if (here / "fuse").exists():
-            os._exit(41)
-        await asyncio.sleep(0.01)
+    if question == "die at the fuse":
+        wait_for("fuse")
+        os._exit(41)
     if question == "sick once" and first_time("was sick"):
         sick = 500
     if question == "stop listening once" and first_time("stopped listening"):
-        listener.close()
-        await asyncio.Event().wait()
+        listener.shutdown(socket.SHUT_RDWR)
+        time.sleep(600)
     if question.startswith("wait"):
         waiting.add(question)
-        while not gate.exists():
-            await asyncio.sleep(0.01)
+        wait_for("gate")
         waiting.discard(question)
     if sick != 200 or (draining and question.startswith("new")):
         return 500, {"error": "EngineDeadError"}
     message = {"content": f"{os.getpid()} says {question}"}
     return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {}}
-async def drain():
+def drain():
     global draining
     draining = True
     while waiting:
-        await asyncio.sleep(0.05)
+        time.sleep(0.05)
     os._exit(0)
-async def main():
-    global listener
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: asyncio.ensure_future(drain()))
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    listener = await asyncio.start_server(serve, "127.0.0.1", port)
-    with (here / "engines").open("a") as engines:
-        engines.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\\n")
-    print("serving", flush=True)
-    await asyncio.Event().wait()
-asyncio.run(main())
+signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=drain).start())
+listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+with open("engines", "a") as engines:
+    engines.write(f"{os.getpid()} {os.environ.get('CUDA_VISIBLE_DEVICES', '-')}\\n")
+print("serving", flush=True)
+accept(listener)
 """.replace("SERVE\n", SERVE)
 
 
@@ -405,7 +415,7 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log):
 # A vLLM in two parts that find each other on the master port. The first part hangs when the other
 # one is lost.
 TWO_PART_VLLM = f"""#!{sys.executable}
-import asyncio, json, os, socket, sys, time
+import os, socket, sys, time
 value = lambda name: sys.argv[sys.argv.index(name) + 1]
 master = (value("--master-addr"), int(value("--master-port")))
 with open("parts", "a") as parts:
@@ -421,20 +431,18 @@ if "--headless" in sys.argv:
     time.sleep(600)
 with socket.create_server(master) as listener:
     line = listener.accept()[0]
-async def complete(payload):
+def complete(payload):
     question = payload["messages"][0]["content"]
     while question.startswith("wait") and not os.path.exists("gate"):
-        await asyncio.sleep(0.01)
+        time.sleep(0.01)
     line.setblocking(False)
     try:
         line.recv(1)
-        await asyncio.sleep(600)
+        time.sleep(600)
     except BlockingIOError:
         return 200, {{"choices": [{{"message": {{"content": question}}, "finish_reason": "stop"}}]}}
 {SERVE}
-async def main():
-    await (await asyncio.start_server(serve, "127.0.0.1", int(value("--port")))).serve_forever()
-asyncio.run(main())
+accept(socket.create_server(("127.0.0.1", int(value("--port")))))
 """
 
 NODE = """

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,9 +35,11 @@ def type_in(line, code=0):
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     shell = ["bash", "-c", f"{line}\nexit $?"]
-    ended = subprocess.run(
-        shell, env=environment, capture_output=True, text=True, preexec_fn=on_one_core
-    )
+    return printed(shell, code, env=environment, preexec_fn=on_one_core)
+
+
+def printed(line, code, **options):
+    ended = subprocess.run(line, capture_output=True, text=True, **options)
     assert ended.returncode == code, f"{line} ended with {ended.returncode}: {ended.stderr}"
     return ended.stdout + ended.stderr
 
@@ -86,6 +89,13 @@ def here_instead(text, server):
     return re.sub("(my|other)-model", "fake", text.replace("http://127.0.0.1:8000", server.url))
 
 
+def run_line(line, code=0):
+    words = shlex.split(line)
+    if words[0] == "datatrove-ckpt":
+        words[:1] = [sys.executable, "-m", "datatrove_ckpt"]
+    printed(words, code)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("heading", [heading for heading in headings() if of(heading)])
 def test_a_recipe_runs_as_typed(here, heading):
@@ -110,7 +120,7 @@ def test_a_recipe_runs_as_typed(here, heading):
         ),
     ) as server:
         Path("job.yaml").write_text(here_instead(Path("job.yaml").read_text(), server))
-        type_in("datatrove-ckpt run job.yaml", 1 if failures else 0)
+        run_line("datatrove-ckpt run job.yaml", 1 if failures else 0)
         failures.clear()  # the cause is corrected
         for line in lines:
-            type_in(here_instead(line, server))
+            run_line(here_instead(line, server))

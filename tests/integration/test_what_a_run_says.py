@@ -68,8 +68,10 @@ def test_what_a_rollout_has_forgotten_is_said_in_the_last_line(
     (here / "forgets.py").write_text(f"async def ask(document, generate):\n{ask}    {line}\n")
     monkeypatch.syspath_prepend(here)
     monkeypatch.delitem(sys.modules, "forgets", raising=False)
+    gc.freeze()  # what other tests have left is none of this one's
     printed = command("run", "job.yaml", code=code)
     gc.collect()  # the coroutine, whose warning would else be another test's
+    gc.unfreeze()
     last = printed.error if code else printed.out.splitlines()[-1]
     assert said in last
     assert code or "or a return missing?" in last

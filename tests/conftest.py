@@ -177,13 +177,13 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
     """Without the garbage collector, which would go through all tests again and again: a third of
-    the time. Later collections leave them out, too.
+    the time.
     """
     gc.disable()
     _import_in_turns(session.config)
     found = yield
-    gc.freeze()
     gc.enable()
+    gc.set_threshold(700, 10, 100)  # a full collection takes half a second
     return found
 
 

@@ -134,7 +134,7 @@ def in_bucket(folder):
     return lambda owner: ObjectClaims(f"file://{folder}/claims", owner, 0.0)
 
 
-@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("torn", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", [on_disk, in_bucket])
 def test_after_a_crash_at_any_effect_another_process_does_what_is_left(tmp_path, where, torn):
     points = []
@@ -531,7 +531,7 @@ class Workers(RuleBasedStateMachine):
         self.job.finish()
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [7, pytest.param(60, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["disk", "disk without locks", "objects", "objects that lag"])
 def test_each_rank_is_completed_once_whatever_happens_to_workers(
     kind, examples, tmp_path, monkeypatch

@@ -36,7 +36,7 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import client_of
 
 
-@pytest.fixture(params=["plain", "aiohttp"], autouse=True)
+@pytest.fixture(params=["plain", pytest.param("aiohttp", marks=pytest.mark.slow)], autouse=True)
 def over(request, monkeypatch):
     """Every test runs over both transports."""
     if request.param == "aiohttp":
@@ -396,6 +396,7 @@ def test_a_server_that_comes_back_costs_nothing(replies, settings):
     assert Outcome(*replies, GOOD, **settings).result == HI
 
 
+@pytest.mark.parametrize("over", ["plain", "aiohttp"], indirect=True)
 def test_what_may_pass_is_tried_again():
     for name, reply in UNFINISHED.items():
         outcome = Outcome(reply, GOOD)

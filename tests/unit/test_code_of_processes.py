@@ -6,7 +6,6 @@ import linecache
 import os
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
@@ -69,7 +68,7 @@ def identity(folder, start):
     variables = dict(word.split("=", 1) for word in words if not word.startswith("--"))
     arguments = [word for word in words if word.startswith("--")]
     command = [sys.executable, str(folder / "script.py"), *arguments]
-    done = processes.run(command, env={**os.environ, "PYTHONPATH": str(Path.cwd()), **variables})
+    done = processes.run(command, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -84,7 +83,6 @@ def project(tmp_path):
     return tmp_path
 
 
-@pytest.mark.real_process
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("kind", "seen", "harmless"),

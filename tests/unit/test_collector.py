@@ -15,7 +15,7 @@ def settings():
     gc.unfreeze()
     yield
     gc.enable()
-    gc.freeze()
+    gc.unfreeze()
     gc.set_threshold(*before)
 
 

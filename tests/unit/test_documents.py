@@ -133,7 +133,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(texts, st.dictionaries(texts, plain, max_size=4))
 def test_any_plain_document_comes_back_equal(text, metadata):
     document = Document(text, "id", metadata=metadata)
@@ -249,7 +249,7 @@ def check_finished(document):
     return data
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     texts,
     st.lists(results, max_size=3),

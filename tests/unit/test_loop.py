@@ -28,6 +28,7 @@ def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_la
     with pytest.raises(KeyboardInterrupt):
         event_loop.run(main())
     gc.collect()
+    gc.unfreeze()
     assert "never retrieved" not in caplog.text
 
 

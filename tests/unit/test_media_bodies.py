@@ -31,12 +31,10 @@ def body(data=DATA, text="What is it?"):
         "messages": [{"role": "user", "content": [{"type": "text", "text": text}, part, again]}],
         "n": 1,
     }
-    plain = orjson.loads(
-        orjson.dumps(
-            payload, default=lambda value: value.prefix + base64.b64encode(value.data).decode()
-        )
+    plain = orjson.dumps(
+        payload, default=lambda value: value.prefix + base64.b64encode(value.data).decode()
     )
-    return Body(*split_media(payload, 0)), orjson.dumps(plain)
+    return Body(*split_media(payload, 0)), plain
 
 
 @pytest.mark.parametrize("size", [8, 9, 10, 49_151, 49_152, 49_153, 98_304, 100_000])
@@ -127,7 +125,7 @@ def test_an_answer_before_the_end_of_the_body_closes_the_connection(over, status
         await writer.drain()
 
     async def use(sending):
-        assert (await sending.send(body(DATA * 8)[0])).status == int(status)
+        assert (await sending.send(body(DATA * 4)[0])).status == int(status)
         assert (await sending.send(b"{}")).status == 200
 
     over(with_server(serve, use))

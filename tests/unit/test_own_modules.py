@@ -79,7 +79,7 @@ def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
 
 def test_what_is_too_large_or_secret_is_refused(write):
     write("own_b/__init__.py", "own_b/small.txt")
-    write("own_b/table.bin", content="x" * _MOST_BYTES)
+    write("own_b/table.bin", content="\n" * _MOST_BYTES)
     importlib.import_module("own_b")
     assert own_files()["own_b/table.bin"]
     write("own_b/small.txt", content="more")

@@ -17,7 +17,7 @@ from datatrove_ckpt.output.names import FileNames
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-VECTORS = np.random.default_rng(0).random((600, 8), dtype=np.float32)
+VECTORS = np.random.default_rng(0).random((200, 8), dtype=np.float32)
 SCHEMA = pa.schema([("id", pa.string()), ("n", pa.int64()), ("vector", pa.list_(pa.float32(), 8))])
 
 
@@ -36,7 +36,7 @@ class ClosesByName(ParquetWriter):
 SETTINGS = {
     "defaults": {},
     "columns": {"expand_metadata": True, "compression": "zstd", "batch_size": 7},
-    "many files": {"max_file_size": 5_000, "batch_size": 50, "write_page_index": False},
+    "many files": {"max_file_size": 2_000, "batch_size": 20, "write_page_index": False},
     "adapter, one batch": {"adapter": adapter, "compression": "gzip", "batch_size": 0},
     "schema": {"schema": SCHEMA, "expand_metadata": True},
     "media": {
@@ -45,15 +45,15 @@ SETTINGS = {
     },
     "folders": {
         "output_filename": "${half}/${rank}_chunk_${chunk_index}.parquet",
-        "max_file_size": 5_000,
-        "batch_size": 50,
+        "max_file_size": 2_000,
+        "batch_size": 20,
     },
 }
 
 
 def documents(vectors):
     found = []
-    for number in range(600):
+    for number in range(200):
         metadata = {
             "n": number,
             "half": number % 2,
@@ -92,7 +92,7 @@ def theirs(folder, found, own):
 def test_the_bytes_are_those_of_datatroves_writer(tmp_path, name):
     settings, found = SETTINGS[name], documents(vectors=name == "schema")
     files = ours(tmp_path / "ours", found, writer(tmp_path / "unused", **settings))
-    assert (len(files) > 2) == (settings.get("max_file_size") == 5_000)
+    assert (len(files) > 2) == (settings.get("max_file_size") == 2_000)
     own = writer(tmp_path / "theirs", **settings)
     if own.schema is None:
         types = ColumnTypes()
@@ -105,11 +105,11 @@ def test_a_class_of_the_user_gets_its_calls(tmp_path):
     files = ours(
         tmp_path,
         documents(False),
-        writer(tmp_path, ClosesByName, max_file_size=5_000, batch_size=50),
+        writer(tmp_path, ClosesByName, max_file_size=2_000, batch_size=20),
     )
     assert sorted(ClosesByName.closed) == sorted(files)
     assert len(files) > 2
-    assert sum(pq.read_metadata(tmp_path / name).num_rows for name in files) == 600
+    assert sum(pq.read_metadata(tmp_path / name).num_rows for name in files) == 200
 
 
 def test_files_with_vectors_have_no_dictionary_if_the_schema_is_found_out(tmp_path):

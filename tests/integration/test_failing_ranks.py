@@ -53,6 +53,7 @@ def others_wait(payload, times):
     return 0.05 if payload["messages"][-1]["content"] == "text 4" else 0.3
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("status", [None, 400, 401])
 def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path, status):
     """Of an error in a rollout, a rejected request, and a server that refuses every request."""

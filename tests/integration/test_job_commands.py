@@ -14,7 +14,7 @@ from tests.hub.jobs import Jobs
 
 BUCKET = "someone/work"
 URL = f"hf://buckets/{BUCKET}"
-ROWS = 12
+ROWS = 3
 
 
 @pytest.fixture(autouse=True)

@@ -156,15 +156,8 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     put_input(job, 1, 1)
     write_yaml(server, str(tmp_path / "mirror"))
     command("run", "job.yaml")
-    files = {
-        f"mirror/{path.relative_to('mirror')}": path.read_bytes()
-        for path in Path("mirror").rglob("*.*")
-    }
-    files |= {
-        f"mirror/{path.relative_to('mirror')}": path.read_bytes()
-        for path in Path("mirror").rglob("*-*")
-    }
-    job.put("org/data", files)
+    found = [path for path in Path("mirror").rglob("*") if path.is_file()]
+    job.put("org/data", {str(path): path.read_bytes() for path in found})
     lose_the_node()
     write_yaml(server, "hf://datasets/org/data/mirror")
     said = command("run", "job.yaml", code=2)
@@ -211,7 +204,7 @@ class Expiring(Access):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("after", [60, 3, 15, 30, 45, 75, 90, 105, 120])
+@pytest.mark.parametrize("after", [60, 3, 30, 45, 75, 90, 120])
 def test_a_token_that_expires_in_the_middle_loses_nothing(
     job,
     server,

@@ -58,7 +58,8 @@ def pointed_at(hub, home):
         )
         patch.setattr(_http, "_HUB_ORIGINS", frozenset(origins), raising=False)
         patch.setattr(hf_api.api, "endpoint", hub.url)
-        patch.setattr("huggingface_hub.utils._xet.get_xet_session", XetSession)
+        session = XetSession()
+        patch.setattr("huggingface_hub.utils._xet.get_xet_session", lambda: session)
         if had_datasets:
             for name, new in _datasets_config(hub.url, home).items():
                 patch.setattr(f"datasets.config.{name}", new)

@@ -12,10 +12,16 @@ _BUCKET = re.compile(r"(?P<url>.+)/api/buckets/(?P<bucket>[^/]+/[^/]+)/xet-write
 
 
 class XetSession:
-    """What ``huggingface_hub.utils._xet.get_xet_session`` gives, as far as uploads use it."""
+    """What ``huggingface_hub.utils._xet.get_xet_session`` gives, as far as uploads use it.
+
+    It asks for a token once: that of the fake hub does not expire.
+    """
+
+    def __init__(self):
+        self._tokens = set()
 
     def new_upload_commit(self, token_refresh_url, token_refresh_headers, **others):
-        return UploadCommit(token_refresh_url, token_refresh_headers)
+        return UploadCommit(token_refresh_url, token_refresh_headers, self._tokens)
 
     def sigint_abort(self):
         pass
@@ -24,8 +30,8 @@ class XetSession:
 class UploadCommit:
     """Uploads when it is left without an error, as hf_xet's does."""
 
-    def __init__(self, token_url, headers):
-        self._token_url, self._headers = token_url, headers
+    def __init__(self, token_url, headers, tokens):
+        self._token_url, self._headers, self._tokens = token_url, headers, tokens
         self._content = []
 
     def start_upload_file(self, path, sha256=None):
@@ -44,7 +50,10 @@ class UploadCommit:
             return
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
-        hf_raise_for_status(get_session().get(self._token_url, headers=self._headers))
+        known = self._token_url, self._headers["authorization"]
+        if known not in self._tokens:
+            hf_raise_for_status(get_session().get(self._token_url, headers=self._headers))
+            self._tokens.add(known)
         found = _BUCKET.match(self._token_url)
         assert found is not None
         for content in self._content:

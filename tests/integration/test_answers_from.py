@@ -230,7 +230,8 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(is_gone, old, tmp_p
     )
 
 
-@pytest.mark.parametrize("number", [3, 5, 9])
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [5, 9])
 def test_the_input_may_be_shorter_or_longer(number, old, tmp_path, server):
     start(
         tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old)

@@ -97,6 +97,7 @@ def markers(hub):
 
 
 def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(job, server, command):
+    put_input(job, 1, 1)
     there = f"{'0' * 40}-run"
     store = ObjectClaims(f"{BUCKET}/logs/claims", there, 0.0)
     lose_the_node()
@@ -104,7 +105,7 @@ def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(jo
     assert "start every machine with --worker" in said
     assert server.asked.total() == 0
     command("run", "job.yaml")
-    assert server.asked.total() == 3
+    assert server.asked.total() == 1
     store.close()
 
 
@@ -152,17 +153,11 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
 
 def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command, tmp_path):
     """Versions before this one wrote there: one commit for each object."""
+    put_input(job, 1, 1)
     write_yaml(server, str(tmp_path / "mirror"))
     command("run", "job.yaml")
-    files = {
-        f"mirror/{path.relative_to('mirror')}": path.read_bytes()
-        for path in Path("mirror").rglob("*.*")
-    }
-    files |= {
-        f"mirror/{path.relative_to('mirror')}": path.read_bytes()
-        for path in Path("mirror").rglob("*-*")
-    }
-    job.put("org/data", files)
+    found = [path for path in Path("mirror").rglob("*") if path.is_file()]
+    job.put("org/data", {str(path): path.read_bytes() for path in found})
     lose_the_node()
     write_yaml(server, "hf://datasets/org/data/mirror")
     said = command("run", "job.yaml", code=2)
@@ -170,7 +165,7 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     assert "hf cp hf://datasets/org/data/mirror/ hf://buckets/org/data/mirror/" in said
     for what in ("job.yaml", "hf://datasets/org/data/mirror"):
         assert "1 task (1 finished)" in command("status", what)
-        assert "no problem: 1 task, 3 documents" in command("verify", what)
+        assert "no problem: 1 task, 1 document" in command("verify", what)
     # What ``hf cp`` calls.
     HfApi().copy_files("hf://datasets/org/data/mirror/", f"{BUCKET}/mirror/")
     write_yaml(server)
@@ -179,7 +174,7 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     by_hand = [*markers(job), *job.owners("org/job", "bucket")]
     job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], by_hand)
     command("run", "job.yaml")
-    assert server.asked.total() == 3
+    assert server.asked.total() == 1
 
 
 @pytest.mark.parametrize(
@@ -209,7 +204,7 @@ class Expiring(Access):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("after", [60, 3, 15, 30, 45, 75, 90, 105, 120])
+@pytest.mark.parametrize("after", [60, 3, 30, 45, 75, 90, 120])
 def test_a_token_that_expires_in_the_middle_loses_nothing(
     job,
     server,

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import ConfigError, WorkerDied
 from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
@@ -14,7 +15,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import ask, documents, fails_at, ids, letters, rejects, runner
+from tests.jobs import ask, config, documents, fails_at, ids, letters, rejects, runner, writer
 from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
 BAD = {"id 1", "id 4"}
@@ -191,8 +192,7 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
 
 def test_dead_letters_need_a_checkpoint(tmp_path, server):
     with pytest.raises(ConfigError, match="set checkpoints_local_dir"):
-        type(runner(tmp_path, server))(ask, runner(tmp_path, server).config, runner(tmp_path, server).output_writer,
-                                       on_document_error="dead_letter")  # fmt: skip
+        InferenceRunner(ask, config(server), writer(tmp_path), on_document_error="dead_letter")
 
 
 @pytest.mark.matrix

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -79,7 +80,7 @@ def write_yaml(here, url, old=OLD, folder="new", **changes):
 
 
 def rows_of(path):
-    """The whole rows of a file, the last of which may be torn."""
+    """The whole rows of a file, of which some may be torn."""
     if path.suffix == ".parquet":
         try:
             return list(pq.read_table(path).to_pylist())
@@ -88,7 +89,8 @@ def rows_of(path):
     rows = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
-            rows.append(json.loads(line))
+            with suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
     return rows
 
 
@@ -273,15 +275,8 @@ def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
         path = job / "output/00000_chunk_0.jsonl"
         path.write_bytes(path.read_bytes()[:-30])
         done -= {"id 3"}
-    assert finished_or_torn(job) == done
+    assert finished(job / "output", job / "checkpoints") == done
     take_over(job, command, NUMBER, done)
-
-
-def finished_or_torn(job):
-    try:
-        return finished(job / "output", job / "checkpoints")
-    except json.JSONDecodeError:  # a glued line
-        return DONE - {"id 8", "id 9"}
 
 
 @pytest.mark.matrix

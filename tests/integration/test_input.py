@@ -168,7 +168,7 @@ def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job, tmp_path):
 @pytest.mark.parametrize(
     "kind", [stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFLNK], ids=["socket", "FIFO", "device"]
 )
-@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+@pytest.mark.parametrize("reader", ["JsonlReader", pytest.param(ORIGINAL, marks=pytest.mark.slow)])
 def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
     job, server, tmp_path, reader, kind
 ):

@@ -14,13 +14,12 @@ from tests.hub.jobs import Jobs
 
 BUCKET = "someone/work"
 URL = f"hf://buckets/{BUCKET}"
-ROWS = 12
 
 
 @pytest.fixture(autouse=True)
 def here(hub, tmp_path, monkeypatch):
     jobs = Jobs(hub, tmp_path / "jobs")
-    rows = (json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(ROWS))
+    rows = (json.dumps({"id": f"id {n}", "text": f"text {n}"}) + "\n" for n in range(3))
     hub.put(BUCKET, {"input/a.jsonl": "".join(rows).encode()}, kind="bucket")
     folder = tmp_path / "here"
     folder.mkdir()

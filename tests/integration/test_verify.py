@@ -344,14 +344,8 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
 # repair ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "missing",
-        "altered",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("truncated", "grown")),
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", [*reversed(MENDABLE)])
 def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is_made_again(
     job, server, said, undamaged, kind
 ):

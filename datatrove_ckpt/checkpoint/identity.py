@@ -318,7 +318,7 @@ class Fence:
         # A network file system may cache attributes for seconds; opening a file refreshes them.
         if not thorough and self._stamp() == self._seen:
             return
-        owner = read_run(self._path).get("owner", {})
+        owner = run_with_secrets(self._path).get("owner", {})
         if owner != self.owner:
             self.lost = True
             raise Fenced(

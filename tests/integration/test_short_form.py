@@ -174,8 +174,8 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
         ({"input": "backup"}, r"backup holds b.jsonl.bak, too"),
         ({"input": "dict"}, r"dict holds several splits, such as dict/train"),
         (
-            {"input": "s3://user:word@b c/x.jsonl"},
-            r"input: s3://\*\*\* \S+ \*\*\*@b c/x.jsonl cannot be listed|cannot be listed",
+            {"input": "https://user:word@b c/x.jsonl"},
+            r"input: https://\*\*\* \S+ \*\*\*@b c/x.jsonl cannot be listed|cannot be listed",
         ),
         ({"input": "nowhere/"}, "input: nowhere/ cannot be listed: .*there is no folder nowhere/"),
         ({"rollout": "my.rollout"}, "prompt: give it or rollout, not both"),

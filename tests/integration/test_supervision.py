@@ -38,8 +38,7 @@ SERVE = """
 import json, os, signal, socket, threading, time
 sick = 200
 def serve(connection):
-    stream = connection.makefile("rb")
-    try:
+    with connection, connection.makefile("rb") as stream:
         while True:
             head = [stream.readline().lower()]
             while head[-1].strip():
@@ -51,11 +50,6 @@ def serve(connection):
             status, answer = complete(json.loads(body)) if head[0].startswith(b"post") else (sick, {})
             data = json.dumps(answer).encode()
             connection.sendall(b"HTTP/1.1 %d X\\r\\nContent-Length: %d\\r\\n\\r\\n" % (status, len(data)) + data)
-    except OSError:
-        pass
-    finally:
-        stream.close()
-        connection.close()
 def accept(listener):
     try:
         while True:

@@ -435,15 +435,11 @@ def crashes(repair, folder, disk_type, points):
         (CopyingDisk, False, 5),
         (CopyingDisk, False, 1),
         (CopyingPowerLossDisk, True, 1),
-        (CopyingDisk, True, 1),
-        (CopyingPowerLossDisk, False, 1),
     ],
     ids=[
         "killed at some, repaired again",
         "killed, repaired again",
         "power loss, run first",
-        "killed, run first",
-        "power loss, repaired again",
     ],
 )
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(

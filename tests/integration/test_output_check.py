@@ -54,9 +54,6 @@ def follow_advice(message, command):
     command("run", "job.yaml", *(["--retry-dead-letters"] if found[2] else []))
 
 
-# during a run ------------------------------------------------------------------------------------
-
-
 class Busy(MemoryFileSystem):
     """Answers no question about what is there.
 

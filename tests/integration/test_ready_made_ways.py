@@ -158,9 +158,6 @@ def test_configs_judge_yaml_runs_as_it_is(server, here, command):
     assert all(result["text"].startswith("Summary of") for result in results)
 
 
-# tools -------------------------------------------------------------------------------------------
-
-
 def test_a_model_that_calls_tools_is_asked_each_turn_once(server, tmp_path):
     """The loop of docs/recipes.md. Ids of calls differ in each answer, as servers make them."""
     (block,) = [

@@ -431,16 +431,7 @@ def crashes(repair, folder, disk_type, points):
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("disk_type", "run_first", "every"),
-    [
-        (CopyingDisk, False, 5),
-        (CopyingDisk, False, 1),
-        (CopyingPowerLossDisk, True, 1),
-    ],
-    ids=[
-        "killed at some, repaired again",
-        "killed, repaired again",
-        "power loss, run first",
-    ],
+    [(CopyingDisk, False, 5), (CopyingDisk, False, 1), (CopyingPowerLossDisk, True, 1)],
 )
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
     damaged, server, said, disk_type, run_first, every

@@ -118,8 +118,6 @@ class Script:
     [
         (signal.SIGTERM, 128 + signal.SIGTERM, "alone"),
         (signal.SIGINT, -signal.SIGINT, "alone"),
-        (signal.SIGUSR1, 128 + signal.SIGUSR1, "alone"),
-        (signal.SIGHUP, 128 + signal.SIGHUP, "alone"),
         (signal.SIGTERM, -signal.SIGTERM, "with all"),  # the manager ends before the script
         (signal.SIGTERM, -signal.SIGTERM, "with a thread that Python would wait for"),
         (signal.SIGTERM, 128 + signal.SIGTERM, "asleep"),

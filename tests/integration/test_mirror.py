@@ -670,9 +670,6 @@ def rewrite(path, change):
     path.write_bytes(seal(orjson.dumps(content)))
 
 
-# names and sizes ---------------------------------------------------------------------------------
-
-
 def a_part(content):
     return next(iter(content["files"].values()))[0]
 

@@ -51,7 +51,7 @@ def attempt(folder, models, seed=None, **changes):
     ).run(documents(1))
 
 
-@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("seed", [None, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("names", "kept"),
     [("judge=b writer=a", True), ("judge=a writer=b", True), ("author=a critic=b", False)],

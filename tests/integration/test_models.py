@@ -263,11 +263,6 @@ def test_a_model_that_is_not_there_is_named(here, writes, judges):
         runner(here, writes, judges, rollout).run(documents(1))
 
 
-# numbers -----------------------------------------------------------------------------------------
-
-
-# YAML --------------------------------------------------------------------------------------------
-
 YAML = job_yaml(
     "writer: {server_type: endpoint, endpoint_url: WRITER, model_name_or_path: w}, "
     "judge: {server_type: endpoint, endpoint_url: JUDGE, model_name_or_path: j}",

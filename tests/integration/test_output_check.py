@@ -54,12 +54,6 @@ def follow_advice(message, command):
     command("run", "job.yaml", *(["--retry-dead-letters"] if found[2] else []))
 
 
-# between runs ------------------------------------------------------------------------------------
-
-
-# during a run ------------------------------------------------------------------------------------
-
-
 class Busy(MemoryFileSystem):
     """Answers no question about what is there.
 
@@ -165,38 +159,6 @@ def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path, server):
         check_pipeline_folders(steps)
     with pytest.raises(ConfigError, match="writes the same files as pipeline"):
         check_pipeline_folders([steps[0], runner(tmp_path, server)])
-
-
-# remote ------------------------------------------------------------------------------------------
-
-
-class ByPrefix(MemoryFileSystem):
-    """A file system in memory that lists by prefix, as s3fs does."""
-
-    protocol = "byprefix"
-    store = {}  # noqa: RUF012 (as fsspec's own)
-    listed = []  # noqa: RUF012 (as fsspec's own)
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return str(super()._strip_protocol(path.replace("byprefix://", "memory://")))
-
-    def find(self, path, prefix="", **options):
-        self.listed.append((path, prefix))
-        return {
-            name: info
-            for name, info in super().find(path, **options).items()
-            if name.startswith(f"{path}/{prefix}")
-        }
-
-
-@pytest.fixture
-def remote(monkeypatch):
-    fsspec.register_implementation("byprefix", ByPrefix, clobber=True)
-    monkeypatch.setattr(ByPrefix, "store", {})
-    monkeypatch.setattr(ByPrefix, "pseudo_dirs", [""])
-    monkeypatch.setattr(ByPrefix, "listed", [])
-    return ByPrefix
 
 
 # the closing line --------------------------------------------------------------------------------

@@ -330,7 +330,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
     assert {name: place.files()[name] for name in between} == between
 
 
-@on("memory", "bucket")
+@on("memory")
 def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
     tmp_path, place, servers, command
 ):

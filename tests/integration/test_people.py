@@ -14,7 +14,7 @@ from tests.people.search import explore
 from tests.people.world import Tally
 
 pytestmark = pytest.mark.xdist_group("people")  # one process that the others are forked from
-SEQUENCES = 4
+SEQUENCES = 2
 SLOW_SECONDS = 90.0
 
 

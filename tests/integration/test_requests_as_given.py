@@ -110,8 +110,7 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, serv
     assert found == {str(i): [f"text {n}" for n in range(i, 8, 2)] for i in range(2)}
 
 
-@pytest.mark.parametrize("is_default", [False, True])
-@pytest.mark.parametrize("is_proxied", [False, True])
+@pytest.mark.parametrize(("is_default", "is_proxied"), [(False, True), (True, False)])
 def test_extras_are_merged_as_the_client_of_openai_merges_them(
     tmp_path, recording, monkeypatch, is_default, is_proxied
 ):

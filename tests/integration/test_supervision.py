@@ -38,8 +38,7 @@ SERVE = """
 import json, os, signal, socket, threading, time
 sick = 200
 def serve(connection):
-    stream = connection.makefile("rb")
-    try:
+    with connection, connection.makefile("rb") as stream:
         while True:
             head = [stream.readline().lower()]
             while head[-1].strip():
@@ -51,11 +50,6 @@ def serve(connection):
             status, answer = complete(json.loads(body)) if head[0].startswith(b"post") else (sick, {})
             data = json.dumps(answer).encode()
             connection.sendall(b"HTTP/1.1 %d X\\r\\nContent-Length: %d\\r\\n\\r\\n" % (status, len(data)) + data)
-    except OSError:
-        pass
-    finally:
-        stream.close()
-        connection.close()
 def accept(listener):
     try:
         while True:
@@ -69,25 +63,18 @@ def accept(listener):
 ENGINE = """
 import sys
 SERVE
-draining = False
 waiting = set()
 def first_time(what):
     if os.path.exists(what):
         return False
     open(what, "w").close()
     return True
-def wait_for(file):
-    while not os.path.exists(file):
-        time.sleep(0.01)
 def complete(payload):
     global sick
     question = payload["messages"][0]["content"]
     with open("asked", "a") as asked:
         asked.write(f"{os.getpid()} {question}\\n")
     if question == "die" or (question == "die once" and first_time("died")):
-        os._exit(41)
-    if question == "die at the fuse":
-        wait_for("fuse")
         os._exit(41)
     if question == "sick once" and first_time("was sick"):
         sick = 500
@@ -96,15 +83,14 @@ def complete(payload):
         time.sleep(600)
     if question.startswith("wait"):
         waiting.add(question)
-        wait_for("gate")
+        while not os.path.exists("gate"):
+            time.sleep(0.01)
         waiting.discard(question)
-    if sick != 200 or (draining and question.startswith("new")):
+    if sick != 200:
         return 500, {"error": "EngineDeadError"}
     message = {"content": f"{os.getpid()} says {question}"}
     return 200, {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {}}
 def drain():
-    global draining
-    draining = True
     while waiting:
         time.sleep(0.05)
     os._exit(0)

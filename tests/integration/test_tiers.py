@@ -40,7 +40,7 @@ AFTER = [
 @pytest.mark.parametrize("way", [of_config, of_prompt])
 def test_a_run_goes_on_in_another_tier_and_no_saved_answer_is_requested_again(tmp_path, way):
     def run(params):
-        runner(tmp_path, server, records_per_chunk=50, **way(params)).run(documents(50))
+        runner(tmp_path, server, records_per_chunk=50, **way(params)).run(documents(10))
 
     budget = Budget()
     with FakeServer(status=budget) as server:
@@ -53,8 +53,8 @@ def test_a_run_goes_on_in_another_tier_and_no_saved_answer_is_requested_again(tm
         answered = len(server.payloads) - len([BEFORE, *AFTER])
         with pytest.raises(CheckpointMismatch, match=r"generation_params\.temperature: "):
             run({**BEFORE, "temperature": 0.7})
-    assert answered == 100
-    assert len(rows(tmp_path)) == 50
+    assert answered == 20
+    assert len(rows(tmp_path)) == 10
 
 
 def test_a_run_goes_on_without_the_tier_that_was_its_only_parameter(tmp_path):

@@ -344,14 +344,8 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
 # repair ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "missing",
-        "altered",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("truncated", "grown")),
-    ],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", [*reversed(MENDABLE)])
 def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is_made_again(
     job, server, said, undamaged, kind
 ):
@@ -437,20 +431,7 @@ def crashes(repair, folder, disk_type, points):
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("disk_type", "run_first", "every"),
-    [
-        (CopyingDisk, False, 5),
-        (CopyingDisk, False, 1),
-        (CopyingPowerLossDisk, True, 1),
-        (CopyingDisk, True, 1),
-        (CopyingPowerLossDisk, False, 1),
-    ],
-    ids=[
-        "killed at some, repaired again",
-        "killed, repaired again",
-        "power loss, run first",
-        "killed, run first",
-        "power loss, repaired again",
-    ],
+    [(CopyingDisk, False, 5), (CopyingDisk, False, 1), (CopyingPowerLossDisk, True, 1)],
 )
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
     damaged, server, said, disk_type, run_first, every

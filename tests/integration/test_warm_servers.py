@@ -78,11 +78,11 @@ def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log)
             f"DEBUG Task {rank} takes over the server that task 3 started (log {path.absolute()}).\n"
             in log
         )
-    for rank in (3, 7, 8):
-        run(rank, folder="cold", reuse_servers=False)
-    assert len(engines()) == 4
+    run(8, folder="cold", reuse_servers=False)
+    assert len(engines()) == 2
     assert not running()
-    assert outputs(Path("job/output")) == outputs(Path("cold/output"))
+    (cold,) = outputs(Path("cold/output")).items()
+    assert cold in outputs(Path("job/output")).items()
 
 
 def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one():

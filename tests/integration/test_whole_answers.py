@@ -37,7 +37,7 @@ async def ask_whole(document, generate):
 
 
 def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole, tmp_path):
-    runner(tmp_path / "other", whole, ask_whole).run(documents(3))
+    runner(tmp_path / "other", whole, ask_whole).run(documents(2))
     refused = in_pieces(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
     assert rows(tmp_path) == rows(tmp_path / "other")
     (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
@@ -46,7 +46,7 @@ def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(who
     assert result["logprobs"] == LOGPROBS
     assert [choice["tool_calls"] for choice in result["choices"]] == [[CALL]] * 2
     assert "response_id" not in result
-    assert len(whole.payloads) == 6 + 6 + refused
+    assert len(whole.payloads) == 4 + 4 + refused
 
 
 async def ask_other_paths(document, generate):
@@ -89,7 +89,7 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(server, tmp_path):
     assert len(server.payloads) == 8
     others = [payload for payload in server.payloads if "input" in payload]
     assert others[0] == {"input": others[0]["input"], "model": "fake"}
-    refused = in_pieces(tmp_path, server, ask_other_paths, number=2, config=config)
+    refused = in_pieces(tmp_path, server, ask_other_paths, config=config)
     assert rows(tmp_path) == rows(tmp_path / "other")
     (results,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert results[0]["answer"] == {

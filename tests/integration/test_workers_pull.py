@@ -25,7 +25,7 @@ from tests import processes
 from tests.patience import until
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_tasks
 
-TASKS, DOCUMENTS = 8, 10
+TASKS, DOCUMENTS = 8, 5
 
 ROLLOUT = """
 import os, signal
@@ -64,7 +64,7 @@ def _in_tmp_path(here):
 
 @pytest.fixture
 def server():
-    with FakeServer(delay=lambda payload, times: 0.05) as running:
+    with FakeServer(delay=lambda payload, times: 0.1) as running:
         yield running
 
 
@@ -258,6 +258,7 @@ def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server):
     assert complete() == {*range(TASKS)}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("left", ["0000[0-3]", "none"])
 def test_settings_of_another_run_end_a_worker_with_2(server, left):
     write(server)

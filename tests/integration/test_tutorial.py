@@ -7,12 +7,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_examples import on_one_core
+from tests.integration.test_examples import ON_ONE_CORE
 from tests.pages import ROOT, blocks, section
 
 TUTORIAL, RECIPES = "docs/tutorial.md", "docs/recipes.md"
@@ -35,7 +36,7 @@ def type_in(line, code=0):
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     shell = ["bash", "-c", f"{line}\nexit $?"]
-    return printed(shell, code, env=environment, preexec_fn=on_one_core)
+    return printed(shell, code, env=environment, preexec_fn=partial(exec, ON_ONE_CORE, {}))
 
 
 def printed(line, code, **options):

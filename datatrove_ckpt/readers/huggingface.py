@@ -21,10 +21,10 @@ from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common import JsonObject, datatrove_arguments, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import (
     DatasetFiles,

@@ -663,9 +663,9 @@ def check_output(
 def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
-    first_starts: Iterable[int] = (),
-    policy: RetryPolicy | None = None,
-    want: Want = Want.COMMITS,
+    first_starts: Iterable[int],
+    policy: RetryPolicy | None,
+    want: Want,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
     are there.

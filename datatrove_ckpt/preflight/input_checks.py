@@ -66,9 +66,7 @@ class Sample:
     characters: int = 0
 
 
-def check_input(
-    reader: BaseReader, tasks: int, waits: bool = False
-) -> tuple[list[Finding], Sample]:
+def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Finding], Sample]:
     """Reads the first documents with a copy of the reader, and looks whether each task has some.
 
     Args:

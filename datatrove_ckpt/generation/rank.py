@@ -393,7 +393,7 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     # A document that fails without a checkpoint is lost anyway.
-                    check_writable=partial(check_writable, step.output_writer, rank)
+                    check_writable=partial(check_writable, step.output_writer)
                     if failures.are_kept
                     else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),

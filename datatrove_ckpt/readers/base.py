@@ -142,6 +142,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._start_state = self._next_state
         self._next_state = None
         start = start_reader(self._start_state)
+        if rank == 0 and world_size > 1 and self.limit != -1:
+            logger.info(
+                f"limit={self.limit} applies to each of {world_size} tasks: up to "
+                f"{self.limit * world_size} documents."
+            )
         inputs = self.list_inputs(rank, world_size, start.state)
         if start.finished_digest is not None:
             count = int(start.finished_digest.partition(":")[0] or 0)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from loguru import logger
+
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
@@ -138,6 +140,9 @@ class Vllm(Engine):
         given = dict(launch.flags)
         if nodes.count > 1 and str(given.get(_RAY[0])).lower() == _RAY[1]:
             del given[_RAY[0]]
+            logger.info(
+                f"{_RAY[0]}: ray is left out: vLLM's own {nodes.count} nodes need no Ray cluster."
+            )
         start = _start(launch)
         return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
 

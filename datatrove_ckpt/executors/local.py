@@ -135,6 +135,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         self.ranks_at_once = ranks_at_once
         if ranks_at_once is not None and ranks_at_once < 1:
             raise ConfigError(f"ranks_at_once: must be at least 1; it is {ranks_at_once}.")
+        if start_method not in multiprocess.get_all_start_methods():
+            allowed = ", ".join(multiprocess.get_all_start_methods())
+            raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
         check_depends(depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:

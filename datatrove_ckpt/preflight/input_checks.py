@@ -321,11 +321,10 @@ def _who(ranks: Sequence[int]) -> str:
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
 ) -> None:
-    # The name and kept commit stand for a dataset that would be downloaded.
-    is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
-    if is_whole:
-        inputs = None
-    else:
+    inputs = None
+    # Listing such a dataset would download it: its name and kept commit stand for it.
+    is_dataset = isinstance(reader, HuggingFaceDatasetReader)
+    if not is_dataset or reader.load_from_disk or reader.streaming:
         inputs = list_input(reader)
     now = then = {file.name: file for record in records.values() for file in record.files}
     if inputs is not None:

@@ -138,11 +138,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             document.metadata.setdefault("dataset", source_file)
         return document
 
-    @property
-    def is_downloaded_whole(self) -> bool:
-        """Whether listing the dataset downloads all of it, which only ranks need."""
-        return not self.load_from_disk and not self.streaming
-
     def shares_rows(self, shards: int) -> bool:
         """Returns whether the tasks share a dataset of so many shards by rows instead of shards."""
         return self.load_from_disk or not self.streaming or shards <= 1

@@ -194,7 +194,7 @@ def _take(record: Record | None, found: History, attempts: dict[int, AttemptSumm
         found.servers.append(record)
 
 
-def parse_history(lines: Sequence[bytes], most: int = 0) -> History:
+def parse_history(lines: Sequence[bytes], most: int) -> History:
     found = History()
     attempts: dict[int, AttemptSummary] = {}
     step = 0

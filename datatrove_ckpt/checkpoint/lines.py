@@ -175,7 +175,7 @@ def scan_lines(path: Path) -> Iterator[tuple[int, bytes, Line | None]]:
             offset += len(raw)
 
 
-def last_lines(path: Path | str, most: int | None = None) -> list[bytes]:
+def last_lines(path: Path | str, most: int | None) -> list[bytes]:
     """Returns the unparsed lines of a file, without a torn last line. A missing file has none.
 
     Args:

@@ -66,7 +66,7 @@ class DiskRoom:
         self._waiting = 0
         self._is_low = False
 
-    def holds_up(self, waiting: int, few: int, unwritten: int = 0) -> bool:
+    def holds_up(self, waiting: int, few: int, unwritten: int) -> bool:
         """Whether no document should be started. Logs each change.
 
         Args:

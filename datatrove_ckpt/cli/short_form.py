@@ -357,10 +357,6 @@ def _check_place(job: ShortJob, source: str) -> None:
     for name in ("slurm", "jobs"):
         for key in _SET_BY_FORM.keys() & places.get(name, {}):
             raise ConfigError(f"{source}: {name}: {key}: {_SET_BY_FORM[key]} `{name}`.")
-    if job.slurm is not None and "partition" not in job.slurm:
-        raise ConfigError(
-            f"{source}: slurm: needs a partition of the cluster: {{partition: NAME}}."
-        )
     if "://" in job.run_folder and job.jobs is None:
         raise ConfigError(
             f"{source}: run_folder: must be a folder of this machine; it is {job.run_folder}. For "

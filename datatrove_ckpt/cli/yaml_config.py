@@ -83,7 +83,7 @@ def load(path: str | Path) -> JsonObject:
         raise ConfigError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{hint}"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or error
         where = ""
@@ -602,33 +602,14 @@ def _word(kind: object) -> str:
 def read_value(text: str) -> object:
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
 
 
 class Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one.
-
-    The number of values is limited: nine nested aliases of ten items would be a billion.
-    """
+    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one."""
 
     yaml_implicit_resolvers: typing.ClassVar[JsonObject] = {}
-    _levels = 0
-    _values = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
-        if self._levels > 100 or self._values > 100_000:
-            problem = "more than 100 levels, or 100,000 values with all that its aliases stand for"
-            raise yaml.composer.ComposerError(
-                problem=problem, problem_mark=self.peek_event().start_mark
-            )
-        before = self._values
-        self._levels += 1
-        node = super().compose_node(parent, index)
-        self._levels -= 1
-        self._values += getattr(node, "values", 1)  # an alias gives a node that is known
-        node.values = self._values - before
-        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, object]:
         names: list[object] = []

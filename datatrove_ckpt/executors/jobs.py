@@ -37,6 +37,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
@@ -59,7 +60,6 @@ from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
-    datatroves,
     given_up_error,
     stats_of_complete,
 )
@@ -157,7 +157,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         run_on_dependency_fail: bool = False,
         job_name: str = "data_processing",
     ) -> None:
-        given = datatroves(locals())
+        given = datatrove_arguments(locals())
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(**given)

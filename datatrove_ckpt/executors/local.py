@@ -33,6 +33,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import rank_folder
+from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
@@ -82,13 +83,6 @@ _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
-def datatroves(arguments: dict[str, object], *own: str) -> dict[str, object]:
-    """Returns the arguments of a method, from its ``locals()``, that are not our own."""
-    return {
-        name: value for name, value in arguments.items() if name not in ("self", "__class__", *own)
-    }
-
-
 def check_depends(depends: object, kind: type) -> None:
     """Raises:
     ConfigError: the executor in ``depends`` is of another kind.
@@ -134,7 +128,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
-        super().__init__(**datatroves(locals(), "max_rank_attempts", "ranks_at_once"))
+        super().__init__(**datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"))
         self.max_rank_attempts = max_rank_attempts
         if max_rank_attempts < 1:
             raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")

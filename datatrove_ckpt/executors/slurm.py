@@ -29,6 +29,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.claims import LAUNCH
+from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
@@ -36,7 +37,6 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
-    datatroves,
     given_up_error,
 )
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
@@ -106,7 +106,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         ranks_at_once: int | None = None,
     ) -> None:
         super().__init__(
-            **datatroves(locals(), "max_rank_attempts", "ranks_at_once"), max_array_size=-1
+            **datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"), max_array_size=-1
         )
         check_depends(depends, DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts

@@ -49,7 +49,7 @@ class Uses:
         words: names, attributes and short texts.
     """
 
-    def __init__(self, node: ast.AST, documented: bool = True) -> None:
+    def __init__(self, node: ast.AST, documented: bool) -> None:
         self.names: dict[Name, None] = {}
         self.changed: set[str] = set()
         self.words: set[str] = set()

@@ -68,7 +68,7 @@ class Failures:
         slot: ChunkSlot,
         error: BaseException,
         payload_hashes: list[str],
-        rejections: Sequence[RequestRejected] = (),
+        rejections: Sequence[RequestRejected],
     ) -> bytes:
         """Returns the document's dead letter, as a line of ``dead_letters.jsonl``.
 

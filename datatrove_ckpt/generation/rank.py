@@ -25,7 +25,6 @@ from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
     SHARD,
     rank_folder,
-    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
@@ -132,7 +131,6 @@ class _Run:
             self._process(self.data, without, RankNumbers(rank))
             return
         root = step.checkpoints_root
-        refuse_resharded(root)
         with naming_mirror(step, root):
             if step.checkpoints_remote_dir is not None:
                 from datatrove_ckpt.mirror.restore import restore_rank
@@ -395,7 +393,7 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     # A document that fails without a checkpoint is lost anyway.
-                    check_writable=partial(check_writable, step.output_writer, rank)
+                    check_writable=partial(check_writable, step.output_writer)
                     if failures.are_kept
                     else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),

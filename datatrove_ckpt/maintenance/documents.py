@@ -42,7 +42,7 @@ class ShownDocument(NamedTuple):
     is_dead: bool = False
     columns: Sequence[str] = ()
 
-    def safe(self, most: int | None = None) -> ShownDocument:
+    def safe(self, most: int | None) -> ShownDocument:
         """Returns the document without secrets and control characters, each text cut to
         ``most``.
         """

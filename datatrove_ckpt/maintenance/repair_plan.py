@@ -52,7 +52,7 @@ class RepairPlan:
             )
 
 
-def make_plan(report: Report, logging_dir: str | None = None) -> RepairPlan:
+def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
     """Returns the plan that follows from a report.
 
     Args:

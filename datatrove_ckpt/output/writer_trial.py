@@ -40,7 +40,7 @@ class _InMemory:
         pass
 
 
-def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> bool:
+def check_writable(writer: DiskWriter, data: bytes, doc_id: str) -> bool:
     """Writes a document to memory with a copy of the user's writer, which must never have been
     opened.
 
@@ -61,7 +61,7 @@ def check_writable(writer: DiskWriter, rank: int, data: bytes, doc_id: str) -> b
             types = ColumnTypes()
             types.add([copied.adapter(document)])
             copied.schema = types.schema()
-        copied.write(document, rank=rank, chunk_index="00000")
+        copied.write(document, rank=0, chunk_index="00000")
         if type(copied) is ParquetWriter:  # another writer's end may be a commit on the hub
             copied.close()
         return JSONL.is_written_by(writer) or (

@@ -31,7 +31,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    refuse_resharded,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import (
@@ -232,7 +231,6 @@ def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
     use(runner.step.door)
-    refuse_resharded(root)
     skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
@@ -665,9 +663,9 @@ def check_output(
 def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
-    first_starts: Iterable[int] = (),
-    policy: RetryPolicy | None = None,
-    want: Want = Want.COMMITS,
+    first_starts: Iterable[int],
+    policy: RetryPolicy | None,
+    want: Want,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
     are there.

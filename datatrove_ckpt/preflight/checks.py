@@ -207,9 +207,7 @@ def file_system(folder: Path) -> FilesystemTraits:
 # Local folders -----------------------------------------------------------------------------------
 
 
-def check_checkpoints(
-    folder: Path, files: int, mirrored: bool = False, moves: bool = False
-) -> Iterator[Finding]:
+def check_checkpoints(folder: Path, files: int, mirrored: bool, moves: bool) -> Iterator[Finding]:
     """Checks ``checkpoints_local_dir``.
 
     ``files``: how many it gets. ``moves``: tasks may restart on other nodes.
@@ -219,7 +217,7 @@ def check_checkpoints(
     yield check_room(folder, files)
 
 
-def check_local_output(folder: Path, files: int, moves: bool = False) -> Iterator[Finding]:
+def check_local_output(folder: Path, files: int, moves: bool) -> Iterator[Finding]:
     yield from _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:

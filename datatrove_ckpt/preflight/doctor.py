@@ -237,7 +237,7 @@ def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
         document = Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
-        check_writable(writer, 0, encode(document), document.id)
+        check_writable(writer, encode(document), document.id)
     except DocumentNotSerializable as error:
         text = (
             f"{name} cannot write a document with an answer that is made up: "

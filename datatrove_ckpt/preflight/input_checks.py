@@ -5,7 +5,6 @@ some.
 from __future__ import annotations
 
 import copy
-import shlex
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
@@ -19,7 +18,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.common.formatting import byte_size, plural
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import StartOver, written
@@ -67,9 +66,7 @@ class Sample:
     characters: int = 0
 
 
-def check_input(
-    reader: BaseReader, tasks: int, waits: bool = False
-) -> tuple[list[Finding], Sample]:
+def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Finding], Sample]:
     """Reads the first documents with a copy of the reader, and looks whether each task has some.
 
     Args:
@@ -119,10 +116,7 @@ def check_input(
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
         shares = Finding("ok", "shares", equal)
     else:
-        size = None
-        if len(names) == 1:
-            size = inputs.size(0)
-        shares = check_shares(names, size, tasks)
+        shares = check_shares(len(names), tasks)
     found = [Finding("ok", "readable", text), shares]
     if sample.refused:
         shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
@@ -199,43 +193,16 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
     return f"Check {written.input} and text_key."
 
 
-_LARGE_BYTES = 1 << 30  # a file that several machines could share
-_PARTS = 20
-
-
-def check_shares(names: Sequence[str], size: int | None, tasks: int) -> Finding:
-    """Checks that each task has input: datatrove deals out whole files, in the order of their
-    names.
-
-    Args:
-        size: the bytes of the only file.
-    """
-    text = f"{plural(len(names), 'file')} for {plural(tasks, 'task')}"
-    idle = tasks - len(names)
+def check_shares(files: int, tasks: int) -> Finding:
+    """Checks that each task has input: datatrove deals out whole files."""
+    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
+    idle = tasks - files
     if idle > 0:
-        advice = f"Set tasks to {len(names)}, or split the input into at least {tasks} files."
+        advice = f"Set tasks to {files}, or split the input into at least {tasks} files."
         return Finding(
             "warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}"
         )
-    if size is not None and size > _LARGE_BYTES:
-        text += (
-            f". Other machines could help if there were more files: {_how_to_split(names[0], size)}"
-        )
     return Finding("ok", "shares", f"{text}.")
-
-
-def _how_to_split(name: str, size: int) -> str:
-    text = (
-        f"split {name!r} ({byte_size(size)}) into {_PARTS} files of about "
-        f"{byte_size(size / _PARTS)}"
-    )
-    stem, _, suffix = name.rpartition(".")
-    if suffix not in ("jsonl", "json", "ndjson"):
-        return text
-    command = shlex.join(
-        ["split", "-d", "-n", f"l/{_PARTS}", f"--additional-suffix=.{suffix}", name, f"{stem}-"]
-    )
-    return f"{text} ({command}), and move {name!r} away"
 
 
 # Checks that finished ranks would read the same input today. datatrove skips a finished rank, so
@@ -354,11 +321,10 @@ def _who(ranks: Sequence[int]) -> str:
 def _check_reader(
     tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
 ) -> None:
-    # The name and kept commit stand for a dataset that would be downloaded.
-    is_whole = isinstance(reader, HuggingFaceDatasetReader) and reader.is_downloaded_whole
-    if is_whole:
-        inputs = None
-    else:
+    inputs = None
+    # Listing such a dataset would download it: its name and kept commit stand for it.
+    is_dataset = isinstance(reader, HuggingFaceDatasetReader)
+    if not is_dataset or reader.load_from_disk or reader.streaming:
         inputs = list_input(reader)
     now = then = {file.name: file for record in records.values() for file in record.files}
     if inputs is not None:

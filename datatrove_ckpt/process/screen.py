@@ -180,10 +180,6 @@ class RunProgress:
         return self._documents_before + sum(progress.documents for progress in self._last.values())
 
     @property
-    def complete_ranks(self) -> int:
-        return self._complete + len(self._done)
-
-    @property
     def share(self) -> float | None:
         """Share of the whole input, from 0 to 1. None if a rank does not know its own share.
 
@@ -213,10 +209,6 @@ class RunProgress:
         """The ranks from this one on have no input."""
         known = [one.tasks for one in self._last.values() if one.tasks is not None]
         return min([self.ranks, *known])
-
-    @property
-    def is_estimated(self) -> bool:
-        return len(self._reading) < self._with_input - self._complete_elsewhere
 
     @property
     def _reading(self) -> dict[int, RankProgress]:
@@ -303,7 +295,7 @@ class RunProgress:
         share = self.share
         if share is None:
             return ""
-        if self.is_estimated:
+        if len(self._reading) < self._with_input - self._complete_elsewhere:
             return f"~{percent(share)}"
         return percent(share)
 
@@ -315,7 +307,7 @@ class RunProgress:
         left = self.seconds_left
         parts = [(0, plural(self.documents, "doc"))]
         if self.ranks > 1:
-            parts.append((2, f"{self.complete_ranks}/{self.ranks} tasks"))
+            parts.append((2, f"{self._complete + len(self._done)}/{self.ranks} tasks"))
         parts.append((1, f"{rates.documents:.1f} doc/s"))
         parts.append((4, f"{rates.requests:.1f} req/s"))
         parts.append((3, f"{rates.tokens:.0f} tok/s"))

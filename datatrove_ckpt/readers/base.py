@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike
@@ -67,11 +67,6 @@ class Stateful(Protocol):
     def state_dict(self) -> State: ...
 
     def load_state_dict(self, state_dict: State) -> None: ...
-
-
-def datatrove_arguments(given: dict[str, Any], *own: str) -> dict[str, Any]:
-    """Leaves only the arguments of datatrove's reader in the ``locals()`` of an ``__init__``."""
-    return {name: value for name, value in given.items() if name not in ("self", "__class__", *own)}
 
 
 class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]

@@ -21,10 +21,10 @@ from datatrove.pipeline.readers import huggingface
 from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common import JsonObject, datatrove_arguments, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import (
     DatasetFiles,
@@ -137,11 +137,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if document is not None:
             document.metadata.setdefault("dataset", source_file)
         return document
-
-    @property
-    def is_downloaded_whole(self) -> bool:
-        """Whether listing the dataset downloads all of it, which only ranks need."""
-        return not self.load_from_disk and not self.streaming
 
     def shares_rows(self, shards: int) -> bool:
         """Returns whether the tasks share a dataset of so many shards by rows instead of shards."""

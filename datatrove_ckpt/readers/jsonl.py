@@ -30,13 +30,14 @@ from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     DocumentError,
     DocumentNotSerializable,
     InputError,
 )
-from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import remedy

@@ -69,7 +69,7 @@ class PipelineReaders:
     """
 
     def __init__(
-        self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None = None
+        self, documents: Iterable[Document], pipeline: Sequence[StepRecord] | None
     ) -> None:
         self._pipeline = None if pipeline is None else list(pipeline)
         found = [

@@ -24,10 +24,10 @@ from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import datatrove_arguments, retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.readers.base import SeekingReader, datatrove_arguments
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row

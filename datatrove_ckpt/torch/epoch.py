@@ -70,7 +70,7 @@ class EpochPlan:
         settings: Settings,
         slot: Slot,
         epoch: int,
-        then: DatasetState | None = None,
+        then: DatasetState | None,
     ) -> None:
         self.slot = slot
         self.settings = settings

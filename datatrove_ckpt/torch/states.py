@@ -165,7 +165,7 @@ def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
     return [found[slot] for slot in wanted]
 
 
-def merge_states(states: Sequence[DatasetState], alone: bool = True) -> DatasetState:
+def merge_states(states: Sequence[DatasetState], alone: bool) -> DatasetState:
     """Merges the slots' states. ``alone``: the loaders read these datasets, so all ranks of a step
     had equally many samples.
     """

@@ -150,7 +150,6 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
     [
         ({"input": None}, 'job.yaml: missing key "input"'),
         ({"tasks": "many"}, 'job.yaml: tasks: "many" is not an int or null'),
-        ({"slurm": {"workers": 4}}, "job.yaml: slurm: needs a partition of the cluster"),
         ({"prompt": None}, "prompt: is missing; give it, or rollout"),
         ({"prompt": None, "promtp": "Say {text}"}, 'unknown key "promtp", did you mean "prompt"'),
         ({"prompt": {"text": None}}, "prompt: is a mapping, no text. Put it in quotes"),

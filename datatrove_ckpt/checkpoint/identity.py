@@ -239,7 +239,7 @@ OUTPUT_FOLDER = "output_folder"
 """In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the
 identity: files may be moved. Tasks that run at one time must agree about it.
 """
-# An earlier build of 0.2.0 wrote ``reshards``: its tasks read parts of files.
+# Reshards: see ``refuse_resharded``.
 _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 

@@ -25,6 +25,7 @@ from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
     SHARD,
     rank_folder,
+    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
@@ -131,6 +132,7 @@ class _Run:
             self._process(self.data, without, RankNumbers(rank))
             return
         root = step.checkpoints_root
+        refuse_resharded(root)
         with naming_mirror(step, root):
             if step.checkpoints_remote_dir is not None:
                 from datatrove_ckpt.mirror.restore import restore_rank

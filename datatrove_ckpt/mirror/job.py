@@ -31,6 +31,7 @@ from datatrove_ckpt.checkpoint.layout import (
     is_journal,
     is_rank,
     rank_folder,
+    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.retrying import failure_line
@@ -56,7 +57,7 @@ def join_mirrored_job(
         hang.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run.
+        CheckpointMismatch: another rank belongs to another run; or see ``refuse_resharded``.
         ConfigError: the bucket does not exist.
     """
     try:
@@ -83,6 +84,9 @@ def compare_mirrored_job(
     """Compares a job with the ranks that only its mirror has. Changes nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
+
+    Raises:
+        CheckpointMismatch: see ``refuse_resharded``.
     """
     with suppress(OSError):
         _, others = _compare(url, root, identity, only_tasks)
@@ -124,6 +128,7 @@ def _compare(
     """Returns the mirror's ``job.json``, and the changes; None: it is of this run."""
     store = ObjectStore(url)
     names = store.names()
+    refuse_resharded(root, names)
     job = _read_job(store)
     if job and not compare(job, identity, with_output=with_output):
         return job, None

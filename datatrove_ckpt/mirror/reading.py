@@ -64,6 +64,7 @@ class MirrorReader:
         """
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
+                layout.refuse_resharded(self._folder, self._store.names())
                 names = list(rank_names(self._store))
                 for name, copied in zip(names, threads.map(self._copy, names), strict=True):
                     if copied is not None:

@@ -31,6 +31,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
+    refuse_resharded,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import (
@@ -231,6 +232,7 @@ def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
     use(runner.step.door)
+    refuse_resharded(root)
     skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks

@@ -1,14 +1,76 @@
-"""A run whose number of tasks an earlier build of 0.2.0 has changed (``reshard``)."""
+"""A half-done run goes on with another number of tasks: a run in new folders, with
+``finished_from`` of the old one.
+"""
 
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.testing import FakeServer
+from tests.datatrove_job import write_input
 from tests.jobs import documents, runner
 from tests.kept import edit
 
+from .test_finished_from import write_yaml
 
-def test_a_task_that_an_earlier_build_has_resharded_is_refused(tmp_path, server):
-    """It would read other documents than it has read."""
+
+@pytest.mark.parametrize("left", ["shares.json", "reshard/plan.json"])
+def test_a_run_that_an_earlier_build_has_resharded_is_refused_by_all_with_the_commit_that_can_finish_it(
+    here, command, left
+):
+    write_input(here, 2, 2)
+    with FakeServer() as server:
+        write_yaml(here, server.url, "null", TASKS="2")
+        command("run", "job.yaml")
+        server.asked.clear()
+        path = here / "new/checkpoints" / left
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        where, commit = (
+            "new/checkpoints: ",
+            "`datatrove-ckpt reshard` changed this run's number of tasks. Finish it ",
+        )
+        for words in (
+            "run job.yaml",
+            "status new",
+            "status job.yaml",
+            "report new -o -",
+            "verify new",
+            "repair new",
+        ):
+            said = command(*words.split(), code=None).err
+            assert said.count("\n") == 1
+            assert f"{where}{commit}with commit d3ddc9c6." in said
+        assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("place", "retries"), [("checkpoints", False), ("checkpoints", True), ("mirror", False)]
+)
+def test_a_task_alone_refuses_it_too(tmp_path, server, place, retries):
+    """As datatrove's executors start it, which compare nothing before; and on a node that has only
+    the mirror.
+    """
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "shares.json").touch()
+    mirror = str(tmp_path / "mirror")
+    step = runner(
+        tmp_path,
+        server,
+        checkpoints_remote_dir=mirror,
+        retry_dead_letters=retries,
+        mirror_seconds=1000,
+    )
+    with pytest.raises(CheckpointMismatch, match="d3ddc9c6"):
+        step.run(documents(3), 1, 2)
+    assert not server.asked
+    assert not (tmp_path / "checkpoints/00001/run.json").exists()
+
+
+def test_a_task_of_such_a_run_is_refused_without_the_file_too(tmp_path, server):
+    """Its ``run.json`` says it.
+
+    Without the file, it would read other documents than it has read.
+    """
     runner(tmp_path, server).run(documents(3))
     edit(tmp_path / "checkpoints/00000/run.json", reshards=1)
     server.asked.clear()

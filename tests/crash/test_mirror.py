@@ -122,7 +122,6 @@ def prove(folder, after_crash, torn, number, step=1):
             lose_the_node, True, 3, id="node lost, torn puts, two chunks", marks=pytest.mark.slow
         ),
         pytest.param(keep_the_node, True, 3, id="node kept, torn puts", marks=pytest.mark.slow),
-        pytest.param(lose_the_node, True, 6, id="node lost, longer", marks=pytest.mark.full),
     ],
 )
 def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_version(

@@ -239,16 +239,7 @@ def test_all_frames_of_a_zstd_file_and_all_members_of_a_gzip_file_are_read(tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"shuffle_seed": 5, "skip": 3, "limit": 11},
-        pytest.param({"limit": 11, "skip": 3}, marks=pytest.mark.slow),
-        pytest.param({"shuffle_seed": 5}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"shuffle_seed": 5, "skip": 3, "limit": 11}], ids=str)
 @pytest.mark.usefixtures("_blocks")
 def test_the_rest_is_the_same_after_a_stop_after_each_document(tmp_path, kind, options):
     def read(state=None):

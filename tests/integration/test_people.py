@@ -35,7 +35,7 @@ def first_failure(commands, seeds):
 
 @pytest.mark.timeout(1200)
 def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands):
-    found, tally = first_failure(commands, iter(range(SEQUENCES)))
+    found, tally = first_failure(commands, iter(range(2, 2 + SEQUENCES)))
     assert found is None, f"\n{found}"
     assert tally.successes > SEQUENCES  # else the sequences end in refusals, and nothing is tested
     assert tally.finished_in_order > 0

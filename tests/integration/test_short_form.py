@@ -559,7 +559,6 @@ REFUSED = [
     ("--max-chars=1", "job.yaml: max_chars: must be"),
     ("--limit=x", 'job.yaml: limit: "x" is not an int'),
     ("--endpoint=foo", "job.yaml: endpoint: must start with"),
-    ("--tasks=0", "job.yaml: tasks: must be at least 1"),
     ("--workers=0", "job.yaml: workers: must be at least 1, or -1 for one per task"),
     ("--limit=-3", "job.yaml: limit: must be >= 0, or -1 for all documents; it is -3."),
     ("--run-folder=job.yaml", "is a file"),

@@ -165,7 +165,7 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
     if not isinstance(given, dict | None):
         raise ConfigError(f"{label}: init_args: {show(given)} is not a mapping.")
     arguments: JsonObject = given or {}
-    parameters, open_ended = parameters_of(cls)
+    parameters, open_ended = parameters_of(cls)  # type: ignore[arg-type]  # a class is hashable
     if not open_ended:
         refuse_unknown(arguments, list(parameters), label)
     if "api_key_env" in parameters and arguments.get("api_key"):

@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -80,7 +79,7 @@ def write_yaml(here, url, old=OLD, folder="new", **changes):
 
 
 def rows_of(path):
-    """The whole rows of a file, of which some may be torn."""
+    """The whole rows of a file, the last of which may be torn."""
     if path.suffix == ".parquet":
         try:
             return list(pq.read_table(path).to_pylist())
@@ -89,8 +88,7 @@ def rows_of(path):
     rows = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
-            with suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
+            rows.append(json.loads(line))
     return rows
 
 

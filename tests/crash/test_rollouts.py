@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
             judge_prompt="Rate {answer}",
             engine="none",
         ),
-        JudgeRollout("Q {text}", judge_prompt="Rate {answer}", lowest=0),
         EmbedRollout(column="vector"),
         ClassifyRollout(labels=["bad", "good"]),
     ],

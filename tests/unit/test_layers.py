@@ -179,15 +179,15 @@ def test_checkpoint_knows_no_network_and_no_datatrove_and_inference_no_disk_and_
 
 
 def test_the_public_names_are_there_and_no_others():
-    ours = {
+    assert set(datatrove_ckpt.__all__) == {
+        "Classification",
         "CkptError",
         "InferenceConfig",
         "InferenceRunner",
+        "JobsPipelineExecutor",
         "LocalPipelineExecutor",
         "MonitoringConfig",
-    }
-    ours |= {"Classification", "JobsPipelineExecutor", "SlurmPipelineExecutor"}
-    assert set(datatrove_ckpt.__all__) == ours | {
+        "SlurmPipelineExecutor",
         "InferenceError",
         "InferenceResult",
         "RolloutFunction",

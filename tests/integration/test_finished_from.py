@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
@@ -79,7 +80,7 @@ def write_yaml(here, url, old=OLD, folder="new", **changes):
 
 
 def rows_of(path):
-    """The whole rows of a file, the last of which may be torn."""
+    """The whole rows of a file, of which some may be torn."""
     if path.suffix == ".parquet":
         try:
             return list(pq.read_table(path).to_pylist())
@@ -88,7 +89,8 @@ def rows_of(path):
     rows = []
     for line in path.read_bytes().splitlines(keepends=True):
         if line.endswith(b"\n"):
-            rows.append(json.loads(line))
+            with suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
     return rows
 
 

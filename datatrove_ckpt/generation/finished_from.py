@@ -2,8 +2,8 @@
 
 The old output is datatrove's ``InferenceRunner`` (0.7 to 0.10), or ours, with any number of tasks:
 JSON lines, Parquet, datatrove's ``chunk_00007.jsonl`` of an unfinished chunk, our journals. A row
-belongs to the document with its id, text and metadata, apart from what the rollout added and the
-input file's path.
+belongs to the document with its id, text and metadata, apart from the input file's path, and what
+the rollout added or, as a function of yours, removed.
 
 Each start reads the old output again, so no crash leaves a state. The rows are copied to an unnamed
 temporary file, because gzip cannot seek and datatrove's rows are unordered. Each row takes 16 bytes
@@ -41,6 +41,7 @@ from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
 from datatrove_ckpt.output.formats import Format, format_of_file
+from datatrove_ckpt.rollouts.interface import FIELDS
 
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"
@@ -64,6 +65,7 @@ class FinishedDocuments:
         places: folders or URLs, which may end with a pattern of file names.
         rollouts: the most results that a document may have.
         folder: for the temporary file; None: the system's.
+        keeps_metadata: whether the rollout is none that may remove keys.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class FinishedDocuments:
         metadata_key: str,
         rollouts: int,
         folder: Path | None,
+        keeps_metadata: bool,
     ) -> None:
         given = [places] if isinstance(places, str | Path) else places
         self._places = [str(place) for place in given]
@@ -80,6 +83,7 @@ class FinishedDocuments:
         self._metadata_key = metadata_key
         self._rollouts = rollouts
         self._folder = folder
+        self._keeps_metadata = keeps_metadata
         self._file: IO[bytes] | None = None
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
@@ -106,6 +110,13 @@ class FinishedDocuments:
         rows: list[Json] = [decode(data).metadata for data in self._find(self._file, digest)]
         for old in rows:
             if not self._differing(document.metadata, old):
+                lost = _lost(document.metadata, old)
+                if lost and not self.taken:
+                    logger.warning(
+                        f"finished_from: the document {safe_repr(str(document.id))} is taken over "
+                        f"without {', '.join(map(repr, lost))}: the rollout removed that from the "
+                        "metadata, or the old input lacked it."
+                    )
                 self.taken += 1
                 # JSON has lost types that the document has as it was read.
                 for name in old.keys() & document.metadata.keys() - {self._metadata_key}:
@@ -150,9 +161,12 @@ class FinishedDocuments:
         The input file may have another path now.
         """
         names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
-        return [
+        differing = [
             name for name in as_read if name in names and not _is_same(as_read[name], old[name])
         ]
+        if self._keeps_metadata:
+            differing += _lost(as_read, old)
+        return differing
 
     # the old output ------------------------------------------------------------------------------
 
@@ -287,6 +301,12 @@ def _digest(name: str, text: str) -> bytes:
 
 def _key(digest: bytes) -> int:
     return int.from_bytes(digest[:8])
+
+
+def _lost(as_read: Json, old: Json) -> list[str]:
+    # A table has ``metadata_text`` for a key ``text``, and may lack a column of nulls.
+    kept = {*old, *FIELDS, "file_path"}
+    return [name for name in as_read if name not in kept and as_read[name] is not None]
 
 
 def _is_same(as_read: object, old: object) -> bool:

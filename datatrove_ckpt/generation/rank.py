@@ -71,7 +71,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_stats import StepStats
-from datatrove_ckpt.rollouts import Rollout
+from datatrove_ckpt.rollouts import ReadyMade, Rollout
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.mirror import RemoteMirror
@@ -255,7 +255,12 @@ class _Run:
         if step.finished_from:
             rollouts = step.model.rollouts_per_document
             finished = FinishedDocuments(
-                step.finished_from, self.rank, step.metadata_key, rollouts, folder
+                step.finished_from,
+                self.rank,
+                step.metadata_key,
+                rollouts,
+                folder,
+                isinstance(step.rollout_fn, ReadyMade),
             )
         return DocumentSource(
             documents,

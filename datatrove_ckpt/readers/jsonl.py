@@ -317,7 +317,9 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
 
 
 def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
+    unfinished = b""
     while block := file.read(_BLOCK):
+        block = unfinished + block
         if not block.endswith(b"\n"):
             rest = read_line(file)
             if len(rest) >= MAX_LINE_BYTES:
@@ -327,7 +329,13 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
                     "out of the folder."
                 )
             block += rest
-        yield block.splitlines(keepends=True)
+        lines = block.splitlines(keepends=True)
+        unfinished = b""
+        if not block.endswith(b"\n"):  # somebody may be writing it
+            unfinished = lines.pop()
+        yield lines
+    if unfinished:
+        yield [unfinished]
 
 
 def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -24,7 +25,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import CheckpointLocked, ServerRefused
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.rollouts import EmbedRollout
+from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, rollout, text_of, write_input
@@ -454,6 +455,26 @@ def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(tm
     (warning,) = [line for line in log if "requested again" in line]
     assert "the document 'id 0' is requested again" in warning
     assert "its old metadata has another 'lang'" in warning
+
+
+def test_a_new_key_is_asked_again_or_named_where_a_function_may_have_removed_it(tmp_path, log):
+    for name, rollout_fn, asked, says in (
+        ("ready", PromptRollout("{text}"), 3, "its old metadata has another 'page'"),
+        ("function", translate, 0, "the document 'id 0' is taken over without 'page', 'raw'"),
+    ):
+        with FakeServer(speak) as server:
+            runner(tmp_path / f"old {name}", server, rollout_fn).run(translations("French"))
+            server.asked.clear()
+            new = [
+                replace(document, metadata={"page": 1} | document.metadata)
+                for document in translations("French")
+            ]
+            runner(
+                tmp_path / name, server, rollout_fn, finished_from=tmp_path / f"old {name}/output"
+            ).run(new)
+            assert server.asked.total() == asked
+        assert says in " ".join(log)
+    assert [row["metadata"]["page"] for row in rows(tmp_path / "ready")] == [1, 1, 1]
 
 
 def test_an_old_run_at_work_is_not_taken_over(tmp_path, server):

@@ -482,6 +482,20 @@ def test_a_plain_file_may_grow_at_its_end_and_new_files_may_follow(tmp_path, end
         assert [*map(state_of, ours.run())] == [*map(state_of, documents[done:])]
 
 
+def test_a_last_line_that_is_completed_while_the_file_is_read_is_one_document(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"te')
+    documents = JsonlReader(tmp_path.as_posix()).run()
+    texts = [next(documents).text]
+    with path.open("ab") as file:
+        file.write(b'xt": "b"}\n{"text": "c"}')
+    texts.append(next(documents).text)
+    texts.append(next(documents).text)
+    with path.open("ab") as file:
+        file.write(b' {"text": "d"}\n')
+    assert [*texts, *documents] == ["a", "b", "c"]
+
+
 def test_a_last_line_that_grew_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": "b"}')

@@ -2,8 +2,8 @@
 
 step-00000100      the newest is the one of the most rollbacks, then steps; after two:
 step-00000100.2
-manifest.json    training, step, metrics; back_to: the step to which the last rollback before it
-went; size and xxh128 of each other file; a checksum of itself
+manifest.json    training, step, metrics; save: the same on all nodes; back_to: the step to which
+the last rollback before it went; size and xxh128 of each other file; a checksum of itself
 input.pt         states of all ranks' loaders; random.pt: of their random generators
 states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
 part

@@ -429,7 +429,7 @@ class TrainingCheckpoints:
                 "save: a writer, or a state of FSDP, needs a folder that all nodes share."
             )
         own_input = self._input_state(loader)
-        generators, inputs = self._gather(own_input, alike, parts)
+        generators, inputs, save = self._gather(own_input, alike, parts)
         if not self._agree(partial(self._begin, name), name):
             return
 
@@ -455,12 +455,12 @@ class TrainingCheckpoints:
             return
         self._saved_at = time.monotonic()
         self._pause = self._saved_at - began
-        self._writing.start(self._write, name, *copies, numbers)
+        self._writing.start(self._write, name, *copies, numbers, save)
 
     def _gather(
         self, own_input: Contents | None, alike: Contents, parts: Contents
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns random states and input states of all ranks.
+    ) -> tuple[list[Any], list[Any], str]:
+        """Returns random states and input states of all ranks, and what identifies the save.
 
         Raises ConfigError if a state is refused, or differs between the ranks.
         """
@@ -468,10 +468,11 @@ class TrainingCheckpoints:
         problem = ""
         if self._only_plain:
             problem = not_plain({"loader": own_input, **alike, **parts})
-        gathered = self._ranks.gather((random_state(), own_input, outlines, problem))
-        generators, inputs, others, problems = (list(each) for each in zip(*gathered, strict=True))
+        own = (random_state(), own_input, outlines, problem, uuid.uuid4().hex)
+        gathered = [list(each) for each in zip(*self._ranks.gather(own), strict=True)]
+        generators, inputs, others, problems, saves = gathered
         _check_alike(outlines, others, problems)
-        return generators, inputs
+        return generators, inputs, saves[0]
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
         best = self._best
@@ -553,6 +554,7 @@ class TrainingCheckpoints:
         contents: Contents,
         parts: Contents,
         metrics: dict[str, float],
+        save: str,
     ) -> None:
         began = time.monotonic()
         try:
@@ -562,7 +564,7 @@ class TrainingCheckpoints:
             if not self._is_owner:
                 self._not_saved = None
                 return
-            self._steps.write(name, contents, metrics)
+            self._steps.write(name, contents, metrics, {"save": save})
             manifest = self._steps.publish(name)
             self._write_seconds = time.monotonic() - began
             self._manifests[name] = manifest
@@ -787,7 +789,9 @@ class TrainingCheckpoints:
         names = sorted(set().union(*found))
         self._newest = next(reversed(names), self._last)
         for name in reversed(choose(names)):
-            damage = next(filter(None, self._ranks.together(partial(self._damage, name))), "")
+            damage = self._damage(name)
+            while not damage and self._differs(name):
+                damage = self._damage(name, differs=True)
             if not damage:
                 self._steps.training = self._steps.manifest(name)["training"]
                 return name, passed
@@ -824,9 +828,18 @@ class TrainingCheckpoints:
             logger.warning(why)
             return names
 
-    def _damage(self, name: StepName) -> str:
-        """Returns why the folder's copy of the step cannot be used. Fetches a missing copy from the
-        remote.
+    def _differs(self, name: StepName) -> bool:
+        """Returns whether nodes made the step apart, as one that was lost and is back."""
+        manifests = self._ranks.together(partial(self._steps.manifest, name))
+        return len({manifest.get("save") for manifest in manifests}) > 1
+
+    def _damage(self, name: StepName, differs: bool = False) -> str:
+        """Returns why a folder's copy of the step cannot be used."""
+        found = self._ranks.together(partial(self._own_damage, name, differs))
+        return next(filter(None, found), "")
+
+    def _own_damage(self, name: StepName, differs: bool) -> str:
+        """Fetches a copy that is missing or differs from the remote.
 
         Raises:
             StorageFailed: this cannot be found out.
@@ -835,6 +848,8 @@ class TrainingCheckpoints:
             return ""
         try:
             try:
+                if differs:
+                    raise CheckpointCorrupt("It is not the same save on all nodes.")
                 self._steps.check(name)
             except CheckpointCorrupt as damaged:
                 if self._steps.store is None:
@@ -981,11 +996,12 @@ class TrainingCheckpoints:
         if skip_input:
             own = self._input_state(loader)
         inputs = self._ranks.gather(own)
+        back = {"back_to": old.step, "save": self._ranks.gather(uuid.uuid4().hex)[0]}
         changed: Contents = {}
         if own is not None:
             changed[_INPUT] = inputs
         # What may fail comes before the model changes, and what others see after it.
-        if not self._agree(lambda: self._copy(old, new, changed) if self._is_owner else None, new):
+        if not self._agree(partial(self._copy, old, new, changed, back), new):
             assert self._not_saved is not None
             raise self._not_saved
         self._load(old, reader, states)
@@ -1006,12 +1022,13 @@ class TrainingCheckpoints:
         self._begin_counting()
         return old.step
 
-    def _copy(self, old: StepName, new: StepName, changed: Contents) -> None:
+    def _copy(self, old: StepName, new: StepName, changed: Contents, back: Manifest) -> None:
+        if not self._is_owner:
+            return
         self._steps.begin(new)
         source = self._steps.folder / str(old)
         manifest = self._steps.manifest(old)
         contents: Contents = {file: blocks(source / file) for file in manifest["files"]}
-        back = {"back_to": old.step}
         self._steps.write(new, contents | changed, manifest["metrics"], back)
 
     def _replace_newer(self, new: StepName) -> None:

@@ -32,6 +32,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.training_steps import StepName, read_manifest, sealed
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointLocked,
@@ -1082,6 +1083,14 @@ def rank_of_script(rank, size, port, arguments, variables):
     script.main(*arguments)
 
 
+def call_of_rank(target, rank, size, where, arguments):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+    target(rank, *arguments)
+    dist.destroy_process_group()
+
+
 class Ranks:
     """The script on several ranks, each a process."""
 
@@ -1105,6 +1114,18 @@ class Ranks:
 
     def run(self, size, documents, run, steps, **variables):
         for process in self.start(size, documents, run, steps, **variables):
+            process.join(120)
+            assert process.exitcode == 0
+
+    def call(self, target, size, *arguments):
+        where = f"tcp://127.0.0.1:{self._free_port()}"
+        each = [
+            self._context.Process(target=call_of_rank, args=(target, rank, size, where, arguments))
+            for rank in range(size)
+        ]
+        for process in each:
+            process.start()
+        for process in each:
             process.join(120)
             assert process.exitcode == 0
 
@@ -1180,6 +1201,37 @@ def test_more_ranks_go_on_with_the_same_batches_and_a_lost_node_with_the_remote(
 
     found, expected = batches(run, 3), batches(tmp_path / "undisturbed", 2)
     assert found == {step: expected[step] for step in range(16, 31)}
+
+
+def restored_on_two_nodes(rank, nodes, remote):
+    """Each node has a disk of its own."""
+    model = nn.Linear(1, 1)
+
+    def restored(remote=None):
+        with checkpoints(nodes[rank], remote=remote) as saved:
+            return saved.restore(model=model), model.bias.item()
+
+    assert restored() == (1, 1.0)
+    assert restored(remote) == (2, 3.0)
+    assert restored() == (2, 3.0)
+    path = Path(nodes[rank], "step-00000002")
+    manifest = read_manifest(path.parent, StepName(0, 2))
+    del manifest["save"]
+    path.joinpath("manifest.json").write_bytes(sealed(manifest))  # of an earlier build
+    assert restored() == (2, 3.0)
+
+
+def test_nodes_that_made_a_step_apart_restore_the_same(tmp_path, ranks):
+    nodes, remote = [str(tmp_path / "back"), str(tmp_path / "stayed")], str(tmp_path / "remote")
+    model = nn.Linear(1, 1)
+    for step, node, url in ((1, 0, None), (2, 0, None), (2, 1, remote)):
+        with checkpoints(nodes[node], remote=url) as saved:
+            saved.restore()
+            nn.init.constant_(model.bias, step + node)
+            saved.save(step, model=model)
+        if step == 1:
+            shutil.copytree(nodes[0], nodes[1])
+    ranks.call(restored_on_two_nodes, 2, nodes, remote)
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step(documents, tmp_path, ranks):
@@ -1301,15 +1353,12 @@ def processes_below(pid):
 # states of which ranks have parts ----------------------------------------------------------------
 
 
-def fsdp_rank(rank, size, port, run, steps, first):
+def fsdp_rank(rank, size, run, steps, first):
     """Trains to a step, and leaves the whole model and optimizer in a file."""
-    import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
 
     logger.remove()
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     if first.get("shard", True):
@@ -1334,21 +1383,11 @@ def fsdp_rank(rank, size, port, run, steps, first):
     )
     if rank == 0:
         torch.save([step, *whole], Path(run, f"whole-{size}.pt"))
-    dist.destroy_process_group()
 
 
 def fsdp(ranks, size, run, steps, **first):
     run.mkdir(exist_ok=True)
-    port = ranks._free_port()
-    each = [
-        ranks._context.Process(target=fsdp_rank, args=(rank, size, port, str(run), steps, first))
-        for rank in range(size)
-    ]
-    for process in each:
-        process.start()
-    for process in each:
-        process.join(120)
-        assert process.exitcode == 0
+    ranks.call(fsdp_rank, size, size, str(run), steps, first)
     return torch.load(run / f"whole-{size}.pt")
 
 
@@ -1368,14 +1407,12 @@ def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path, ranks, size,
     assert_near(fsdp(ranks, size, run, 7, shard=shard), expected)
 
 
-def slow_fsdp_rank(rank, port, run):
+def slow_fsdp_rank(rank, run):
     """Changes the model while its parts are written, and leaves what a restore gives."""
-    import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
     from datatrove_ckpt.torch import checkpoints as module
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
     fully_shard(model)
@@ -1397,20 +1434,10 @@ def slow_fsdp_rank(rank, port, run):
     with checkpoints(run) as saved:
         saved.restore(model=model)
     torch.save(model.weight.full_tensor(), Path(run, f"weight-{rank}.pt"))
-    dist.destroy_process_group()
 
 
 def test_a_training_goes_on_while_the_parts_of_a_step_are_written(tmp_path, ranks):
-    port = ranks._free_port()
-    each = [
-        ranks._context.Process(target=slow_fsdp_rank, args=(rank, port, str(tmp_path)))
-        for rank in range(2)
-    ]
-    for process in each:
-        process.start()
-    for process in each:
-        process.join(120)
-        assert process.exitcode == 0
+    ranks.call(slow_fsdp_rank, 2, str(tmp_path))
     for rank in range(2):
         assert torch.equal(torch.load(tmp_path / f"weight-{rank}.pt"), torch.ones(4, 4))
 
@@ -1442,11 +1469,7 @@ def test_a_list_of_parts_runs_no_code(line):
         _Metadata(io.BytesIO(b"\x80\x04" + line + b"\n(S'true'\ntR.")).load()
 
 
-def other_shapes(rank, size, port, run):
-    import torch.distributed as dist
-
-    where = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+def other_shapes(rank, run):
     with pytest.raises(ConfigError, match=r"save differs between the ranks: .*EverySteps"):
         checkpoints(run, every_steps=400 + rank)
     saved = checkpoints(run)
@@ -1459,20 +1482,10 @@ def other_shapes(rank, size, port, run):
     with saved:
         config = {"lr": 0.1, "missing": float("nan")}
         saved.save(1, model=model, config=config, writer=lambda folder: threading.Lock())
-    dist.destroy_process_group()
 
 
 def test_a_state_of_one_rank_is_refused(tmp_path, ranks):
-    port = ranks._free_port()
-    each = [
-        ranks._context.Process(target=other_shapes, args=(rank, 2, port, str(tmp_path)))
-        for rank in range(2)
-    ]
-    for process in each:
-        process.start()
-    for process in each:
-        process.join(60)
-        assert process.exitcode == 0
+    ranks.call(other_shapes, 2, str(tmp_path))
 
 
 SPAWNED = """

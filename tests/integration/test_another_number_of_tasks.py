@@ -13,53 +13,37 @@ from tests.kept import edit
 from .test_finished_from import write_yaml
 
 
-@pytest.mark.parametrize("left", ["shares.json", "reshard/plan.json"])
 def test_a_run_that_an_earlier_build_has_resharded_is_refused_by_all_with_the_commit_that_can_finish_it(
-    here, command, left
+    here, command
 ):
     write_input(here, 2, 2)
     with FakeServer() as server:
         write_yaml(here, server.url, "null", TASKS="2")
         command("run", "job.yaml")
         server.asked.clear()
-        path = here / "new/checkpoints" / left
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-        where, commit = (
-            "new/checkpoints: ",
-            "`datatrove-ckpt reshard` changed this run's number of tasks. Finish it ",
-        )
-        for words in (
-            "run job.yaml",
-            "status new",
-            "status job.yaml",
-            "report new -o -",
-            "verify new",
-            "repair new",
-        ):
+        (here / "new/checkpoints/shares.json").touch()
+        for words in ("run job.yaml", "status new", "report new -o -", "verify new", "repair new"):
             said = command(*words.split(), code=None).err
             assert said.count("\n") == 1
-            assert f"{where}{commit}with commit d3ddc9c6." in said
+            assert (
+                "new/checkpoints: `datatrove-ckpt reshard` changed this run's number of tasks. "
+                "Finish it with commit d3ddc9c6." in said
+            )
         assert not server.asked
 
 
 @pytest.mark.parametrize(
-    ("place", "retries"), [("checkpoints", False), ("checkpoints", True), ("mirror", False)]
+    "left", ["checkpoints/shares.json", "checkpoints/reshard/plan.json", "mirror/shares.json"]
 )
-def test_a_task_alone_refuses_it_too(tmp_path, server, place, retries):
+def test_a_task_alone_refuses_it_too(tmp_path, server, left):
     """As datatrove's executors start it, which compare nothing before; and on a node that has only
     the mirror.
     """
-    (tmp_path / place).mkdir()
-    (tmp_path / place / "shares.json").touch()
+    path = tmp_path / left
+    path.parent.mkdir(parents=True)
+    path.touch()
     mirror = str(tmp_path / "mirror")
-    step = runner(
-        tmp_path,
-        server,
-        checkpoints_remote_dir=mirror,
-        retry_dead_letters=retries,
-        mirror_seconds=1000,
-    )
+    step = runner(tmp_path, server, checkpoints_remote_dir=mirror, mirror_seconds=1000)
     with pytest.raises(CheckpointMismatch, match="d3ddc9c6"):
         step.run(documents(3), 1, 2)
     assert not server.asked

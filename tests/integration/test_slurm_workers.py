@@ -3,17 +3,14 @@
 tests/unit/test_slurm.py submits them, and tests/real/test_slurm.py has a real Slurm.
 """
 
-import json
 import subprocess
 import sys
-import time
 
 import pytest
 
 from datatrove_ckpt.claims import claims
-from tests.processes import write_program
+from tests.slurm_array import TASKS, enter
 
-TASKS = 3
 # As launch_pickled_pipeline runs it. With "late", the clock says 45 s before the time limit once a
 # task has ended.
 JOB = """
@@ -58,26 +55,9 @@ async def ask(document, generate):
 
 @pytest.fixture
 def array(tmp_path, monkeypatch):
-    """An element of array 17, whose own job number is 17, too."""
-    (tmp_path / "input").mkdir()
-    write_program(
-        tmp_path / "tools/scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho here\n'
-    )
+    enter(tmp_path, monkeypatch, "echo here", "/usr/bin:/bin")
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "my_rollout.py").write_text(ROLLOUT)
-    for rank in range(TASKS):
-        (tmp_path / f"input/{rank}.jsonl").write_text(
-            json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n"
-        )
-    monkeypatch.setenv("PATH", f"{tmp_path}/tools:/usr/bin:/bin")
-    for name, value in (
-        ("JOB_ID", "17"),
-        ("ARRAY_JOB_ID", "17"),
-        ("ARRAY_TASK_ID", "0"),
-        ("NODELIST", "here"),
-    ):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
     return tmp_path
 
 

@@ -19,8 +19,8 @@ from datatrove_ckpt.process import slurm_job
 from tests.jobs import ask, documents, runner
 from tests.patience import until_async
 from tests.processes import write_program
+from tests.slurm_array import TASKS, enter
 
-TASKS = 3
 # A task of an array. The signal comes when the first rank that runs has ended and the next has not
 # begun.
 TASK = """
@@ -58,33 +58,13 @@ async def ask(document, generate):
 
 @pytest.fixture
 def array(tmp_path, monkeypatch):
-    """The last task of array 17, whose own job number is 17, too.
-
-    Slurm says of it what the file "record" holds.
-    """
-    for folder in ("input", "logs"):
-        (tmp_path / folder).mkdir()
-    write_program(
-        tmp_path / "tools/scontrol",
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncat {tmp_path}/record\n',
-    )
+    """The last task of an array. Slurm says of it what the file "record" holds."""
+    enter(tmp_path, monkeypatch, f"cat {tmp_path}/record", os.environ["PATH"])
+    (tmp_path / "logs").mkdir()
     (tmp_path / "record").write_text("here\n")  # the node list
     (tmp_path / "task.py").write_text(TASK)
     (tmp_path / "my_rollout.py").write_text(ROLLOUT)
     (tmp_path / "logs/ranks_to_run.json").write_text(json.dumps(list(range(TASKS))))
-    for rank in range(TASKS):
-        (tmp_path / f"input/{rank}.jsonl").write_text(
-            json.dumps({"text": f"text {rank}", "id": f"{rank}"}) + "\n"
-        )
-    monkeypatch.setenv("PATH", f"{tmp_path}/tools:{os.environ['PATH']}")
-    for name, value in (
-        ("JOB_ID", "17"),
-        ("ARRAY_JOB_ID", "17"),
-        ("ARRAY_TASK_ID", "0"),
-        ("NODELIST", "here"),
-    ):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
     return tmp_path
 
 

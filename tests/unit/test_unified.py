@@ -33,7 +33,6 @@ def read(reader, columns=None):
 @pytest.mark.parametrize(
     ("arrays", "unified"),
     [
-        ([pa.array([1], pa.int32()), pa.array([2**40], pa.int64())], pa.int64()),
         ([pa.array([1], pa.int64()), pa.array([1.5], pa.float32())], pa.float64()),
         ([pa.array(TEXTS), pa.array(TEXTS).dictionary_encode()], pa.string()),
         ([pa.array(TEXTS), pa.array(TEXTS, pa.string_view())], pa.large_string()),

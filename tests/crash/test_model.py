@@ -610,7 +610,7 @@ def fault(raising=None, answers_left=None):
 @pytest.mark.parametrize(
     ("examples", "steps"),
     [
-        (4, 20),
+        (2, 20),
         pytest.param(40, 15, marks=pytest.mark.slow),
         pytest.param(150, 30, marks=pytest.mark.full),
     ],
@@ -634,8 +634,7 @@ def test_whatever_happens_every_document_is_accounted_for_exactly_once(ram, exam
             ),
         )
     print(", ".join(f"{number} {what}" for what, number in JobMachine.count.items()))
-    expected = {4: (), 40: ("kills", "power losses", "disk errors")}
-    # These need unfinished documents.
-    rare = ("kills", "power losses", "disk errors", "failed rollouts", "refusing servers")
-    for what in expected.get(examples, rare):
+    expected = ["kills", "power losses", "disk errors", "failed rollouts", "refusing servers"]
+    # The last two need unfinished documents, and few examples need not hold each.
+    for what in expected[: {2: 0, 40: 3, 150: 5}[examples]]:
         assert JobMachine.count[what], f"no {what}"

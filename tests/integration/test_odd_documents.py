@@ -4,7 +4,6 @@ stuck on one.
 
 from functools import partial
 
-import pandas
 import pytest
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
@@ -132,5 +131,7 @@ def test_an_id_that_is_the_number_0_is_written(tmp_path, server, command, form):
     job = ["run", "--input", tmp_path / "in.jsonl", "--prompt", "{text}", "--endpoint", server.url]
     command(*map(str, job), f"--run-folder={run_folder}", "--model=m", f"--output-format={form}")
     (file,) = (run_folder / "output").iterdir()
+    import pandas
+
     read = {"jsonl": partial(pandas.read_json, lines=True), "parquet": pandas.read_parquet}[form]
     assert list(read(file)["id"]) == [0, 1, 2]

@@ -10,7 +10,6 @@ from itertools import count
 
 import fsspec
 import orjson
-import pandas
 import pytest
 from datatrove.data import Document
 from datatrove.io import get_datafolder
@@ -233,6 +232,8 @@ def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_a
 
 
 def test_a_killed_run_goes_on_in_another_form_with_each_document_once(tmp_path, server):
+    import pandas
+
     for number in count(66, 10):  # one file is published, both, one is committed, both
         folder = tmp_path / str(number)
         with crash_at(number, folder) as disk:

@@ -12,9 +12,7 @@ import shutil
 from inspect import signature
 from pathlib import Path
 
-import datasets
 import fsspec
-import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -794,6 +792,9 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
 
 def test_a_table_goes_in_and_comes_out_with_the_answers_as_a_column(command):
     """Parquet is read by pandas and ``datasets``, as people go on with it."""
+    import datasets
+    import pandas
+
     Path("tables").mkdir()
     table = pa.table({"id": ["1", "2"], "text": ["a", "b"], "stars": [4, 5]})
     pq.write_table(table, "tables/in.parquet")

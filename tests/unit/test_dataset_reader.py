@@ -5,7 +5,6 @@ another input.
 import json
 import os
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +24,8 @@ KINDS = ["parquet", "json", "arrow"]
 
 @pytest.fixture(autouse=True)
 def _own_caches(tmp_path, monkeypatch):
+    import datasets
+
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", False)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -139,6 +140,8 @@ def test_arguments_mean_what_they_mean_in_datatrove(options, tmp_path):
 @pytest.mark.matrix
 @pytest.mark.parametrize(("shuffle", "tasks"), [(True, 3), (False, 1), (False, 3)])
 def test_a_dataset_on_disk(shuffle, tasks, tmp_path):
+    import datasets
+
     datasets.Dataset.from_list(rows(40)).save_to_disk(tmp_path / "disk", num_shards=3)
     options = {
         "dataset": str(tmp_path / "disk"),
@@ -208,6 +211,8 @@ def test_changed_files_of_a_stream_are_refused(tmp_path):
 @pytest.mark.matrix
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_other_rows_of_a_map_style_dataset_are_refused(on_disk, tmp_path):
+    import datasets
+
     def store(content, name):
         dataset = datasets.Dataset.from_list(content)
         if on_disk:

@@ -10,7 +10,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
@@ -100,6 +99,8 @@ def test_what_json_would_turn_into_null_is_kept(value):
 
 def test_a_value_is_the_same_beside_one_that_json_cannot_say():
     """True was 1 there; nanoseconds and an empty text of numpy were lost anywhere."""
+    import pandas as pd
+
     time = pd.Timestamp("2020-01-01T00:00:00.123456789+02:00")
     values = [True, False, 1, "x", time, np.str_("")]
     for beside in (None, math.nan, 2**70, {1: 2}, {"$py": 1}):

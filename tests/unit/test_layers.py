@@ -17,7 +17,8 @@ from datatrove_ckpt.generation import code_text
 from datatrove_ckpt.generation.step import Step
 from tests.unit.test_plain_statements import packed
 
-pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
+# The package is parsed once, for seconds.
+pytestmark = [pytest.mark.xdist_group("layers"), pytest.mark.slow]
 
 PACKAGE = Path(datatrove_ckpt.__file__).parent
 

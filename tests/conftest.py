@@ -305,18 +305,6 @@ def real_ready_window():
     """For tests of an endpoint that does not answer at the start."""
 
 
-@pytest.fixture(autouse=True)
-def start_has_time(request, monkeypatch):
-    """On a busy machine the first answer may take seconds.
-
-    Tests with a small patience mean later requests.
-    """
-    if "real_ready_window" not in request.fixturenames:
-        monkeypatch.setattr(
-            "datatrove_ckpt.inference.servers.endpoints.ready_window", lambda config: 60.0
-        )
-
-
 @pytest.fixture
 def code_described_once(monkeypatch):
     """For tests of hundreds of attempts with one rollout: describing its code takes a third of
@@ -376,45 +364,22 @@ def hub(tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _no_rest_after_answers(monkeypatch):
-    """Servers of tests send nothing unasked, but for those of test_client.py, which rest for
-    longer.
-    """
-    monkeypatch.setattr("datatrove_ckpt.inference.client.plain.QUIET", 0.0)
-
-
-@pytest.fixture(autouse=True)
-def _no_job_that_ends(monkeypatch):
-    """No test leaves the end of its Slurm job to the next: ranks would stop for it."""
+def _as_if_alone(request, monkeypatch):
+    """No test leaves its servers, its disk, open files or its words to the next."""
+    # fsspec keeps one object for each name of a folder, with the first test's working directory.
+    DataFolder.clear_instance_cache()
+    # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
-
-
-@pytest.fixture(autouse=True)
-def _no_warm_servers():
-    """No test leaves its servers to the next."""
-    yield
-    close_warm_servers()
-
-
-@pytest.fixture(autouse=True)
-def _door_of_this_test():
-    """No test leaves its words to the next."""
+    # Servers of tests send nothing unasked, but for those of test_client.py.
+    monkeypatch.setattr("datatrove_ckpt.inference.client.plain.QUIET", 0.0)
+    if "real_ready_window" not in request.fixturenames:
+        # On a busy machine the first answer may take seconds: a small patience is for later ones.
+        monkeypatch.setattr(
+            "datatrove_ckpt.inference.servers.endpoints.ready_window", lambda config: 60.0
+        )
+    disk = files.disk
     with doors.entered(doors.Door()):
         yield
-
-
-@pytest.fixture(autouse=True)
-def _folders_of_this_test():
-    """fsspec keeps one object for each name of a folder, with the working directory that the first
-    test had.
-    """
-    DataFolder.clear_instance_cache()
-
-
-@pytest.fixture(autouse=True)
-def _real_disk():
-    """No test leaves a simulated disk, or open files, to the next."""
-    disk = files.disk
-    yield
+    close_warm_servers()
     disk.close()
     files.disk = disk

@@ -90,6 +90,7 @@ else:
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"]
 )

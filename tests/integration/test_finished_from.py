@@ -37,6 +37,7 @@ executor:
   class_path: LocalPipelineExecutor
   init_args:
     tasks: TASKS
+    start_method: fork
     logging_dir: FOLDER/logs
     pipeline:
       - class_path: JsonlReader

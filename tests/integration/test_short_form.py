@@ -873,7 +873,8 @@ def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, comm
 def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answers(server, command):
     rows = [{"id": f"id {n}", "text": "a", "n": value} for n, value in enumerate([1, "one"])]
     Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    job = {**JOB, "endpoint": server.url, "max_concurrent_generations": 1}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
     for size in (1, 2):  # between chunks, and in one
         words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]
         said = command(*words, "--output-format=parquet", code=1).error

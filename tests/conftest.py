@@ -25,7 +25,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.cli import main as cli
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import doors
 from datatrove_ckpt.generation import run_identity
@@ -70,7 +69,6 @@ os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"
 _formatter = _better_exceptions.ExceptionFormatter
 # 4 ms for each test's log.
 _formatter._get_lib_dirs = staticmethod(functools.cache(_formatter._get_lib_dirs))
-cli.make_parser = functools.cache(cli.make_parser)  # 7 ms for each command
 _dump_stacks = pytest_timeout.dump_stacks
 _MEMORY = Path("/dev/shm")
 _NEEDED = 2 << 30  # bytes

@@ -84,6 +84,7 @@ class FinishedDocuments:
         self._rollouts = rollouts
         self._folder = folder
         self._keeps_metadata = keeps_metadata
+        self._lost: set[str] = set()  # names of which a line of the log tells
         self._file: IO[bytes] | None = None
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
@@ -110,8 +111,9 @@ class FinishedDocuments:
         rows: list[Json] = [decode(data).metadata for data in self._find(self._file, digest)]
         for old in rows:
             if not self._differing(document.metadata, old):
-                lost = _lost(document.metadata, old)
-                if lost and not self.taken:
+                lost = [name for name in _lost(document.metadata, old) if name not in self._lost]
+                if lost:
+                    self._lost.update(lost)
                     logger.warning(
                         f"finished_from: the document {safe_repr(str(document.id))} is taken over "
                         f"without {', '.join(map(repr, lost))}: the rollout removed that from the "

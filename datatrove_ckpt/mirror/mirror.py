@@ -292,8 +292,7 @@ class RemoteMirror:
         self._begun += 1
         with ExitStack() as stack:
             snapshot, grown = self._take_snapshot(uploads, stack)
-            # Taking ownership after ``stop`` has given up would fence the rank's next
-            # process.
+            # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
             self._put_job()
             uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)

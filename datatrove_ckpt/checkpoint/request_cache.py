@@ -231,11 +231,16 @@ class RequestCache:
         )
         below = 2**63 - 1
         is_intact = False
-        while rows := self._read(query, (below,)):
-            for below, number in rows:
-                is_intact = is_intact or bool(self.answers(below))
-                if is_intact:
-                    yield below, number
+        before = None
+        while before != below:
+            before = below
+            for ordinal, number in self._read(query, (below,)):
+                # A damaged index may hold anything, in any order.
+                if isinstance(ordinal, int) and ordinal < below:
+                    below = ordinal
+                    is_intact = is_intact or bool(self.answers(ordinal))
+                    if is_intact:
+                        yield ordinal, number
 
     def chunks(self) -> set[int]:
         found = self._read("SELECT DISTINCT chunk_index FROM request_cache")

@@ -130,6 +130,22 @@ def test_any_flipped_bit_costs_answers_at_most(path):
         cache.close()
 
 
+def test_a_damaged_index_names_documents_only_and_comes_to_an_end(path):
+    with sqlite3.connect(path) as connection:
+        ((page,),) = connection.execute(
+            "SELECT rootpage FROM sqlite_schema WHERE name LIKE 'sqlite_autoindex%'"
+        )
+    connection.close()
+    whole, end = path.read_bytes(), page * 4096
+    for bit in range(8 * 13):  # its first record: an ordinal, a rollout, a hash, an occurrence
+        data = bytearray(whole)
+        data[end - 1 - bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        cache = RequestCache(path)
+        assert {type(ordinal) for ordinal, _ in cache.answer_counts()} <= {int}, bit
+        cache.close()
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_disk_that_fails_is_no_damage(path, code):
     cache = RequestCache(path)

@@ -304,7 +304,7 @@ class Fence:
         """How many processes have owned the rank, with this one: the number of the attempt."""
         self.lost = False
         """Whether a check found another owner."""
-        self._seen = self._stamp()
+        self._seen: tuple[int, int] | None = None
 
     def check(self, thorough: bool = False) -> None:
         """Checks that this process is still the owner.
@@ -316,7 +316,8 @@ class Fence:
             Fenced: another process has started since.
         """
         # A network file system may cache attributes for seconds; opening a file refreshes them.
-        if not thorough and self._stamp() == self._seen:
+        stamp = self._stamp()
+        if not thorough and stamp == self._seen:
             return
         owner = run_with_secrets(self._path).get("owner", {})
         if owner != self.owner:
@@ -326,7 +327,7 @@ class Fence:
                 f"{owner.get('pid')}, start number {owner.get('fence')}; this one, number "
                 f"{self.owner['fence']}, writes nothing more. What it saved before is kept."
             )
-        self._seen = self._stamp()
+        self._seen = stamp  # not those of now: a new owner may have come after the file was read
 
     def explain(self, error: BaseException) -> BaseException:
         """Returns ``Fenced`` if a new owner may have caused ``error`` by removing staged files."""

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from datatrove_ckpt.checkpoint import ledger
+from datatrove_ckpt.checkpoint import identity, ledger
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
-from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
@@ -145,6 +145,27 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     run(newer, 2)
     newer.close(completed=True)
     assert set(read_commits(tmp_path / "00000/commits.jsonl")) == {0}
+
+
+def test_a_takeover_while_a_check_reads_the_owner_is_found_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    older = opened(tmp_path)
+    found = []
+
+    def read_and_lose(path):
+        monkeypatch.undo()
+        found.append(run_with_secrets(path))
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", no_locks)
+            found.append(opened(tmp_path))
+        return found[0]
+
+    monkeypatch.setattr(identity, "run_with_secrets", read_and_lose)
+    older.lease.check()
+    with pytest.raises(Fenced):
+        older.lease.files.write([], {})
+    for checkpoint in (older, found[1]):
+        checkpoint.close()
 
 
 def test_a_journal_is_on_the_disk_before_its_output_is_written(tmp_path):

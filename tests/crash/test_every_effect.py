@@ -107,12 +107,12 @@ def answered(folder):
 @pytest.mark.parametrize(
     ("number", "torn", "counted", "recoveries", "step"),
     [
-        (2, False, OF_FILES, 15, 5),
+        (2, False, OF_FILES, 15, 9),
         pytest.param(2, False, EFFECTS, 4, 1, marks=pytest.mark.slow),
         pytest.param(2, False, EFFECTS, 1, 1, marks=pytest.mark.full),
         pytest.param(2, True, EFFECTS, 1, 1, marks=pytest.mark.full),
     ],
-    ids=["of files, each fifth", "each fourth", "whole", "torn"],
+    ids=["of files, each ninth", "each fourth", "whole", "torn"],
 )
 def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
     folder, number, torn, counted, recoveries, step
@@ -139,7 +139,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("older", "step"), [(False, 5), (False, 1), (True, 1)])
+@pytest.mark.parametrize(("older", "step"), [(False, 9), (False, 1), (True, 1)])
 def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, step):
     """And a rank of another job is refused as soon as one holds work."""
     with FakeServer() as server:
@@ -163,7 +163,7 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, s
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("step", [4, 1])
+@pytest.mark.parametrize("step", [7, 1])
 def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step):
     with FakeServer(delay=slow_start) as server:
         kept = Counter()
@@ -186,7 +186,7 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step):
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        ("parquet", 5),
+        ("parquet", 9),
         ("parquet", 1),
         ("gzip", 1),
         pytest.param("zstd", 1, marks=pytest.mark.full),
@@ -237,11 +237,11 @@ def test_output_is_the_same_after_a_power_loss_at_every_effect(folder, number, r
 @pytest.mark.parametrize(
     ("code", "number", "step"),
     [
-        (errno.ENOSPC, 1, 5),
+        (errno.ENOSPC, 1, 9),
         pytest.param(errno.ENOSPC, 3, 1, marks=pytest.mark.slow),
         pytest.param(errno.EIO, 3, 1, marks=pytest.mark.full),
     ],
-    ids=["full disk, each fifth", "full disk, longer", "EIO"],
+    ids=["full disk, each ninth", "full disk, longer", "EIO"],
 )
 def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
     folder, code, number, step

@@ -117,7 +117,7 @@ def prove(folder, after_crash, torn, number, step=1):
     ("after_crash", "torn", "number"),
     [
         pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
-        pytest.param(lose_the_node, True, 2, id="node lost, torn puts, each fifth"),
+        pytest.param(lose_the_node, True, 2, id="node lost, torn puts, each ninth"),
         pytest.param(
             lose_the_node, True, 3, id="node lost, torn puts, two chunks", marks=pytest.mark.slow
         ),
@@ -127,7 +127,7 @@ def prove(folder, after_crash, torn, number, step=1):
 def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_version(
     folder, after_crash, torn, number, warnings
 ):
-    report = prove(folder, after_crash, torn, number, step=1 + 4 * (number == 2))
+    report = prove(folder, after_crash, torn, number, step=1 + 8 * (number == 2))
     print(report)
     assert torn or not [line for line in warnings if "are damaged" in line], (
         "a kill leaves complete versions only"
@@ -169,7 +169,7 @@ ALL = (*EFFECTS, *REMOTE_EFFECTS)
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("after_crash", "counted", "step"),
-    [(keep_the_node, OF_FILES, 5), (keep_the_node, ALL, 1), (lose_the_node, ALL, 1)],
+    [(keep_the_node, OF_FILES, 9), (keep_the_node, ALL, 1), (lose_the_node, ALL, 1)],
 )
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(
     folder, after_crash, counted, step

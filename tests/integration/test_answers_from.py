@@ -332,6 +332,7 @@ NEW = [
 ]
 
 
+@pytest.mark.slow
 def test_canned_answers_are_not_taken_for_answers_of_a_model(here, server, command):
     """They are completions."""
     rollout = '{class_path: CompletionRollout, init_args: {prompt: "Say {text}"}}'

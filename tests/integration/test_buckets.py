@@ -151,6 +151,7 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
 # a repository ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command, tmp_path):
     """Versions before this one wrote there: one commit for each object."""
     put_input(job, 1, 1)

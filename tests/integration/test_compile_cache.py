@@ -89,7 +89,7 @@ def test_a_new_node_starts_with_what_another_node_compiled_if_there_is_a_key(
     assert node() == (["compiled"], archives)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["other code", "cut", "no seal", "another key"])
 def test_an_archive_that_is_not_whole_or_not_sealed_is_not_used_and_replaced(
     node, log, change, monkeypatch

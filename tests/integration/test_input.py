@@ -342,7 +342,7 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path, server):
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-@pytest.mark.parametrize("step", [4, 1])
+@pytest.mark.parametrize("step", [9, 1])
 def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch, step):
     """Of two chunks, the first is committed before the record is written, the second after that.
 

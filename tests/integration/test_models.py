@@ -85,7 +85,7 @@ def test_each_request_goes_to_its_model(here, writes, judges):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("step", [7, 1])
+@pytest.mark.parametrize("step", [17, 1])
 def test_killed_at_every_write_and_resumed(ram, step):
     def attempt(folder):
         runner(folder, writes, judges).run(documents(2))

@@ -117,7 +117,7 @@ def test_a_task_that_runs_elsewhere_refuses_another_output_folder(tmp_path, serv
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("step", [13, 3])
+@pytest.mark.parametrize("step", [29, 3])
 def test_killed_at_every_effect_of_the_first_start_elsewhere_the_same_command_goes_on(
     tmp_path, step
 ):

@@ -235,7 +235,10 @@ def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
 
 FORMS = pytest.mark.parametrize(
     ("form", "rollout", "config"),
-    [(FakeProvider, ask, BATCHES), (FakeMessages, message, MESSAGES)],
+    [
+        (FakeProvider, ask, BATCHES),
+        pytest.param(FakeMessages, message, MESSAGES, marks=pytest.mark.slow),
+    ],
     ids=["openai", "anthropic"],
 )
 
@@ -482,7 +485,7 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeyp
     ("form", "kind", "rollout", "config"),
     [
         (FakeProvider, BatchProvider, ask, BATCHES),
-        (FakeMessages, MessageBatches, message, MESSAGES),
+        pytest.param(FakeMessages, MessageBatches, message, MESSAGES, marks=pytest.mark.slow),
     ],
     ids=["openai", "anthropic"],
 )

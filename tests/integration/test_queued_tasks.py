@@ -38,8 +38,8 @@ def known(then, now):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
-@pytest.mark.matrix
 @pytest.mark.parametrize("pickle", [name for name in PICKLES if not name.endswith("/parts")])
 def test_a_queued_task_runs(pickle, here, server):
     write_input(here)

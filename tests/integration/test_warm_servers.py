@@ -299,7 +299,7 @@ def run_local(executor, folder, workers, **settings):
     executor(pipeline, tasks=3, workers=workers, logging_dir=logs, start_method="fork").run()
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 1])
 @pytest.mark.parametrize(
     "executor", [LocalPipelineExecutor, DatatroveExecutor], ids=["ours", "datatrove's"]

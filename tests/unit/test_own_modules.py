@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.process.own_modules import _MOST_BYTES, own_files, own_modules
+from datatrove_ckpt.process.own_modules import own_files, own_modules
 
 
 @pytest.fixture
@@ -77,15 +77,16 @@ def test_those_in_the_working_folder_go_along_and_installed_ones_do_not(
     assert names() == set()
 
 
-def test_what_is_too_large_or_secret_is_refused(write):
+def test_what_is_too_large_or_secret_is_refused(write, monkeypatch):
+    monkeypatch.setattr("datatrove_ckpt.process.own_modules._MOST_BYTES", 2**10)
     write("own_b/__init__.py", "own_b/small.txt")
-    write("own_b/table.bin", content="\n" * _MOST_BYTES)
+    write("own_b/table.bin", content="\n" * 2**10)
     importlib.import_module("own_b")
     assert own_files()["own_b/table.bin"]
     write("own_b/small.txt", content="more")
     with pytest.raises(
         ConfigError,
-        match=r"at most 10 MB go along with the jobs\. The largest .*table\.bin \(10 MB\)",
+        match=r"at most 1 kB go along with the jobs\. The largest .*table\.bin \(1 kB\)",
     ):
         own_files()
     write("own_b/table.bin", content="KEY = 'hf_A1b2C3d4E5f6G7h8'")

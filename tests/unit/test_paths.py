@@ -13,7 +13,7 @@ from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from tests.jobs import documents, runner
-from tests.yaml_jobs import job_yaml
+from tests.yaml_jobs import endpoint, job_yaml
 
 
 @pytest.fixture
@@ -36,10 +36,9 @@ def run(
     output="output",
     logs="logs",
     checkpoints="checkpoints",
+    config="server_type: dummy, model_name_or_path: m",
 ):
-    text = job_yaml(
-        "server_type: dummy, model_name_or_path: m", data=f'"{data}"', output=f'"{output}"'
-    )
+    text = job_yaml(config, data=f'"{data}"', output=f'"{output}"')
     text = text.replace("dir: logs", f"dir: {logs}").replace(
         "dir: checkpoints", f'dir: "{checkpoints}"'
     )
@@ -74,9 +73,9 @@ def test_a_path_that_nothing_expands_is_an_error_and_no_folder(folder, capsys, p
 @pytest.mark.matrix
 @pytest.mark.parametrize("checkpoints", ["$SCRATCH/checkpoints", "~/checkpoints"])
 def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints(
-    folder, capsys, checkpoints
+    folder, capsys, server, checkpoints
 ):
-    assert run(checkpoints=checkpoints) == 0
+    assert run(checkpoints=checkpoints, config=endpoint(server)) == 0
     assert "1 of 1 document is in 1 file" in capsys.readouterr().out
     place = folder.parent / ("home" if checkpoints.startswith("~") else "scratch")
     assert (place / "checkpoints/00000/run.json").exists()

@@ -14,6 +14,7 @@ from tests.integration.test_typed_ways import PATHS
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "rollout",
     [

@@ -96,6 +96,7 @@ def markers(hub):
     ]
 
 
+@pytest.mark.slow
 def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(job, server, command):
     put_input(job, 1, 1)
     there = f"{'0' * 40}-run"
@@ -242,7 +243,7 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
 # lists that lag ----------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [3, 1, 5])
 def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
     for number in range(lag):

@@ -59,7 +59,7 @@ def test_output_is_that_of_the_commit_that_the_job_began_with(job, hub, server, 
     )
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -206,6 +206,7 @@ def killed_before_its_commit(step, monkeypatch):
             step.run(documents(2))  # one chunk: another one might be uploaded later
 
 
+@pytest.mark.matrix
 @on("many files", "bucket")
 def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, place, servers):
     one, other = servers
@@ -242,6 +243,7 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
     assert place.files() == written
 
 
+@pytest.mark.matrix
 @on("local", "hub")
 def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     tmp_path,
@@ -281,6 +283,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     command("verify", tmp_path / "a/checkpoints", "--full")
 
 
+@pytest.mark.matrix
 @UNOWNED
 @on("local", "memory", "hub")
 def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(

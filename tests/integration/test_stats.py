@@ -233,6 +233,7 @@ def test_an_input_that_grew_after_its_end_was_committed(tmp_path, server):
     assert set(server.asked.values()) == {1}
 
 
+@pytest.mark.slow
 def test_a_retry_of_dead_letters_adds_to_the_stats(tmp_path):
     """Whatever comes last: the retry, one that finds nothing to do, or a run that begins again."""
     write_input(tmp_path)

@@ -199,6 +199,7 @@ async def with_other_work(ask):
     await _turns(10)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)]
 )

@@ -189,7 +189,7 @@ def test_a_line_that_does_not_end_is_an_error_that_names_the_file(tmp_path, monk
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 2**21)
     monkeypatch.setattr(no_document.read_line, "__defaults__", (2**21,))
     name = f"a.jsonl.{suffix}".rstrip(".")
-    (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**24)))
+    (tmp_path / name).write_bytes(COMPRESS.get(suffix, bytes)(bytes(2**22)))
     with pytest.raises(
         InputError, match=f"A line of the input file '{name}' is longer than {2**21} bytes"
     ):

@@ -265,7 +265,7 @@ def check_mirror(one, other):
 @pytest.mark.parametrize(
     ("first", "second", "step"),
     [
-        ("b" * 16, "a" * 16, 29),
+        ("b" * 16, "a" * 16, 61),
         pytest.param("a" * 16, "b" * 16, 1, marks=pytest.mark.slow),
         pytest.param("b" * 16, "a" * 16, 1, marks=pytest.mark.slow),
     ],
@@ -276,7 +276,7 @@ def test_the_last_owner_has_complete_and_newest_versions_wherever_two_processes_
     """The first process pauses before each of its requests in turn, the second before each of its
     own meanwhile.
 
-    With a step of 29, that is each 29th of its own, beginning with another one for the first
+    With a step of 61, that is each 61st of its own, beginning with another one for the first
     process's next request.
     """
     cases = at_first = at_second = 0

@@ -139,7 +139,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("older", "step"), [(False, 9), (False, 1), (True, 1)])
+@pytest.mark.parametrize(("older", "step"), [(False, 17), (False, 1), (True, 1)])
 def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, step):
     """And a rank of another job is refused as soon as one holds work."""
     with FakeServer() as server:

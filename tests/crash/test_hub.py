@@ -96,8 +96,8 @@ def wait_for_requests_in_flight():
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("seconds", "lag", "each"),
-    [(300.0, 0, 13), (300.0, 0, 1), (0.0, 0, 1), (300.0, 1, 1)],
-    ids=["each 13th", "one commit", "several", "lag"],
+    [(300.0, 0, 29), (300.0, 0, 1), (0.0, 0, 1), (300.0, 1, 1)],
+    ids=["each 29th", "one commit", "several", "lag"],
 )
 def test_killed_at_every_request(hub, server, client, ram, seconds, lag, each):
     expected = None

@@ -110,6 +110,7 @@ def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(jo
     store.close()
 
 
+@pytest.mark.slow
 def test_workers_share_a_job_in_a_bucket_and_leave_no_claims(job, server, command, monkeypatch):
     put_input(job, 2, 3)
     write_yaml(server, tasks=2)
@@ -205,7 +206,7 @@ class Expiring(Access):
         pass
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [60, 3, 30, 45, 75, 90, 120])
 def test_a_token_that_expires_in_the_middle_loses_nothing(
     job,

@@ -78,7 +78,7 @@ def rows_on_hub(hub, repository):
     }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("name", "repository", "logs", "longest"),

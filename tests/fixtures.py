@@ -80,6 +80,7 @@ hypothesis.settings.register_profile(
     deadline=None,
     # In .ci/run the same examples each time: no failure by chance.
     derandomize="DATATROVE_CKPT_NO_SKIPS" in os.environ,
+    max_examples=100 if "DATATROVE_CKPT_NO_SKIPS" in os.environ else 40,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("on a busy machine")

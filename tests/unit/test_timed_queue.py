@@ -29,7 +29,7 @@ def test_a_wait_ends_also_if_its_time_is_over_before_it_begins():
 
 
 def wait_often():
-    for _ in range(1500):
+    for _ in range(700):
         items = queue.SimpleQueue()
         with pytest.raises(queue.Empty):
             get_within(items, 2e-6)

@@ -43,7 +43,7 @@ def test_where_ranks_stand_is_shown_and_a_parent_that_does_not_listen_holds_up_n
 ):
     def run(slot, task):
         report = reporter()
-        for number in range(500 if stop else 10):  # more than a pipe holds
+        for number in range(350 if stop else 10):  # more than a pipe holds
             report(task, RankProgress(slot, number + 1, (number + 1, 0, 0)))
         return task
 

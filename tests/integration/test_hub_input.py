@@ -1,6 +1,4 @@
-"""Input on the hub: nothing before the position is downloaded again, and all ranks read one
-commit.
-"""
+"""Input on the hub: nothing before the position is downloaded again."""
 
 import io
 
@@ -15,10 +13,8 @@ from datatrove_ckpt.readers import (
     HuggingFaceDatasetReader,
     JsonlReader,
     ParquetReader,
-    Reading,
     position_state,
 )
-from datatrove_ckpt.readers.revisions import Revisions
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -105,15 +101,6 @@ def test_a_run_continues_on_the_commit_that_it_began_with(hub):
     )
     assert list(resumed(options(), documents[12])) == documents[13:]
     assert read(HuggingFaceDatasetReader, options()) != documents
-
-
-def test_all_ranks_of_a_job_read_the_same_commit(hub, tmp_path):
-    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
-    expected = [read(HuggingFaceDatasetReader, options(), rank, 2) for rank in range(2)]
-    for rank in range(2):
-        with Reading(revisions=Revisions(tmp_path / "checkpoints")):
-            assert read(HuggingFaceDatasetReader, options(), rank, 2) == expected[rank]
-        hub.put(REPOSITORY, {"data/train-0.parquet": parquet(500, 20)})
 
 
 def test_another_revision_is_refused(hub):

@@ -64,16 +64,6 @@ def test_an_answer_that_quotes_the_token_does_not_show_it(hub):
 # a repository that is missing --------------------------------------------------------------------
 
 
-def test_a_writer_that_says_how_has_its_repository_made(hub, log):
-    check_access(FOLDER, private=True)
-    assert hub.repo("org/data").private
-    assert any(
-        "made the private dataset repository org/data, which was not there" in line for line in log
-    )
-    check_access(FOLDER, private=True)
-    assert [request.kind for request in hub.requests] == ["auth-check", "create", "auth-check"]
-
-
 def test_a_bucket_that_is_missing(hub, log):
     bucket = HubFolder.parse("hf://buckets/org/raw/part")
     assert refused(bucket).endswith("or make it: hf buckets create org/raw --private")

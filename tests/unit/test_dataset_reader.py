@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
 from datatrove_ckpt.readers.revisions import Revisions
 from tests.unit.tables import write_table
@@ -245,16 +245,6 @@ def test_changed_settings_are_refused_by_name(tmp_path):
     for named, change in (changes | {"limit is now 3": {"limit": 3}}).items():
         with pytest.raises(CheckpointMismatch, match=named):
             resume(options | change, document)
-
-
-# Mistakes ----------------------------------------------------------------------------------------
-
-
-def test_a_shuffle_buffer_and_a_token_are_refused_when_the_reader_is_made():
-    with pytest.raises(ConfigError, match="streaming=False"):
-        HuggingFaceDatasetReader("org/data", streaming=True, shuffle_files=True)
-    with pytest.raises(ConfigError, match="HF_TOKEN"):
-        HuggingFaceDatasetReader("org/data", {"token": "hf_secret"})
 
 
 # Commits and retries -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError, DocumentFailed
 from datatrove_ckpt.generation.run_identity import answering_flags
-from datatrove_ckpt.rollouts import ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_examples import write_documents
 from tests.integration.test_typed_ways import PATHS, all_ways
@@ -28,6 +28,8 @@ ROLLOUTS = [
     (ClassifyRollout(labels=["bad", "good"], threshold=0.5), 1),
     (JudgeRollout("Sum up {text}", judge_prompt="Rate {answer}", score_pattern="[0-9]+"), 2),
     (all_ways, 6),
+    (EmbedRollout(column="vector"), 1),
+    (ChunkedRollout("Q {text}", max_chars_per_part=4, carry="conversation"), 2),
 ]
 
 

@@ -404,16 +404,6 @@ def removed_rank(folder):
     shutil.rmtree(folder / "output")
 
 
-def test_a_rank_whose_folder_was_removed_starts_over(half, server):
-    """last_chunk is still there then, and does not count."""
-    folder = half.restore()
-    removed_rank(folder)
-    with FakeServer(status=statuses(broken=True)) as broken, pytest.raises(ServerUnavailable):
-        run(folder, broken, STOPS_SOON)
-    run(folder, server)
-    assert outputs(folder / "output") == half.output
-
-
 def test_a_commit_names_only_files_in_the_output_folder(half, server):
     for name in ("../../precious", "/precious", "a/../../precious", ""):
         path = half.restore() / RANK / "commits.jsonl"

@@ -159,15 +159,6 @@ def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 20)
 
 
-def test_a_second_signal_ends_the_wait_at_once(tmp_path, reraised, monkeypatch, log):
-    monkeypatch.setattr(preemption, "SAME_EVENT", 0.0)
-    with FakeServer(hold_after=0) as server:
-        step = runner(tmp_path, server, plain, drain_seconds=600)
-        preempted(step, 1, server, 1, lambda: send_signal(signal.SIGUSR1))
-    assert reraised == [signal.SIGTERM, signal.SIGUSR1]
-    assert any("1 request in flight was given up" in line for line in log)
-
-
 def test_several_signals_of_one_event_are_one(tmp_path, reraised, log, monkeypatch):
     """srun passes SIGTERM on to tasks that have received it already."""
     monkeypatch.setattr(preemption, "SAME_EVENT", 600.0)

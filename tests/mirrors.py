@@ -18,7 +18,7 @@ from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
-from datatrove_ckpt.errors import OutputMismatch, ServerUnavailable
+from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
@@ -119,25 +119,6 @@ class Job:
 
     def lose_the_node(self):
         shutil.rmtree(self.checkpoints, ignore_errors=True)
-
-
-def refuse_the_second(folder, remotes):
-    """Two jobs start into one empty folder. The later one is refused, also once the first has lost
-    its node.
-
-    All answers of the first one say "first".
-    """
-    one, two = (Job(folder, remote) for remote in remotes)
-    two.checkpoints = folder / "second"
-    one.run_until("text 1")
-    for lose in (lambda: None, one.lose_the_node):
-        lose()
-        with FakeServer() as server:
-            with pytest.raises(OutputMismatch, match="belongs to another run"):
-                two.run(server)
-            assert not server.asked
-    with FakeServer(answer=lambda path, text: f"first {text}") as server:
-        one.run(server)
 
 
 def up_to(question):

@@ -50,7 +50,6 @@ from tests.mirrors import (
     answered,
     ask_twice,
     read_rows,
-    refuse_the_second,
     up_to,
 )
 from tests.patience import until
@@ -428,7 +427,17 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job, ser
 def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(
     tmp_path,
 ):
-    refuse_the_second(tmp_path, (str(tmp_path / "one"), str(tmp_path / "two")))
+    """The later one is refused, also once the first has lost its node."""
+    one, two = (Job(tmp_path, str(tmp_path / name)) for name in ("one", "two"))
+    two.checkpoints = tmp_path / "second"
+    one.run_until("text 1")
+    with FakeServer() as server:
+        for lose in (lambda: None, one.lose_the_node):
+            lose()
+            with pytest.raises(OutputMismatch, match="belongs to another run"):
+                two.run(server)
+            assert not server.asked
+        one.run(server)
 
 
 class FailingOnce(object_store.Effects):

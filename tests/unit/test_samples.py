@@ -81,10 +81,8 @@ def test_lists_of_numbers_are_arrays_of_their_own(name, together, monkeypatch):
 
 
 def test_rows_of_json_are_the_same():
-    rows = [{"n": 1, "ids": [1, 2], "text": "a"}, {"n": 2, "ids": [3, 4], "text": "b"}]
-    made = [json_row(row) for row in rows]
-    assert [row["ids"].tolist() for row in made] == [[1, 2], [3, 4]]
-    assert json_row({"a": ["x", 1], "b": [], "c": [True]}) == {"a": ["x", 1], "b": [], "c": [True]}
+    row = {"a": ["x", 1], "b": [], "c": [True], "n": 1, "text": "a"}
+    assert json_row(dict(row)) == row
 
 
 BIG = 2**53

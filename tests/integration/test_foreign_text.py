@@ -5,7 +5,7 @@ without secrets.
 import os
 import threading
 import traceback
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 
@@ -13,31 +13,19 @@ from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner, Loc
 from datatrove_ckpt.errors import DocumentFailed, TooManyDeadLetters
 from tests.jobs import chat, documents, writer
 
+from .test_requests_as_given import Records
+
 SENT, IN_ENVIRONMENT = "Bearer canary-of-payload", "canary-of-environment"
 PAYLOAD = chat("x", extra_headers={"Authorization": SENT})
 FORGED = "\n2026-11-22 12:00:00.000 | SUCCESS | all is well\x1b]0;title\x07\x1b[2J\u202e\u2028"
 
 
-class Refuses(BaseHTTPRequestHandler):
+class Refuses(Records):
     """Answers 400 to each request, with what it was sent and what a terminal would obey."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self._answer(200, b'{"data": [{"id": "fake"}]}')
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(400, f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode())
-
-    def _answer(self, status, body):
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
+        self._answer(f"{FORGED} {SENT} {IN_ENVIRONMENT}".encode(), 400)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class Records(BaseHTTPRequestHandler):
     status = 200
 
     def do_GET(self):
-        self._answer({"data": [{"id": "fake"}]})
+        self._answer(b'{"data": [{"id": "fake"}]}')
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -53,10 +53,10 @@ class Records(BaseHTTPRequestHandler):
             "choices": [{"message": {"content": "yes"}, "finish_reason": "stop"}],
             "usage": {},
         }
-        self._answer(answer if self.status == 200 else {"error": f"{path} {headers}"}, self.status)
+        content = answer if self.status == 200 else {"error": f"{path} {headers}"}
+        self._answer(json.dumps(content).encode(), self.status)
 
-    def _answer(self, content, status=200):
-        body = json.dumps(content).encode()
+    def _answer(self, body, status=200):
         if not status:
             self.wfile.write(b"HTTP/1.1 no status\r\n\r\n")
             self.close_connection = True

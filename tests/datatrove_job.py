@@ -85,8 +85,6 @@ class Datatrove:
         """Waits for the run. Returns its exit code; negative: the signal that killed it."""
         assert self._process is not None
         code = self._process.wait()
-        with suppress(ProcessLookupError):  # datatrove's executor leaves a manager behind
-            os.killpg(self._process.pid, signal.SIGKILL)
         self._process = None
         return code
 
@@ -140,15 +138,12 @@ class Killer:
 def _job(
     folder,
     url,
-    tasks=1,
     concurrent=3,
     template=TEMPLATE,
     compression=None,
     size=SIZE,
-    checkpoints=True,
 ):
-    """Runs it, with datatrove's executor if there are several tasks."""
-    from datatrove.executor import LocalPipelineExecutor
+    """Runs it."""
     from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
 
     config = InferenceConfig(
@@ -162,17 +157,11 @@ def _job(
         rollout,
         config,
         make_writer(Path(folder), template, compression),
-        checkpoints_local_dir=f"{folder}/checkpoints" if checkpoints else None,
+        checkpoints_local_dir=f"{folder}/checkpoints",
         records_per_chunk=size,
         skip_bad_requests=True,
     )
-    reader = JsonlReader(f"{folder}/input")
-    if tasks == 1:
-        runner.run(reader.run())
-    else:
-        LocalPipelineExecutor(
-            [reader, runner], tasks, workers=1, logging_dir=f"{folder}/logs"
-        ).run()
+    runner.run(JsonlReader(f"{folder}/input").run())
 
 
 def _end_with_parent():

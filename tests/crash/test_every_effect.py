@@ -264,7 +264,7 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
             most = max(most, kept.total())
 
         tried = assert_same_output_after_disk_errors(
-            attempt, folder, codes=(code,), after_error=after_error, step=step
+            attempt, folder, code=code, after_error=after_error, step=step
         )
         assert most == number, "nothing was on disk that could be re-requested"
     print(f"{len(tried)} disk errors")

@@ -369,5 +369,3 @@ def test_all_requests_of_a_document_go_to_one_replica(tmp_path):
     found = [{text.partition(",")[0] for text in server.asked} for server in (one, other)]
     assert all(found)
     assert not found[0] & found[1]
-
-

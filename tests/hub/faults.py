@@ -27,15 +27,11 @@ class Clock:
 
 @dataclass
 class Rule:
-    """Which requests: their kind ("*": any), a part of their URL, the first ``skip`` of them
-    spared.
-    """
+    """Which requests: their kind ("*": any)."""
 
     kind: str
-    where: str = ""
-    skip: int = 0
     times: int | None = 1
-    """How many requests are hit after those spared. None: all."""
+    """How many requests are hit. None: all."""
     after_effect: bool = False
     """The hub does what is asked for first."""
     every: int = 1
@@ -43,18 +39,14 @@ class Rule:
     hits: int = 0
     _seen: int = 0
 
-    def take(self, kind, url, after_effect):
+    def take(self, kind, after_effect):
         """Whether this request is hit; counts it if so."""
-        if (
-            self.after_effect is not after_effect
-            or self.kind not in (kind, "*")
-            or self.where not in url
-        ):
+        if self.after_effect is not after_effect or self.kind not in (kind, "*"):
             return False
         if self.times is not None and self.hits >= self.times:
             return False
         self._seen += 1
-        if self._seen <= self.skip or (self._seen - self.skip) % self.every:
+        if self._seen % self.every:
             return False
         self.hits += 1
         return True

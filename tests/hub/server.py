@@ -143,8 +143,6 @@ class FakeHub:
         status=500,
         times=1,
         after_effect=False,
-        where="",
-        skip=0,
         every=1,
         message="",
         headers=None,
@@ -154,8 +152,6 @@ class FakeHub:
         """
         fault = Fault(
             kind,
-            where,
-            skip,
             times,
             after_effect,
             every,
@@ -170,9 +166,9 @@ class FakeHub:
         """The hub does what is asked for, and closes the connection without an answer."""
         return self.fail(kind, None, times, after_effect=True, every=every)
 
-    def hold(self, kind, times=1, where=""):
+    def hold(self, kind, times=1):
         """The next requests of ``kind`` wait until ``release`` of what is returned."""
-        hold = Hold(kind, self._loop, where=where, times=times)
+        hold = Hold(kind, self._loop, times=times)
         self._rules.append(hold)
         return hold
 
@@ -227,7 +223,7 @@ class FakeHub:
         return response
 
     async def _answer(self, http, request, repo, arguments, body):
-        faulty = await self.fault(request.kind, request.path, after_effect=False)
+        faulty = await self.fault(request.kind, after_effect=False)
         if faulty is not None:
             return faulty
         access = self._access(request)
@@ -238,17 +234,17 @@ class FakeHub:
         if request.kind.startswith("job-"):
             assert self.jobs is not None, "this test has no Jobs"
             answer = self.jobs.answer(http, request.kind, arguments, body)
-            return await self.fault(request.kind, request.path, after_effect=True) or answer
+            return await self.fault(request.kind, after_effect=True) or answer
         if repo[0] == "bucket":
             response = self._buckets.answer(http, request.kind, repo[1], arguments, body, access)
         else:
             response = await self._answers.answer(http, request.kind, repo, arguments, body, access)
-        return await self.fault(request.kind, request.path, after_effect=True) or response
+        return await self.fault(request.kind, after_effect=True) or response
 
-    async def fault(self, kind, path, after_effect=False):
+    async def fault(self, kind, after_effect=False):
         """What a rule of the test answers instead; holds wait here."""
         for rule in self._rules:
-            if not rule.take(kind, path, after_effect):
+            if not rule.take(kind, after_effect):
                 continue
             if isinstance(rule, Hold):
                 await rule.wait()

@@ -56,29 +56,29 @@ def ranges(monkeypatch):
     return found
 
 
-def options(streaming=True, **more):
+def options(**more):
     return {
         "dataset": REPOSITORY,
         "dataset_options": {"split": "train"},
-        "streaming": streaming,
+        "streaming": True,
         "batch_size": 4,
     } | more
 
 
-def read(kind, given, rank=0, tasks=1):
-    return list(kind(**given).run(None, rank, tasks))
+def read(given):
+    return list(HuggingFaceDatasetReader(**given).run())
 
 
-def resumed(given, document, rank=0, tasks=1):
+def resumed(given, document):
     reader = HuggingFaceDatasetReader(**given)
     reader.load_state_dict(position_state(document))
-    return reader.run(None, rank, tasks)
+    return reader.run()
 
 
 def test_nothing_before_the_position_is_downloaded_again(hub, ranges):
     contents = {f"data/train-{n}.parquet": parquet(100 * n, 40, 50_000) for n in range(3)}
     hub.put(REPOSITORY, contents)
-    documents = read(HuggingFaceDatasetReader, options())
+    documents = read(options())
     position = documents[40 + 29]
     ranges.clear()
     asked = len(hub.requests)
@@ -95,23 +95,23 @@ def test_nothing_before_the_position_is_downloaded_again(hub, ranges):
 
 def test_a_run_continues_on_the_commit_that_it_began_with(hub):
     hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
-    documents = read(HuggingFaceDatasetReader, options())
+    documents = read(options())
     hub.put(
         REPOSITORY, {"data/train-0.parquet": parquet(500, 20), "data/a.parquet": parquet(900, 3)}
     )
     assert list(resumed(options(), documents[12])) == documents[13:]
-    assert read(HuggingFaceDatasetReader, options()) != documents
+    assert read(options()) != documents
 
 
 def test_another_revision_is_refused(hub):
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
-    documents = read(HuggingFaceDatasetReader, options())
+    documents = read(options())
     commit = hub.commits(REPOSITORY)[-1]
     assert position_state(documents[0])["commit"] == commit.oid  # type: ignore[index]
     other = options(dataset_options={"split": "train", "revision": commit.oid})
     with pytest.raises(CheckpointMismatch, match="dataset_options"):
         list(resumed(other, documents[3]))
-    assert read(HuggingFaceDatasetReader, other) == documents
+    assert read(other) == documents
 
 
 @pytest.mark.matrix

@@ -56,7 +56,7 @@ class Refusing(Budget):
         return status
 
 
-def in_pieces(folder, server, rollout, number=2, **changes):
+def in_pieces(folder, server, rollout, **changes):
     """Runs the job, which ends after each answer, until it is done.
 
     Returns the number of refused requests.
@@ -65,7 +65,7 @@ def in_pieces(folder, server, rollout, number=2, **changes):
     for _ in range(99):
         budget.left = 1
         try:
-            runner(folder, server, rollout, **changes).run(documents(number))
+            runner(folder, server, rollout, **changes).run(documents(2))
         except CkptError:
             continue
         return budget.refused

@@ -18,6 +18,7 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
 )
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.crash_points import assert_same_output_after_every_crash
 from tests.histories import read_history
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import ask, chat, config, documents, letters, rows, writer
@@ -81,6 +82,18 @@ def test_each_request_goes_to_its_model(here, writes, judges):
     assert [len(server.payloads) for server in (writes, judges)] == [3, 3]
     assert {payload.get("temperature") for payload in writes.payloads} == {None}
     assert {payload.get("temperature") for payload in judges.payloads} == {0}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [17, 1])
+def test_killed_at_every_write_and_resumed(ram, step):
+    def attempt(folder):
+        runner(folder, writes, judges).run(documents(2))
+
+    with says("writer") as writes, says("judge") as judges:
+        (ram / "job").mkdir()
+        report = assert_same_output_after_every_crash(attempt, ram / "job", step=step)
+    assert len(report.points) > 10
 
 
 class Answered:

@@ -1,0 +1,56 @@
+"""Ready-made rollouts, killed whenever answers are kept: the output is that of an undisturbed
+run.
+"""
+
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.integration.test_typed_ways import PATHS
+
+pytestmark = pytest.mark.usefixtures("code_described_once")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "rollout",
+    [
+        ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
+        JudgeRollout(
+            "Q {text}",
+            regex="answer [0-9a-f]*[02468ace]",
+            judge_prompt="Rate {answer}",
+            engine="none",
+        ),
+        EmbedRollout(column="vector"),
+        ClassifyRollout(labels=["bad", "good"]),
+    ],
+    ids=lambda rollout: type(rollout).__name__,
+)
+def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
+    def attempt(folder):
+        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
+        writer = JsonlWriter(
+            str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
+        )
+        checkpoints = str(folder / "checkpoints")
+        InferenceRunner(
+            rollout, config, writer, checkpoints_local_dir=checkpoints, records_per_chunk=1
+        ).run([Document(text="It rained. It snowed.", id="a")])
+
+    with FakeServer(answer) as server:
+        server.paths = PATHS
+        (ram / "job").mkdir()
+        report = assert_same_output_after_crash(
+            attempt, ram / "job", recoveries=False, counted=("commit",)
+        )
+    assert len(report.points) >= 2
+
+
+def answer(payload, times):
+    """By the payload alone: what a server says must not depend on how often it was asked before."""
+    question = payload["messages"][-1]["content"]
+    return f"answer {len(question) * 2:x}"

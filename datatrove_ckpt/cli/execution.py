@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WaitsForBatches,
 )
-from datatrove_ckpt.errors.doors import command
+from datatrove_ckpt.errors.doors import command, current
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import (
@@ -172,6 +172,8 @@ def _note_command(plan: RunPlan, content: Node) -> None:
     if plan.logging_dir.is_local():
         with plan.logging_dir.open(COMMAND_FILE, "w") as file:
             file.write(FullConfig(content).redact(redact(command())))
+            if current().form:
+                file.write(f"\n{plan.logging_dir.path}")
 
 
 def _work(executor: LocalPipelineExecutor) -> None:

@@ -131,10 +131,10 @@ def _command_of_all() -> list[str]:
     return [word for word in _words if word != "--worker"]
 
 
-def _command_without(setting: str) -> str:
-    """Returns the command without a setting's flags: ``--tasks=2``, ``--executor.tasks 2``."""
+def without_flag(command: Sequence[str], setting: str) -> str:
+    """Returns a command without a setting's flags: ``--tasks=2``, ``--executor.tasks 2``."""
     kept: list[str] = []
-    words = iter(_command_of_all())
+    words = iter(command)
     for word in words:
         flag, equals, _ = word.partition("=")
         if flag not in (f"--{setting}", f"--executor.{setting}"):
@@ -224,7 +224,7 @@ class SetTasks(Remedy):
     def __str__(self) -> str:
         if not _words:
             return f"tasks={self.number}"
-        without = _command_without("tasks")
+        without = without_flag(_command_of_all(), "tasks")
         if self.door.form:
             return f"{without} --tasks {self.number}"
         return f"{without} --executor.tasks={self.number}"
@@ -240,7 +240,8 @@ class LowerMaxTokens(Remedy):
         accept = ChangeSetting("accept_changes", door=self.door)
         if not (_words and self.door.form):
             return f"lower it, to {self.number} for example, and {accept}"
-        return f"{_command_without('max-tokens')} --max-tokens {self.number} {accept.flag}"
+        command = without_flag(_command_of_all(), "max-tokens")
+        return f"{command} --max-tokens {self.number} {accept.flag}"
 
 
 @dataclass(frozen=True)

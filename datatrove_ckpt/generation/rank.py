@@ -312,7 +312,8 @@ class _Run:
             completed = not again
         except BaseExceptionGroup as group:
             error = first_of(group)
-            if progress.has_answers():  # with those that came while it stopped
+            # With answers that came while it stopped.
+            if progress.has_answers() or step.retry_dead_letters:
                 offer_skipping(error)
             raise error from error.__cause__
         finally:

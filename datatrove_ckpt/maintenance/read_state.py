@@ -22,6 +22,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
+from datatrove_ckpt.errors.doors import without_flag
 from datatrove_ckpt.maintenance.judge import find_left, find_slow, rank_state
 from datatrove_ckpt.maintenance.run_state import RunState
 from datatrove_ckpt.maintenance.sums import add_up
@@ -39,6 +40,17 @@ def wanted_files(name: str, size: int) -> bool:
     return name not in _NOT_FOR_ALL and size <= _MOST_BYTES
 
 
+def _command_in(logs: Path) -> str:
+    """Returns the command that started a run; if its run folder was moved or copied since, with the
+    folder of now.
+    """
+    command, _, started_in = Path(logs, COMMAND_FILE).read_text().partition("\n")
+    if not started_in or (Path(started_in).exists() and logs.samefile(started_in)):
+        return command
+    elsewhere = without_flag(shlex.split(command), "run-folder")
+    return f"{elsewhere} --run-folder {shlex.quote(str(logs.parent))}"
+
+
 def read_run_state(place: Place, now: float | None = None) -> RunState:
     """Reads the ranks of a place.
 
@@ -53,8 +65,9 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         state.command = shlex.join(["datatrove-ckpt", "run", *place.given])
         state.tasks = place.tasks
     elif place.logging_dir:
-        with suppress(OSError):
-            state.command = Path(place.logging_dir, COMMAND_FILE).read_text()
+        # Redaction may have hidden a quote of the command.
+        with suppress(OSError, ValueError):
+            state.command = _command_in(Path(place.logging_dir))
     limits = Limits(
         min(_MOST_BYTES, _JOURNAL_BYTES // len(found)),
         min(_MOST_BYTES, _LETTER_BYTES // len(found)),

@@ -9,7 +9,7 @@ import pytest
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.errors import ConfigError, WorkerDied
+from datatrove_ckpt.errors import ConfigError, DocumentFailed, WorkerDied
 from datatrove_ckpt.executors.local import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -120,6 +120,13 @@ def test_documents_that_a_retry_has_taken_stay_out_of_a_chunk_that_is_made_again
     run(retrying=True)
     assert not server.asked, "nothing is left to retry"
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+
+
+def test_a_retry_that_a_rejection_stops_says_how_it_goes_on(tmp_path):
+    with FakeServer(status=rejects(["text 1"])) as server:
+        runner(tmp_path, server, on_document_error="dead_letter").run(documents(2))
+        with pytest.raises(DocumentFailed, match=r"dead letter, .*skip_bad_requests=True"):
+            runner(tmp_path, server, retry_dead_letters=True).run([])
 
 
 def test_the_command_line_retries_finished_ranks_and_refuses_others(here, command):

@@ -63,6 +63,10 @@ def test_a_run_folder_names_the_command_that_resumes_and_the_log_of_a_failed_tas
     assert text.rstrip().endswith("--run-folder r")
     assert "nobody-may-see" not in text
     assert "nobody-may-see" not in Path("r/logs/command.txt").read_text()
+    Path("r").rename("here")
+    again = said("here").rstrip()
+    assert again.endswith("***' --run-folder here")
+    assert "--run-folder r" not in again
 
 
 def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):

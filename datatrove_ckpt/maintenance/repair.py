@@ -40,10 +40,9 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.maintenance.findings import REDO_KINDS, Report
+from datatrove_ckpt.maintenance.findings import Report
 from datatrove_ckpt.maintenance.redo import Redo
-from datatrove_ckpt.maintenance.repair_plan import RepairPlan, recorded_output_of
-from datatrove_ckpt.maintenance.verify_output import is_owned
+from datatrove_ckpt.maintenance.repair_plan import RepairPlan
 from datatrove_ckpt.output.removal import remove_output
 
 _BLOCK = 1 << 20
@@ -58,11 +57,6 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         OutputFailed, StorageFailed: a file could not be changed; the same command continues from
             there.
     """
-    # Without an owner, or in another folder than the checkpoint's, a differing file may be another
-    # job's.
-    keep: set[str | None] = set()
-    if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
-        keep = {problem.path for problem in report.problems if problem.kind in REDO_KINDS}
     with ExitStack() as locks:
         for rank in plan.ranks:
             locks.callback(files.Lock(rank.folder / LOCK).release)
@@ -84,7 +78,7 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         names = [
             file.path for redo in plan.redo for commit in redo.commits for file in commit.files
         ]
-        remove_output(report.folder, [name for name in names if name not in keep])
+        remove_output(report.folder, [name for name in names if name not in plan.foreign])
         for redo in changed:
             _carry_out(redo)
 

@@ -344,6 +344,16 @@ def test_status_and_verify_work_while_a_run_is_on_and_its_rank_is_not_repaired(
 # repair ------------------------------------------------------------------------------------------
 
 
+def test_where_a_file_may_be_another_runs_it_stays_and_repair_says_so(job, said, tmp_path):
+    moved = job.rename(tmp_path / "moved")
+    file = chunk_file(moved, 1)
+    file.write_bytes(file.read_bytes()[:-9])
+    text = said("repair", moved, "--output", moved / "output")
+    job.mkdir()  # for the next test
+    assert f"\n{file.name} stays: it may be another run's. Move it away" in text
+    assert file.exists()
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [*reversed(MENDABLE)])
 def test_a_damaged_file_is_named_with_what_to_do_and_its_repaired_chunk_alone_is_made_again(

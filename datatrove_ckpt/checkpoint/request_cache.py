@@ -132,13 +132,14 @@ class RequestCache:
                     "or stop it, and run the same command again."
                 ) from error
             self._set_aside(error)
-        self._inode = path.stat().st_ino
         numbers = self._read("SELECT ifnull(max(rowid), 0) FROM request_cache")
         self.last_answer = max(self.last_answer, numbers[0][0] if numbers else 0)
 
     def _open(self) -> sqlite3.Connection:
         with explained("open", self.path):
-            return _connect(self.path)
+            connection = _connect(self.path)
+            self._inode = self.path.stat().st_ino
+            return connection
 
     # damage --------------------------------------------------------------------------------------
 
@@ -159,7 +160,6 @@ class RequestCache:
             "Its answers are requested again; finished documents are not affected."
         )
         self._connection = self._open()
-        self._inode = self.path.stat().st_ino
         self.unsynced = self._name_synced = False
 
     def _attempt(self, action: Callable[[], T], again: Callable[[], T]) -> T:

@@ -92,6 +92,8 @@ class ChunkOutput:
         if not self._intents.is_kept:
             self._intents.add({})
         self._target.prepare()
+        # The looks at the output took their time, and what is staged may be a new owner's.
+        self._lease.files.fence.check(thorough=True)
         files.disk.remove_tree(self._target.staging.parent)
         for folder in (self._target.staging.parent, self._target.staging):
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)

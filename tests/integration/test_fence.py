@@ -2,6 +2,7 @@
 first stops.
 """
 
+import fcntl
 import json
 import os
 import signal
@@ -11,7 +12,11 @@ import sys
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, read_run
+from datatrove_ckpt.errors import Fenced
+from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import documents, runner
 from tests.patience import until
 
 JOB = """
@@ -136,3 +141,24 @@ def test_without_locks_the_process_that_started_first_stops_before_it_writes_any
     assert f"pid {second.pid}" in first_error
     assert second.returncode == 0, second_error
     assert_whole(tmp_path)
+
+
+def test_a_process_that_was_taken_over_while_it_looked_at_the_output_removes_nothing(
+    tmp_path, server, monkeypatch
+):
+    monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
+    folder = tmp_path / "checkpoints/00000"
+    prepare = LocalTarget.prepare
+    staged = []
+
+    def prepare_and_lose(target):
+        prepare(target)
+        RunClaim(folder, RunIdentity(read_run(folder / "run.json")), accept_changes=True).take()
+        target.staging.mkdir(parents=True, exist_ok=True)
+        staged.append(target.staging / "of the new owner")
+        staged[0].touch()
+
+    monkeypatch.setattr(LocalTarget, "prepare", prepare_and_lose)
+    with pytest.raises(Fenced):
+        runner(tmp_path, server).run(documents(1))
+    assert staged[0].exists()

@@ -96,7 +96,7 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
         plan.foreign = {
             problem.path
             for problem in report.problems
-            if problem.kind in REDO_KINDS and problem.path and report.folder.isfile(problem.path)
+            if problem.path and problem.kind in REDO_KINDS and problem.kind != "missing"
         }
     if logging_dir is not None:
         # An earlier repair without --logging-dir left the marker.

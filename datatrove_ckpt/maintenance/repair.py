@@ -78,7 +78,8 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         names = [
             file.path for redo in plan.redo for commit in redo.commits for file in commit.files
         ]
-        remove_output(report.folder, [name for name in names if name not in plan.foreign])
+        keep = {problem.path for problem in plan.foreign}
+        remove_output(report.folder, [name for name in names if name not in keep])
         for redo in changed:
             _carry_out(redo)
 

@@ -29,15 +29,15 @@ from datatrove_ckpt.output.folders import stands_elsewhere
 class RepairPlan:
     """``left``: the problems that stay.
 
-    ``markers``: the ranks whose completion markers are removed. ``foreign``: output files that
-    differ, and may be another run's.
+    ``markers``: the ranks whose completion markers are removed. ``foreign``: the
+    problems of output files that may be another run's, and stay.
     """
 
     logging_dir: str | None = None
     redo: list[Redo] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     markers: list[int] = field(default_factory=list)
-    foreign: set[str] = field(default_factory=set)
+    foreign: list[Problem] = field(default_factory=list)
 
     @property
     def ranks(self) -> list[RankLedger]:
@@ -47,8 +47,12 @@ class RepairPlan:
         yield from (f"not repaired: {text}" for text in self.left)
         for redo in self.redo:
             yield from redo.describe()
-        for name in sorted(self.foreign):
-            yield f"{name} stays: it may be another run's. Move it away before the run goes on."
+        for problem in self.foreign:
+            if problem.kind != "missing":
+                yield (
+                    f"{problem.path} stays: it may be another run's. Move it away before the run "
+                    "goes on."
+                )
         for number in self.markers:
             yield (
                 f"task {number}: remove {self.logging_dir}/completions/{number:05d}, so that the "
@@ -93,11 +97,7 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
     ]
     # Without an owner, or in another folder than the checkpoint's.
     if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
-        plan.foreign = {
-            problem.path
-            for problem in report.problems
-            if problem.path and problem.kind in REDO_KINDS and problem.kind != "missing"
-        }
+        plan.foreign = [problem for problem in report.problems if problem.kind in REDO_KINDS]
     if logging_dir is not None:
         # An earlier repair without --logging-dir left the marker.
         keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {

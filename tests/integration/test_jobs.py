@@ -323,7 +323,7 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
     hub, jobs, here, command
 ):
     def expires(payload, times):
-        if server.asked.total() == 12:
+        if (payload["messages"][-1]["content"], times) == ("document 0 12", 0):
             hub.tokens[hub.token].expired = True
         return answer(payload, times)
 

@@ -121,7 +121,7 @@ class Killer:
 
     def _delay(self, asked, times):
         self._left -= 1
-        if self._left == 0 and self._process is not None:
+        if self._left <= 0 and self._process is not None and self._timer is None:
             self._timer = threading.Timer(self.chance.choice([0, 0.001, 0.01, 0.03]), self._kill)
             self._timer.start()
         return self.chance.choice([0, 0, 0.002, 0.02])

@@ -242,10 +242,11 @@ class Killed:
             server.url,
             str(self.documents),
         ]
+        self._left = kill_after or 0
         with self.log.open("ab") as log:
             process = subprocess.Popen(argv, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
         if kill_after is not None:
-            self._left, self._process = kill_after, process
+            self._process = process
         code = process.wait()
         assert code in (0, -signal.SIGKILL), self.log.read_text()[-3000:]
         return code != 0

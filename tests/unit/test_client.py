@@ -414,14 +414,14 @@ def test_what_may_pass_is_tried_again():
 def test_a_request_that_met_a_closed_port_was_not_sent():
     async def play():
         raw = RawServer(GOOD)
-        with socket.create_server(("127.0.0.1", 0)) as closed:
-            port = closed.getsockname()[1]
+        closed = socket.socket()
+        closed.bind(("127.0.0.1", 0))  # nobody listens yet, and nobody else gets the port
 
         async def open_port(seconds):
-            listeners.append(await asyncio.start_server(raw.handle, "127.0.0.1", port))
+            listeners.append(await asyncio.start_server(raw.handle, sock=closed))
 
         listeners = []
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         async with client_of(config(), [url], None, sleep=open_port) as client:
             assert await client.complete(BODY) == HI
             stats = client.stats
@@ -680,8 +680,10 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
         elif moment == "with it":
             writer.write(own + extra if first == "own" else extra + own)
         else:
+            monkeypatch.setattr(plain_transport, "QUIET", 3.0)  # however busy the machine is
             writer.write(own if first == "own" else extra)
             await turns()
+            monkeypatch.setattr(plain_transport, "QUIET", 0.2)
             writer.write(extra if first == "own" else own)
 
     async with talking(reply) as (server, client, _):

@@ -41,6 +41,7 @@ class Watch(LoopWatch):
         self.ended = threading.Event()
 
     def _end(self):
+        self.ended_at = time.monotonic()
         self.ended.set()
         self.close()
 
@@ -72,13 +73,13 @@ async def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast):
 
 async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end():
     shutdown = Shutdown(0)
-    watch = await stopping(shutdown)
     with shutdown.closing():
+        watch = await stopping(shutdown)
         with shutdown.closing():
             pass
         assert not await asyncio.to_thread(watch.ended.wait, 0.6)
-    assert not watch.ended.is_set()
     assert await asyncio.to_thread(watch.ended.wait, 300)
+    assert watch.ended_at >= shutdown.closed_at + 0.2
 
 
 async def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch):

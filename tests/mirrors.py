@@ -167,9 +167,11 @@ RUN_DOCUMENTS = """
 import sys
 from loguru import logger
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.mirror import mirror
 from tests.jobs import documents, writer
 from tests.mirrors import Path, ask_twice
 
+mirror.STOP_SECONDS = 300.0  # the store may be as busy as the machine
 folder, remote, url, number = sys.argv[1:]
 config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=8)
 runner = InferenceRunner(

@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import tempfile
 import time
 from collections import Counter
@@ -31,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Best, EverySteps, Last, ReaderDataset, TrainingCheckpoints
 
@@ -189,9 +189,7 @@ def digest(states):
 
 
 def start(way, documents, run, steps):
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     os.environ.setdefault("PYTHONPATH", str(Path.cwd()))  # or the server of forks preloads nothing
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__spec__.name])

@@ -154,6 +154,7 @@ class Jobs:
 
     def __init__(self, hub, folder, grace=20.0):
         self.all = []
+        self._owners = {}
         self._hub, self._folder, self.grace = hub, folder, grace
         hub.jobs = self
 
@@ -174,10 +175,11 @@ class Jobs:
         owner = marks[-1].split("-")[2] if marks else "free"
         if owner == "free":
             return None
-        with suppress(ProcessLookupError):
+        # Of a job that was killed, the last requests are read when its process is gone.
+        with suppress(ProcessLookupError, StopIteration):
             session = os.getsid(int(owner[8:16], 16))
-            return next((job for job in self.running if job.process.pid == session), None)
-        return None
+            self._owners[owner] = next(job for job in self.running if job.process.pid == session)
+        return self._owners.get(owner)
 
     def close(self):
         for job in self.running:

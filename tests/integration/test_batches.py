@@ -12,6 +12,7 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
 from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation import batches
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE
@@ -28,6 +29,12 @@ def texts_of(payload):
 def shared(server):
     server.paths = {"/v1/embeddings": embeddings}
     return server
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Texts wait until a request is full: the reader's thread may be late."""
+    monkeypatch.setattr(batches, "_LONGEST", 1.0)
 
 
 async def embed(document, generate):
@@ -51,6 +58,7 @@ def asked(server):
     return Counter(text for payload in server.payloads for text in texts_of(payload))
 
 
+@pytest.mark.usefixtures("gathered")
 def test_texts_of_several_documents_share_requests(shared, tmp_path):
     runner(tmp_path / "alone", shared, embed).run(documents(10))
     assert sizes(shared) == [1] * 30
@@ -75,6 +83,7 @@ def commits(folder):
     return [orjson.loads(line) for line in lines]
 
 
+@pytest.mark.usefixtures("gathered")
 def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared, tmp_path):
     async def ask(document, generate):
         await generate.embed(["a" * int(document.id[3:]), "bb"])
@@ -134,6 +143,7 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_
     }
 
 
+@pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("bad", [{3}, {0, 7}, set(range(8))])
 def test_of_a_bad_text_among_eight_its_document_alone_fails(shared, tmp_path, bad):
     texts = {f"text {index}" for index in bad}
@@ -168,7 +178,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
             await generate.embed(f"{document.id} {turn}")
         return "done"
 
-    config = {"texts_per_request": 8, "server_patience_seconds": 0.5, "request_max_attempts": 2}
+    config = {"texts_per_request": 8, "server_patience_seconds": 1.5, "request_max_attempts": 2}
     with pytest.raises(CkptError, match=r"id 5.*this request failed while others were answered"):
         runner(tmp_path, shared, ask, config=config).run(documents(10))
     assert asked(shared)["text 4"] <= 16
@@ -176,6 +186,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
     assert alone, "the bad text was never sent alone"
 
 
+@pytest.mark.usefixtures("gathered")
 def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):
     shared._status = lambda payload, times: 401
 
@@ -208,7 +219,7 @@ async def one_after_the_other(document, generate):
     return [await generate.embed(document.text), await generate.embed(f"{document.text} again")]
 
 
-@pytest.mark.usefixtures("reraised")
+@pytest.mark.usefixtures("reraised", "gathered")
 @pytest.mark.parametrize("texts", [2, 3])
 def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path, texts):
     """Its documents need another request, so the rank stops with their answers, which nobody asks

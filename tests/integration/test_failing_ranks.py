@@ -21,6 +21,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_preemption import DRAINS, when_logged
 from tests.jobs import chat, config, documents, rejects, runner, writer
+from tests.patience import until_async
 
 DOCUMENTS, AT_ONCE = 40, 20
 
@@ -48,9 +49,16 @@ def undisturbed(folder):
         return server.asked, outputs(folder / "output")
 
 
-def others_wait(payload, times):
-    """The document that fails has its answer first."""
-    return 0.05 if payload["messages"][-1]["content"] == "text 4" else 0.3
+class OthersWait(FakeServer):
+    """Answers the document that fails once all are asked, and the others while the rank drains."""
+
+    async def _answered(self, request):
+        response = await super()._answered(request)
+        if b'"text 4"' in await request.read():
+            await until_async(lambda: len(self.payloads) >= AT_ONCE)
+        else:
+            await self._released.wait()
+        return response
 
 
 @pytest.mark.matrix
@@ -60,8 +68,9 @@ def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path, status):
     refuses every request.
     """
     refuses = rejects(["text 4"], status) if status is not None else lambda payload, times: None
-    with FakeServer(delay=others_wait, status=refuses) as server:
-        with pytest.raises(ServerRefused if status == 401 else DocumentFailed) as failed:
+    with OthersWait(status=refuses) as server:
+        error = ServerRefused if status == 401 else DocumentFailed
+        with when_logged(DRAINS, server.release), pytest.raises(error) as failed:
             step_of(tmp_path, server, twice if status else with_typos).run(documents(DOCUMENTS))
         if status != 401:
             assert "The answers of other documents are saved." in str(failed.value)
@@ -82,8 +91,8 @@ def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(t
         except Exception:
             return None if drops else await generate(chat("once more"))
 
-    with FakeServer(delay=others_wait, status=rejects(["text 4"], 401)) as server:
-        with pytest.raises(ServerRefused):
+    with OthersWait(status=rejects(["text 4"], 401)) as server:
+        with when_logged(DRAINS, server.release), pytest.raises(ServerRefused):
             step_of(tmp_path, server, hides, on_document_error="dead_letter").run(documents(30))
         server._status = lambda payload, times: None
         step = step_of(tmp_path, server, hides, on_document_error="dead_letter")

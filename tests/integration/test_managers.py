@@ -38,7 +38,8 @@ def documents(data, rank, world_size):
 async def rollout(document, generate):
     if "asleep" in sys.argv:
         asked = asyncio.create_task(generate({"messages": [{"role": "user", "content": "x"}]}))
-        await asyncio.sleep(1)  # until all have asked
+        while not Path("all have asked").exists():
+            await asyncio.sleep(0.01)
         Path("sleeps").touch()
         time.sleep(3600)
     return await generate({"messages": [{"role": "user", "content": document.text}]})
@@ -99,6 +100,7 @@ class Script:
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(self.popen.communicate()[0])
             time.sleep(0.01)
+        (folder / "all have asked").touch()
 
     def worker(self, rank):
         return int((self.folder / f"worker {rank}").read_text())

@@ -490,7 +490,6 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
 def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
     job, expected, monkeypatch, log
 ):
-    monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
     monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.001)
 
     def down(self, folder=""):
@@ -505,6 +504,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
                 and (job.folder / "output/00000_chunk_00000.jsonl").exists()
             )
         )
+        monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
         monkeypatch.setattr(object_store.ObjectStore, "names", down)
         server.release()
         running.join(300)
@@ -541,6 +541,7 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
     server,
     monkeypatch,
     policy,
+    log,
 ):
     """Without one, the next node would take the output for another job's."""
 
@@ -550,6 +551,7 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
             raise OSError(errno.ENOSPC, "No space left on device", path)
 
     policy("STORAGE", patience=0.2)
+    server._delay = lambda payload, times: until(lambda: "No space left" in "".join(log)) or 0.0
     with monkeypatch.context() as patch:
         patch.setattr(object_store, "effects", Full())
         patch.setattr(mirror, "STOP_SECONDS", 0.1)
@@ -557,7 +559,8 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
             StorageFailed,
             match=r"Nothing could be uploaded to the mirror .*No space left on device",
         ):
-            job.run(server, mirror_seconds=0.01)
+            job.run(server, 3, mirror_seconds=0.01)  # one chunk: the stop cuts no request off
+    server._delay = lambda payload, times: 0.0
     assert not [path for path in Path(job.remote).rglob("*") if path.is_file()]
     assert not list((job.folder / "output").glob("0*"))
     job.run(server)
@@ -601,7 +604,7 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
     )
     policy("STORAGE", patience=0.2)
     with (
-        FakeServer() as server,
+        FakeServer(delay=lambda payload, times: float(not asked.wait(300))) as server,
         pytest.raises(StorageFailed, match=r"Nothing could be uploaded .*\(no answer\)"),
     ):
         job.run(server)

@@ -95,7 +95,8 @@ def asking(payload):
     return rollout
 
 
-def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, server):
+def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, server, monkeypatch):
+    monkeypatch.setattr("datatrove_ckpt.generation.batches._LONGEST", 60.0)  # it is sent once full
     server.paths = {"/v1/embeddings": embeddings}
 
     async def rollout(document, generate):
@@ -104,7 +105,7 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, serv
             document.text, extra_body={"user": name}, extra_headers={"X-User": name}
         )
 
-    settings = {"texts_per_request": 8, "max_concurrent_documents": 8}
+    settings = {"texts_per_request": 4, "max_concurrent_documents": 8}
     runner(tmp_path, server, rollout, config=settings).run(documents(8))
     found = {payload["user"]: payload["input"] for payload in server.payloads}
     assert found == {str(i): [f"text {n}" for n in range(i, 8, 2)] for i in range(2)}

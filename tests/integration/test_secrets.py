@@ -140,7 +140,7 @@ LAYERS = {
 
 
 @contextlib.asynccontextmanager
-async def endpoint(layer, user):
+async def endpoint(layer, user, seconds=60.0):
     """The config of an endpoint that fails in this layer."""
     url, reply = LAYERS[layer]
     async with serving(reply or never) as (_, base):
@@ -158,7 +158,7 @@ async def endpoint(layer, user):
                 endpoint_url=url,
                 api_key_env=None if user else "KEY_OF_TEST",
                 request_max_attempts=1,
-                request_timeout=0.3,
+                request_timeout=seconds,
                 server_patience_seconds=0.3,
                 server_ready_max_attempts=1,
                 server_ready_delay_sec=0.3,
@@ -219,7 +219,7 @@ def forms():
 )
 async def test_no_failure_shows_a_secret(act, layer, user, said):
     try:
-        async with endpoint(layer, user) as config:
+        async with endpoint(layer, user, 0.3) as config:
             await act(config)
     except Exception as error:
         check(error, said)
@@ -231,7 +231,7 @@ async def test_no_failure_shows_a_secret(act, layer, user, said):
 @pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
 async def test_a_rollout_that_gives_up_waiting_shows_no_secret(user, said):
     with pytest.raises(TimeoutError) as caught:
-        async with endpoint("silent", user) as config:
+        async with endpoint("silent", user, 0.3) as config:
             await complete_with_a_timeout_of_the_rollout(config)
     assert any("client.py" in line for line in said + list(_files(caught.value)))
     check(caught.value, said)
@@ -249,7 +249,7 @@ def _files(error):
 @pytest.mark.parametrize("over", ["plain", "aiohttp"])
 def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(over, said):
     async def play():
-        async with endpoint("silent", over == "aiohttp") as config:
+        async with endpoint("silent", over == "aiohttp", 0.3) as config:
             asyncio.get_running_loop().call_later(0.05, interrupt)
             await complete(config)
 

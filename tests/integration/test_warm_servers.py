@@ -103,6 +103,7 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.2)
     os.kill(engines()[0], number)
     if number == signal.SIGKILL:
+        policy("RELAUNCH", first=10.0)
         until(lambda: not running())  # its guardian may tell us later: before the second try
     else:
         policy("RELAUNCH", first=0.0)

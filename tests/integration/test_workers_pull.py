@@ -115,6 +115,7 @@ def assert_whole(server, command):
 
 def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server, command):
     write(server)
+    server._hold_after = 25  # at most four tasks are begun: so two are complete, and not all
     first, second = worker(), worker()
     until(lambda: len(complete()) >= 2)
     third = worker()
@@ -122,6 +123,7 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server, comma
     until(lambda: is_known(third) or third.poll() is not None)
     os.kill(first.pid, signal.SIGKILL)
     run = worker("--fail-on-dead-letters")
+    server.release()
     assert "no task is free now" in ended(second)
     assert "no task is free now" in ended(third)
     text = ended(run)
@@ -138,9 +140,11 @@ def test_workers_join_and_are_killed_and_run_ends_when_all_is_done(server, comma
 
 def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server, command):
     write(server)
+    server._hold_after = 3  # so it completes nothing before it is stopped
     first = worker()
-    until(lambda: server.asked.total() >= 3)
+    until(lambda: server.asked.total() > 3)
     os.kill(first.pid, signal.SIGSTOP)
+    server.release()
     ended(worker())
     left = set(range(TASKS)) - complete()
     assert 1 <= len(left) <= 2
@@ -154,9 +158,11 @@ def test_a_stopped_worker_keeps_its_tasks_where_locks_work(server, command):
 @pytest.mark.slow
 def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, command):
     write(server)
+    server._hold_after = 3
     first = worker(program=WITHOUT_LOCKS)
-    until(lambda: server.asked.total() >= 3)
+    until(lambda: server.asked.total() > 3)
     os.kill(first.pid, signal.SIGSTOP)
+    server.release()
     time.sleep(1.5)
     ended(worker(program=WITHOUT_LOCKS))
     assert len(complete()) == TASKS
@@ -168,9 +174,11 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, 
 def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up(server, command):
     write(server)
     Path("bad").write_text("fails")
+    server._hold_after = 3
     first = worker()
-    until(lambda: server.asked.total() >= 3)
+    until(lambda: server.asked.total() > 3)
     os.kill(first.pid, signal.SIGSTOP)
+    server.release()
     mine = {int(path.name.split("-")[0]) for path in Path("logs/claims").glob("*-*")}
     # As if it had that, too.
     Path("logs/claims/00003-000001").write_text(json.dumps([first_owner(), {}]))
@@ -202,10 +210,12 @@ def first_owner():
 
 def test_beside_a_plain_run_a_worker_is_refused(server):
     write(server)
+    server._hold_after = 3  # it goes on until the worker is refused
     run = worker("--fail-on-dead-letters")
-    until(lambda: server.asked.total() >= 3)
+    until(lambda: server.asked.total() > 3)
     assert list(Path("logs/claims").glob("*-*")) == []
     text = ended(worker(), 1)
+    server.release()
     assert f"All tasks of this job are run by pid {run.pid} on " in text
     assert "start every machine with --worker" in text
     ended(run)

@@ -23,7 +23,7 @@ from datatrove_ckpt.inference.servers.server import free_port
 from tests.real.environment import DEBIAN, install_debian
 
 NODES = ("n1", "n2")
-KILL_WAIT = 5
+KILL_WAIT = 60
 
 _CONFIG = """\
 ClusterName=test

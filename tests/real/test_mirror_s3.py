@@ -11,6 +11,7 @@ import time
 import pytest
 import s3fs
 
+from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
 from tests.mirrors import Job, Killed, ask_twice
@@ -73,8 +74,9 @@ def text(fs, path):
 
 
 def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(
-    tmp_path, bucket, weed, log
+    tmp_path, bucket, weed, log, monkeypatch
 ):
+    monkeypatch.setattr(mirror, "STOP_SECONDS", 300.0)
     job = Job(tmp_path, f"s3://{bucket}/mirror")
     with FakeServer(hold_after=5) as server:
         running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.05))
@@ -85,7 +87,7 @@ def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(
         weed.start()
         until(lambda: any("is mirrored to" in line and "again" in line for line in log))
         server.release()
-        running.join(60)
+        running.join(300)
         assert not running.is_alive()
         server.asked.clear()
         job.lose_the_node()

@@ -134,7 +134,7 @@ class JobProcesses:
         return process
 
     def end(self, process):
-        process.join(60)
+        process.join(300)
         if process.exitcode is None:
             os.killpg(process.pid, signal.SIGKILL)
         assert process.exitcode is not None, self._log.read_text()

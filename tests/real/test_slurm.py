@@ -72,7 +72,7 @@ def preempt(cluster):
 
 @pytest.mark.parametrize("pulls", [True, False])
 def test_preemption(job, cluster, pulls):
-    job.submit(pulls)
+    job.submit(pulls, runner={"drain_seconds": 40.0})  # until this process has seen the signal
     job.until_held()
     worker, watch = job.worker(), Stopwatch()
     preempt(cluster)
@@ -228,7 +228,7 @@ def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks
     job.until_held()
     assert main(["run", *arguments]) == 0
     more, early = submitted(capsys.readouterr().out, "2 workers for 2 of 2")
-    until(lambda: cluster.show("job", early)["JobState"] == "FAILED", 240, job.describe)
+    until(lambda: cluster.show("job", early).get("JobState") == "FAILED", 240, job.describe)
     said = (tmp_path / f"slurm_run/logs/slurm/{early}.out").read_text()
     assert "2 tasks are not complete: 0-1. Workers of another submission go on: pid " in said
     assert {cluster.show("job", f"{more}_{index}")["JobState"] for index in range(2)} == {
@@ -243,7 +243,7 @@ def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks
     job.until_ended("FAILED", "COMPLETED")
     assert [job.state(index) for index in range(2)] == ["FAILED", "COMPLETED"]
     assert [job.is_complete(rank) for rank in range(2)] == [True, True]
-    until(lambda: cluster.show("job", last)["JobState"] == "COMPLETED", 240, job.describe)
+    until(lambda: cluster.show("job", last).get("JobState") == "COMPLETED", 240, job.describe)
     assert (tmp_path / "slurm_run/logs/stats.json").exists()
     assert main(["run", *arguments]) == 0
     assert "Nothing was submitted: 2 tasks are complete." in capsys.readouterr().out

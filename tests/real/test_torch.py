@@ -107,6 +107,23 @@ def test_states_of_another_setting_are_refused(reader):
         ReaderDataset(reader, 2, 2)
 
 
+HOLDS = """
+import time
+
+from datatrove_ckpt.torch import TrainingCheckpoints
+
+
+def maybe_save(self, step, *, usual=TrainingCheckpoints.maybe_save, **what):
+    usual(self, step, **what)
+    if step == {}:
+        time.sleep(1000)
+
+
+TrainingCheckpoints.maybe_save = maybe_save
+"""
+"""Before the script: it waits there to be killed, or it might end before the test looks."""
+
+
 @pytest.fixture
 def started(tmp_path):
     """Starts the command of the docs in a folder that has the script and documents."""
@@ -114,10 +131,10 @@ def started(tmp_path):
     assert line.startswith("torchrun ")
     running = []
 
-    def start(name):
+    def start(name, before=""):
         folder = tmp_path / name
         folder.joinpath("documents").mkdir(parents=True, exist_ok=True)
-        folder.joinpath("train.py").write_text(torch_example().text)
+        folder.joinpath("train.py").write_text(before + torch_example().text)
         lines = [json.dumps({"text": f"text {number}"}) + "\n" for number in range(DOCUMENTS)]
         folder.joinpath("documents/0.jsonl").write_text("".join(lines))
         command = [sys.executable, "-m", "torch.distributed.run", *line.split()[1:]]
@@ -136,13 +153,14 @@ def kill_below(pid):
             os.kill(each, signal.SIGKILL)
 
 
+@pytest.mark.timeout(1800)  # six starts of torchrun
 def test_the_script_in_the_docs_goes_on_after_kills(tmp_path, started):
     assert started("whole").wait(300) == 0
     expected = tmp_path.joinpath("whole/run/metrics.csv").read_text()
     assert len(expected.splitlines()) == 1 + 3 * (DOCUMENTS // 4)
-    for saved in ("step-00000010", "step-00000030"):
-        process = started("killed")
-        until(tmp_path.joinpath("killed/run", saved).exists)
+    for saved in (10, 30):
+        process = started("killed", HOLDS.format(saved + 3))
+        until(tmp_path.joinpath(f"killed/run/step-{saved:08}").exists)
         kill_below(process.pid)
         process.wait()
         assert not tmp_path.joinpath("killed/run/step-00000072").exists()

@@ -40,13 +40,14 @@ from datatrove_ckpt.errors import (
     ConfigError,
     StorageFailed,
 )
+from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
 from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
 from datatrove_ckpt.torch.sharded import _Metadata
-from tests.patience import until
+from tests.patience import Patience, until
 from tests.real import train as script
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -294,10 +295,18 @@ def test_a_signal_ends_the_wait_for_a_remote_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(object_store.Effects, "put_file", put_file)
     remote = str(tmp_path / "remote")
     saved = checkpoints(tmp_path, remote=remote, asynchronous=True)
+    join, waits = saved._uploading.join, threading.Event()
+
+    def join_and_tell(seconds=None):
+        if not waits.is_set():  # a signal before the wait would end none
+            waits.set()
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return join(seconds)
+
+    monkeypatch.setattr(saved._uploading, "join", join_and_tell)
     with pytest.raises(KeyboardInterrupt), saved:  # noqa: PT012 - its end raises
         saved.save(1, model=nn.Linear(2, 2))
         hangs.wait()
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     assert "did not end" in str(saved.failure)
 
 
@@ -1114,7 +1123,7 @@ class Ranks:
 
     def run(self, size, documents, run, steps, **variables):
         for process in self.start(size, documents, run, steps, **variables):
-            process.join(120)
+            process.join(300)
             assert process.exitcode == 0
 
     def call(self, target, size, *arguments):
@@ -1126,7 +1135,7 @@ class Ranks:
         for process in each:
             process.start()
         for process in each:
-            process.join(120)
+            process.join(300)
             assert process.exitcode == 0
 
 
@@ -1144,20 +1153,13 @@ def losses_of(run, rank=0):
 
 @pytest.fixture
 def ranks():
-    import socket
-
-    def free_port():
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            return int(found.getsockname()[1])
-
     return Ranks(free_port)
 
 
 @pytest.mark.parametrize(
     ("kills", "steps", "width"),
     [
-        (4, 100, "64"),
+        (4, 200, "64"),
         pytest.param(50, 1000, "64", marks=pytest.mark.full),
         pytest.param(50, 200, "1024", marks=pytest.mark.full),
     ],
@@ -1235,7 +1237,6 @@ def test_nodes_that_made_a_step_apart_restore_the_same(tmp_path, ranks):
 
 
 def test_a_signal_to_one_rank_stops_all_at_one_step(documents, tmp_path, ranks):
-    ranks.run(2, documents, tmp_path / "undisturbed", 60)
     run = tmp_path / "run"
     processes = ranks.start(2, documents, run, 10**6, SLEEP="0.02", EVERY="100000")
     until(lambda: Path(run, "losses-0.jsonl").exists() and len(losses_of(run)) > 3)
@@ -1245,8 +1246,9 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(documents, tmp_path, ranks):
     assert [process.exitcode for process in processes] == [128 + signal.SIGTERM] * 2
     assert max(losses_of(run, 0)) == max(losses_of(run, 1))
     assert checkpoints(run).restore() == max(losses_of(run))
-    assert max(losses_of(run)) < 60
-    ranks.run(2, documents, run, 60)
+    steps = max(losses_of(run)) + 20
+    for folder in (tmp_path / "undisturbed", run):
+        ranks.run(2, documents, folder, steps)
     # The scheduler of the first attempt has another length: only the documents are the same.
     assert [batch for _, batch in losses_of(run).values()] == [
         batch for _, batch in losses_of(tmp_path / "undisturbed").values()
@@ -1259,10 +1261,11 @@ def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents, tmp_pat
     processes = ranks.start(2, documents, run, late + 1000, SLEEP="0.3", EVERY="1000")
     until(lambda: max(losses_of(run)) > late + 7)
     os.kill(processes[0].pid, signal.SIGTERM)
+    signalled = max(losses_of(run))  # or later, if this process had to wait
     for process in processes:
-        process.join(30)
+        process.join(300)
         assert process.exitcode == 128 + signal.SIGTERM
-    assert checkpoints(run).restore() == max(losses_of(run)) <= late + 15
+    assert checkpoints(run).restore() == max(losses_of(run)) <= signalled + 7
 
 
 def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(tmp_path, monkeypatch):
@@ -1315,7 +1318,7 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
     )
     try:
         losses = Path(run, "losses-0.jsonl")
-        second_epoch = 7
+        second_epoch = 5  # of 4 steps: far from its end, when a single worker is replaced
         until(
             lambda: (
                 process.poll() is not None
@@ -1325,11 +1328,12 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         assert process.poll() is None, process.stderr.read()
         began = processes_below(process.pid)
         assert len(began) > ranks * (1 + workers)
-        signalled = time.monotonic()
+        patience = Patience(20)  # torchrun kills after 30
         for each in reversed(began):
-            os.kill(each, number)
+            with suppress(ProcessLookupError):  # the others have ended, and it with them
+                os.kill(each, number)
         until(lambda: not any(Path(f"/proc/{each}/fd").exists() for each in began[1:]))
-        assert time.monotonic() - signalled < 20  # torchrun kills after 30
+        assert not patience.over()
         _, said = process.communicate(timeout=60)
         assert f"is saved ({number.name})" in said
         assert process.returncode != 0
@@ -1507,5 +1511,5 @@ if __name__ == "__main__":
 
 def test_workers_do_not_outlive_a_training_that_multiprocessing_started(tmp_path):
     (tmp_path / "program.py").write_text(SPAWNED)
-    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, timeout=500, check=False)
     assert done.returncode == 0

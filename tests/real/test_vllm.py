@@ -8,21 +8,14 @@ no document re-requested after its answer. The tests spend most of their time in
 which import torch.
 """
 
-import itertools
-import json
 import os
 import signal
 import subprocess
 from contextlib import contextmanager
 
 import pytest
-from datatrove.data import Document
-from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.servers.server import free_port
-from tests.bench.engine.work import INSTRUCTION
 from tests.real import environment
 from tests.real.faults import (
     Job,
@@ -130,76 +123,3 @@ def vllm_server(folder, *more, model=None):
     finally:
         os.killpg(server.pid, signal.SIGKILL)  # SIGTERM takes it minutes, at times
         server.wait()
-
-
-def sampled(folder, url, at_once, interruption=None):
-    """The answers of 48 documents at temperature 1, by id.
-
-    The first attempt stops after so many of them.
-    """
-    answered = itertools.count(1)  # a list would be a part of the rollout's identity
-
-    async def rollout(document, generate):
-        result = await generate({"messages": conversation(int(document.id))})
-        if next(answered) == interruption:
-            raise RuntimeError("interrupted")
-        return result
-
-    def attempt():
-        config = InferenceConfig(
-            "endpoint",
-            environment.model(),
-            endpoint_url=url,
-            seed=1,
-            max_concurrent_generations=at_once,
-            default_generation_params={"max_tokens": 24, "temperature": 1.0},
-            server_patience_seconds=300.0,
-            server_ready_max_attempts=60,
-        )
-        writer = JsonlWriter(
-            str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
-        )
-        step = InferenceRunner(
-            rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints")
-        )
-        step.run(Document(text="note", id=str(number)) for number in range(48))
-
-    if interruption is not None:
-        with pytest.raises(DocumentFailed, match="interrupted"):
-            attempt()
-    attempt()
-    rows = [
-        json.loads(line)
-        for path in (folder / "output").iterdir()
-        for line in path.read_text().splitlines()
-    ]
-    assert len(rows) == 48
-    return {row["id"]: row["metadata"]["rollout_results"][0]["text"] for row in rows}
-
-
-@pytest.mark.full
-def test_with_a_seed_a_request_that_is_sent_again_samples_the_same(tmp_path, real_ready_window):
-    with vllm_server(tmp_path) as url:
-        alone = sampled(tmp_path / "alone", url, 1)
-        interrupted = sampled(tmp_path / "interrupted", url, 1, 20)
-        together = sampled(tmp_path / "together", url, 16)
-        together_interrupted = sampled(tmp_path / "together interrupted", url, 16, 20)
-
-    def equal(first, second):
-        return sum(first[name] == text for name, text in second.items())
-
-    print(
-        f"\nequal answers of 48: one at a time, interrupted: {equal(alone, interrupted)}; 16 at once, interrupted: "
-        f"{equal(together, together_interrupted)}; one at a time and 16 at once: {equal(alone, together)}"
-    )
-    assert len(set(alone.values())) > 24, "at temperature 1 the answers differ"
-    assert interrupted == alone
-    # Floats depend on what the engine computes together. Without seeds, hardly an answer of 24
-    # tokens is equal.
-    assert equal(alone, together) >= 12
-    assert equal(together, together_interrupted) >= 12
-
-
-def conversation(number):
-    question = f"Note {number}: the bridge of town {number} has {3 * number + 2} arches."
-    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]

@@ -68,10 +68,8 @@ def answered(checkout):
 def kill_after(checkout, answers):
     """kill -9 to everything the line started, once the model has answered so many requests."""
     process = start(checkout)
-    deadline = time.monotonic() + 300
     while answered(checkout) < answers:
         assert process.poll() is None, (checkout / "terminal.log").read_text()
-        assert time.monotonic() < deadline
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -103,7 +101,7 @@ def written(checkout):
     return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)  # it installs what it needs, from the network
 def test_killed_twice_it_finishes_the_rest_and_keeps_every_answer(checkout):
     kill_after(checkout, 5)
     first = kept(checkout)

@@ -77,6 +77,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     shuffle_seed: int | None
     format: ClassVar[str]
+    """The name of the format, in states.
+
+    A class that sets it promises that each document depends on its row alone, so that a resume may
+    seek. A subclass that does not set it may keep state.
+    """
     _order_options: ClassVar[tuple[str, ...]] = (
         "shuffle_seed",
         "skip",
@@ -125,6 +130,20 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next run resume there. That run checks the input."""
         self._next_state = state_dict
+
+    def may_keep_state(self) -> list[str]:
+        """Returns the names of what may keep state from one document to the next: a class of the
+        user, or an adapter.
+        """
+        kind = type(self)
+        if "format" not in vars(kind):
+            return [kind.__name__]
+        # datatrove binds an adapter to its reader.
+        adapter = getattr(self.adapter, "__func__", self.adapter)
+        if adapter is BaseDiskReader._default_adapter:
+            return []
+        name = getattr(adapter, "__qualname__", type(adapter).__name__)
+        return [f"the adapter {name} of {kind.__name__}"]
 
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1

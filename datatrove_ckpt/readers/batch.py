@@ -39,6 +39,7 @@ class BatchReader(JsonlReader):
     the output. The arguments are those of JsonlReader.
     """
 
+    format = JsonlReader.format
     _bad_line_advice = "Correct or remove the line."
 
     @staticmethod

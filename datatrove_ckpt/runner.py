@@ -60,7 +60,7 @@ class InferenceRunner(Step):
             handler that was there before.
         retry_errors: send requests again that an earlier run recorded as permanent errors.
         accept_changes: continue unfinished tasks that were started with other settings, and record
-            that.
+            that; take over results of other settings with ``finished_from``.
         checkpoints_remote_dir: fsspec URL or folder to which the checkpoint is copied during the
             run. A node without the local folder resumes from it.
         mirror_seconds: shortest time between two such uploads, which a lost node may cost. "auto":
@@ -75,7 +75,7 @@ class InferenceRunner(Step):
         finished_from: folders or URLs of an old output. Documents found there by id, text and
             metadata keep their results, and need no request. datatrove's runner, or ours, wrote it:
             JSON lines, Parquet or journals. ``${rank}``, and ``*`` in the last part, name a task's
-            own files.
+            own files. A run of ours must have the same settings, but for tasks, chunks and files.
         answers_from: ``checkpoints_local_dir`` of an old run over the same input, with as many
             tasks. A request whose final payload is equal takes the answer that its document got
             there, if that is still kept.

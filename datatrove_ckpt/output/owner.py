@@ -225,6 +225,18 @@ class OutputOwnership:
         )
 
 
+def owners_of(folder: DataFolder) -> list[OutputOwner]:
+    """Returns the owners of a folder, one for each template that has a record.
+
+    Raises OSError.
+    """
+    pattern = folder.fs._strip_protocol(_record(folder, f"{OWNER}*").place)
+    with file_system_call():
+        names = folder.fs.glob(pattern)
+    records = (_record(folder, OWNER + name.rpartition(OWNER)[2]) for name in names)
+    return [*filter(None, (record.read() for record in records))]
+
+
 # where the record is -----------------------------------------------------------------------------
 
 

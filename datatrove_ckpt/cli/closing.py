@@ -54,8 +54,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"
-    if runner.step.finished_from:
-        work += check_old_runs(runner.step.finished_from, runner.identity, accept_changes=True)
+    work += check_old_runs(runner.step.changed(accept_changes=True), runner.identity)
     if job.numbers.paid:
         work += f" Paid: {job.numbers.paid}."
     return (

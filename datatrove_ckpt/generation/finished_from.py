@@ -20,6 +20,7 @@ import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple, TypeAlias
 
@@ -38,7 +39,6 @@ from datatrove_ckpt.checkpoint.identity import (
     describe_alike,
     refusal,
 )
-from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
@@ -46,10 +46,11 @@ from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
 from datatrove_ckpt.errors.doors import ChangeSetting, written
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
 from datatrove_ckpt.output.formats import Format, format_of_file
-from datatrove_ckpt.output.owner import Homes, OutputOwner, owners_of
+from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
 Places: TypeAlias = str | Path | Sequence[str]
@@ -64,7 +65,7 @@ _LENGTH_BYTES = 8
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
 
 
-def check_old_runs(finished_from: Places, identity: RunIdentity, accept_changes: bool) -> str:
+def check_old_runs(step: Step, identity: RunIdentity) -> str:
     """Compares the old runs with the run that takes over their results, except the number of tasks,
     the size of chunks and all that is about files.
 
@@ -77,7 +78,7 @@ def check_old_runs(finished_from: Places, identity: RunIdentity, accept_changes:
         CheckpointMismatch: an old run differs, and that is not accepted.
         OSError: a place cannot be read.
     """
-    runs = [(place, run) for place in _listed(finished_from) for run in _runs(place)]
+    runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
     changes = [
         change
         for _, run in runs
@@ -85,7 +86,7 @@ def check_old_runs(finished_from: Places, identity: RunIdentity, accept_changes:
         for change in compare(run, identity)
         if not change.is_layout and not change.field.startswith("output_")
     ]
-    if changes and not accept_changes:
+    if changes and not step.accept_changes:
         raise refusal(
             "finished_from: the old results were",
             changes,
@@ -120,23 +121,20 @@ def _expanded(place: str) -> str:
 
 def _runs(place: str) -> list[Json]:
     """Returns the settings of the runs that wrote to a place; {} for a run that is not found."""
+    from datatrove_ckpt.mirror.job import read_job  # few runs need it
+
     place = _expanded(_OF_TASK.sub("", place))
-    for checkpoints in (Path(place), Path(place, "checkpoints")):
-        kept = recorded_settings(checkpoints)
-        if kept:
-            return [kept]
-    return [*map(_settings_of, owners_of(get_datafolder(place)))] or [{}]
-
-
-def _settings_of(owner: OutputOwner) -> Json:
-    if "://" in owner.home:
-        from datatrove_ckpt.mirror.job import read_job  # few runs need it
-
-        return read_job(owner.home)
-    home = Path(owner.home)
-    if Homes(home, None).kept not in (None, owner):  # another run has its place now
-        return {}
-    return recorded_settings(home)
+    kept = read_job(place) or read_job(f"{place}/checkpoints")
+    if kept:
+        return [kept]
+    runs: list[Json] = []
+    for owner in owners_of(get_datafolder(place)):
+        run: Json = {}
+        with suppress(PermissionError):  # checkpoints are private, and this may be another user
+            if Homes(Path(owner.home), None).kept in (None, owner):  # else another run is there
+                run = read_job(owner.home)
+        runs.append(run)
+    return runs or [{}]
 
 
 class _OldFile(NamedTuple):

@@ -125,9 +125,8 @@ class _Run:
             check_servers(config)
         check_monitoring(step.monitoring)
         if step.finished_from:
-            identity = step.identity(self.world_size)
             with self.preemption.interruptible():
-                unchecked = check_old_runs(step.finished_from, identity, step.accept_changes)
+                unchecked = check_old_runs(step, step.identity(self.world_size))
             if unchecked:
                 logger.warning(f"Task {rank}:{unchecked}")
         if step.checkpoints_local_dir is None:

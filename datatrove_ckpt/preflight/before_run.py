@@ -278,8 +278,8 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
         )
 
-    if step.finished_from and len(skipped) < len(ranks):
-        check_old_runs(step.finished_from, identity, step.accept_changes)
+    if len(skipped) < len(ranks):
+        check_old_runs(step, identity)
     # A retry takes dead letters with any settings, but each rank its own.
     is_retry = step.retry_dead_letters
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)

@@ -112,6 +112,27 @@ def test_the_last_line_says_that_results_without_an_identity_were_taken_over_unc
         assert f"results in moved {UNCHECKED}" in said.out
 
 
+def test_checkpoints_that_are_private_to_another_user_are_said_to_be_unchecked(job, monkeypatch):
+    kept = owner.Homes.kept.fget
+
+    def refuse(homes):
+        if homes.root.parent.name == "old":
+            raise PermissionError(f"Permission denied: {homes.root}/home")
+        return kept(homes)
+
+    job()
+    monkeypatch.setattr(owner.Homes, "kept", property(refuse))
+    said, asked = job("--run-folder=new", "--finished-from=old/output")
+    assert f"results in old/output {UNCHECKED}" in said.out
+    assert not asked
+
+
+def test_a_file_is_no_place(job):
+    job()
+    said, _ = job("--run-folder=new", "--finished-from=old/output/00000_chunk_00000.jsonl", code=1)
+    assert "nothing in old/output/00000_chunk_00000.jsonl can be taken over" in said.error
+
+
 def test_another_run_in_the_place_of_the_checkpoints_is_not_taken_for_the_old_one(job):
     job()
     shutil.rmtree("old/checkpoints")

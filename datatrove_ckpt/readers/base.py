@@ -138,12 +138,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         kind = type(self)
         if "format" not in vars(kind):
             return [kind.__name__]
-        # datatrove binds an adapter to its reader.
-        adapter = getattr(self.adapter, "__func__", self.adapter)
-        if adapter is BaseDiskReader._default_adapter:
+        if self._has_default_adapter():
             return []
+        adapter = getattr(self.adapter, "__func__", self.adapter)
         name = getattr(adapter, "__qualname__", type(adapter).__name__)
         return [f"the adapter {name} of {kind.__name__}"]
+
+    def _has_default_adapter(self) -> bool:
+        # datatrove binds an adapter to its reader.
+        return getattr(self.adapter, "__func__", None) is BaseDiskReader._default_adapter
 
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1

@@ -65,12 +65,10 @@ class RemoteBatch:
 
 
 class BatchAnswer(NamedTuple):
-    """The answer to one request of a batch.
+    """The answer to one request of a batch, not cleaned.
 
     Attributes:
-        custom_id: as it was sent, for ``BatchProvider.clean``.
         status: 0: the request was not sent.
-        body: likewise.
     """
 
     custom_id: object
@@ -98,7 +96,8 @@ class Undecided(Exception):
 
 class BatchProvider:
     """Each method raises ``RetryableError`` if another attempt may succeed, and ``ServerRefused``
-    if none will. What the provider sends may have any type. Its texts are cleaned here.
+    if none will. What the provider sends may have any type. All texts but those of answers are
+    cleaned.
 
     Attributes:
         takes_files: a batch is made of a file that was uploaded before.

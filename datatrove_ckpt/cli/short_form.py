@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from glob import escape, has_magic
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -66,6 +67,7 @@ _SUFFIXES = {
 }
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
+_LOOKED_AT = 100  # lines
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
 
 
@@ -289,8 +291,8 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
         raise ConfigError(f"{source}: task: batch is for JSON lines, and the input has none.")
     first: Node = {}
     if not (only_look or (is_told and job.model)):
-        first = _first_row(reader, source)
-    if not (is_told or only_look or {"custom_id", "body"} <= first.keys()):
+        first = _first_request(reader, source)
+    if not (is_told or only_look or first):
         return job
     model = job.model
     if only_look:
@@ -303,13 +305,17 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
     return replace(job, task="batch", model=model)
 
 
-def _first_row(reader: Node, source: str) -> Node:
+def _first_request(reader: Node, source: str) -> Node:
+    """Returns it from the first lines, of which some may be blank or damaged."""
     if reader["class_path"] == "JsonlReader":
         lines = import_name("JsonlReader", source)(**reader["init_args"])
         with suppress(CkptError, OSError):  # the checks before a start name what is wrong
             for name in _list(lines.data_folder, lines.glob_pattern, source)[:1]:
                 with lines.open_content(name) as file:
-                    return lines.parse_row(file.readline(), name, 0) or {}
+                    for line in islice(file, _LOOKED_AT):
+                        row: Node = lines.parse_row(line, name, 0) or {}
+                        if {"custom_id", "body"} <= row.keys():
+                            return row
     return {}
 
 

@@ -59,6 +59,7 @@ from datatrove_ckpt.inference.client.answers import (
     COMPLETIONS,
     Completion,
     RetryableError,
+    UnknownForm,
     Way,
     as_asked,
     kept_whole,
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 
 _Arguments = TypeVarTuple("_Arguments")
 _PARKED_SECONDS = 0.05
+_UNKNOWN_FORMS = 2  # batches with such an answer to one request
 _CANCELLED_AGAIN_SECONDS = 1.0
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
@@ -518,6 +520,7 @@ class Requests:
         if cached is not None and cached.result is not None:
             fields = orjson.loads(cached.result)
         attempts = 0
+        limit = config.request_max_attempts
         if not OF_BATCH.isdisjoint(fields):
             answers.batch_answers += 1
             attempts = fields["attempt"]
@@ -532,10 +535,13 @@ class Requests:
                 except RetryableError as error:
                     error.quote(redact)
                     cause = str(error)
-            if config.provider_batches and attempts >= config.request_max_attempts:
+                    if isinstance(error, UnknownForm):  # it was paid for
+                        limit = min(limit, _UNKNOWN_FORMS)
+            if config.provider_batches and attempts >= limit:
                 raise RequestFailed(
                     f"Given up after {attempts} batches "
-                    f"(request_max_attempts={attempts}). Last cause: {cause}"
+                    f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
+                    f"answers in an unknown form). Last cause: {cause}"
                 )
         parking = self._rank.parking
         if parking is not None and config.provider_batches:

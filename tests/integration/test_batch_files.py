@@ -139,6 +139,8 @@ REFUSED = [
     (request("1", url="/v1/chat"), "line 2: its url is '/v1/chat', and not one of /v1/chat/"),
     (request("1", method="GET"), "line 2: its method is 'GET'"),
     (request("1", stream=True), "line 2: its body asks for a stream"),
+    (request("1", extra_body={"top_k": 3}), "line 2: its body has extra_body, which is no part"),
+    (request("1", extra_headers={}), "line 2: its body has extra_headers"),
     ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
     (request("1", seed=-(2**63) - 1), "line 2: its body cannot be sent as it is written: Integer"),
     (request("0"), "line 2: an earlier line has the custom_id '0', too"),
@@ -168,6 +170,14 @@ def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, com
         assert why.partition("line 2: ")[2] in line["error"]["message"]
         assert line["response"] is None
     assert len(server.payloads) == 2
+
+
+def test_a_file_is_a_batch_file_whose_first_lines_are_blank_or_damaged(server, command):
+    write("", '{"custom_id": "torn', '{"comment": "of a tool"}', request("0", model="fake"))
+    assert "line 2: " in command(*flags(server), code=2).error
+    write("", request("0", model="fake"))
+    command(*flags(server))
+    assert [line["custom_id"] for line in results()] == ["0"]
 
 
 def test_the_model_of_the_first_line_is_that_of_the_run_and_what_is_set_fills_what_is_missing(

@@ -442,7 +442,7 @@ def _answer(raw: bytes) -> JsonObject:
 def read_json(raw: bytes) -> object:
     """Parses an answer. Raises: RetryableError: it is no JSON, or an error."""
     try:
-        answer = _parse(raw)
+        answer = parse_json(raw)
     except UnicodeDecodeError:
         # Replacement characters would corrupt a text that looks complete.
         raise RetryableError(
@@ -468,7 +468,8 @@ def _refuse_error(place: str, error: object) -> NoReturn:
     )
 
 
-def _parse(raw: bytes) -> object:
+def parse_json(raw: bytes) -> object:
+    """Raises ValueError or RecursionError."""
     try:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:

@@ -219,9 +219,7 @@ def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path
         assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
 
 
-def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(
-    tmp_path, passes
-):
+def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(tmp_path, passes):
     def work(slot, tasks):
         if not (tmp_path / "first").exists():
             (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")

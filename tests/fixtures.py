@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import doors
 from datatrove_ckpt.generation import run_identity
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import FakeServer
 from tests import forked
@@ -186,6 +186,26 @@ def sleeps(monkeypatch):
     monkeypatch.setattr(ModelServers.__init__, "__defaults__", (sleeps.clock,))
     monkeypatch.setattr(CompletionClient.__init__, "__kwdefaults__", {"sleep": sleeps})
     return sleeps
+
+
+@pytest.fixture
+def answers_between(monkeypatch, sleeps):
+    """The same, and another request is answered between two attempts of one."""
+    answered = Outage.answered
+    answers = []
+
+    def count(outage):
+        answers.append(1)
+        answered(outage)
+
+    async def sleep(seconds):
+        before = len(answers)
+        while len(answers) == before:
+            await asyncio.sleep(0)
+        await sleeps(seconds)
+
+    monkeypatch.setattr(Outage, "answered", count)
+    monkeypatch.setattr(CompletionClient.__init__, "__kwdefaults__", {"sleep": sleep})
 
 
 @pytest.fixture

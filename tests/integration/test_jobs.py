@@ -237,11 +237,11 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
 
     def held(payload, times):
         began.set()
-        go_on.wait(60)
+        go_on.wait(300)
         return answer(payload, times)
 
     def interrupt():
-        began.wait(60)
+        began.wait(300)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with FakeServer(held) as server:

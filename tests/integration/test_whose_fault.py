@@ -121,25 +121,11 @@ def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path, sta
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("answers_between")
 @pytest.mark.parametrize("rollout", [ask, gives_up])
 def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_name(
-    tmp_path, monkeypatch, sleeps, rollout
+    tmp_path, rollout
 ):
-    answered = client.Outage.answered
-    answers = []
-
-    def count(outage):
-        answers.append(1)
-        answered(outage)
-
-    async def sleep(seconds):
-        before = len(answers)
-        while len(answers) == before:
-            await asyncio.sleep(0)
-        await sleeps(seconds)
-
-    monkeypatch.setattr(client.Outage, "answered", count)
-    monkeypatch.setattr(client.CompletionClient.__init__, "__kwdefaults__", {"sleep": sleep})
     config = {
         "max_concurrent_generations": 4,
         "request_max_attempts": 2,

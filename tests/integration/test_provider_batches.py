@@ -292,19 +292,29 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
 
 @pytest.mark.matrix
 @FORMS
-def test_the_wait_for_missing_answers_goes_on_in_the_next_process(tmp_path, form, rollout, config):
+def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
+    tmp_path, monkeypatch, form, rollout, config
+):
+    now = [1e9]
+    for module in (batch_log, provider_passes):
+        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
     with form() as provider:
         provider.hidden = "half"
-        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 1})
+        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
         step.no_wait = True
 
-        def wait():
-            for _ in range(60):
-                with pytest.raises(WaitsForBatches):
-                    step.run(documents(3))
+        def waits():
+            with pytest.raises(WaitsForBatches):
+                step.run(documents(3))
 
-        with pytest.raises(ServerRefused):
-            wait()
+        while not provider.reads:
+            waits()
+        for _ in range(2):
+            now[0] += 29
+            waits()
+        now[0] += 2
+        with pytest.raises(ServerRefused, match="which were paid for"):
+            step.run(documents(3))
 
 
 @FORMS

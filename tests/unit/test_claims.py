@@ -349,7 +349,7 @@ def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
     for store in (DiskClaims, ObjectClaims):
         monkeypatch.setattr(store, "beat_seconds", 0.01)
     Process(job)
-    assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
+    assert [looks.get(timeout=300) for _ in range(2)] == [1, 1]
 
 
 def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():

@@ -33,7 +33,7 @@ from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.inference.client.plain import PlainTransport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from tests.clients import client_of
+from tests.clients import Sleeps, client_of
 
 
 @pytest.fixture(params=["plain", pytest.param("aiohttp", marks=pytest.mark.slow)], autouse=True)
@@ -148,20 +148,6 @@ async def serving(*replies):
         listener.close()
         await listener.wait_closed()
         await asyncio.gather(*raw.handlers)
-
-
-class Sleeps(list[float]):
-    """Replaces asyncio.sleep and the clock: records the seconds, and lets other tasks run."""
-
-    now = 0.0
-
-    async def __call__(self, seconds):
-        self.append(seconds)
-        self.now += seconds
-        await asyncio.sleep(0)
-
-    def clock(self):
-        return self.now
 
 
 def config(**settings):
@@ -643,6 +629,11 @@ def right(writers):
     return reply
 
 
+def unasked(client):
+    """How many answers without a request it has received."""
+    return client.servers.router.targets[0].transports[client.way.path].unasked
+
+
 async def test_answers_without_a_request_close_their_connection_and_stop_the_run_at_the_third():
     writers = []
     async with talking(right(writers)) as (server, client, _):
@@ -650,7 +641,7 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
             assert (await client.complete(BODY)).text == "right"
             # 408 is how servers close an idle connection.
             writers[-1].write(http(200 if number else 408, chat("unasked")))
-            while client.servers.router.targets[0].transports[client.way.path].unasked < number:
+            while unasked(client) < number:
                 await asyncio.sleep(0)
         with pytest.raises(ServerRefused, match=r"without a request 3 times.* bypass the gateway"):
             await client.complete(BODY)
@@ -669,22 +660,32 @@ async def turns():
 async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
     first, moment, log, monkeypatch
 ):
-    monkeypatch.setattr(plain_transport, "QUIET", 0.2)
-    monkeypatch.setattr(plain_transport, "SHORT", 0.0)
+    """A connection rests until its server has sent both, however busy the machine is."""
+    for_ever = 1e9
+    sleep = asyncio.sleep
     wrong_at = 2 if moment == "after the next request" else 1
 
+    async def until_noted(seconds):
+        while seconds == for_ever and not unasked(client):
+            await sleep(0)
+        await sleep(0)
+
     async def reply(server, writer):
+        monkeypatch.setattr(plain_transport, "QUIET", 0.0)
         own, extra = http(200, chat(server.requests[-1][1].decode())), http(200, chat("extra"))
         if len(server.requests) != wrong_at:
             writer.write(own)
         elif moment == "with it":
             writer.write(own + extra if first == "own" else extra + own)
         else:
-            monkeypatch.setattr(plain_transport, "QUIET", 3.0)  # however busy the machine is
+            monkeypatch.setattr(plain_transport, "QUIET", for_ever)
             writer.write(own if first == "own" else extra)
             await turns()
-            monkeypatch.setattr(plain_transport, "QUIET", 0.2)
             writer.write(extra if first == "own" else own)
+            await until_noted(for_ever)
+
+    monkeypatch.setattr(plain_transport, "SHORT", 0.0)
+    monkeypatch.setattr(asyncio, "sleep", until_noted)
 
     async with talking(reply) as (server, client, _):
         answers = [(await client.complete(b"%d" % number)).text for number in range(3)]
@@ -783,25 +784,30 @@ async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_a
     if is_chunked:
         head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         pieces = [b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces] + [b"0\r\n\r\n"]
-    most = 0
+    refusal = LargeAnswer.refusal
+    held = []
+    refused = asyncio.Event()
+
+    def watched(answer, size):
+        reason = refusal(answer, size)
+        held.append(sum(LargeAnswer._sizes.values()))
+        if reason:
+            refused.set()
+        return reason
 
     async def large(server, writer):
-        nonlocal most
-        for piece in (head + pieces[0], b"".join(pieces[1:])):
-            writer.write(piece)
-            await asyncio.sleep(0.02)  # each half has arrived, or was refused
-            most = max(most, sum(LargeAnswer._sizes.values()))
+        writer.write(head + pieces[0])
+        await refused.wait()
+        writer.write(b"".join(pieces[1:]))
 
-    async def sleep(seconds):
-        await asyncio.sleep(0.02)
-
-    async with talking(large, sleep=sleep) as (_, client, _), asyncio.timeout(30):
+    monkeypatch.setattr(LargeAnswer, "refusal", watched)
+    async with talking(large) as (_, client, _):
         answers = await asyncio.gather(*(client.complete(BODY) for _ in range(8)))
         assert [len(str(one.text)) for one in answers] == [20_000] * 8
         assert client.stats.errors == {"connection": client.stats.retries}
         assert client.stats.retries >= 1
     # The oldest may be whole beside what the limit holds.
-    assert 20_000 < most <= 50_000 + len(body)
+    assert 20_000 < max(held) <= 50_000 + len(body)
     assert LargeAnswer._sizes == {}
 
 

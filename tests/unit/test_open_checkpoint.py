@@ -102,7 +102,7 @@ def run(checkpoint, number):
         checkpoint.finish(slot, Finished(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
     checkpoint.end_of_input()
     while not checkpoint.all_committed:
-        assert changed.wait(30)
+        assert changed.wait(300)
         changed.clear()
         checkpoint.raise_failure()
     assert threading.current_thread() not in readers
@@ -278,7 +278,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
     may_publish, changed, reads = threading.Event(), threading.Event(), 0
 
     def write_later(index, documents):
-        assert index == 0 or may_publish.wait(30)
+        assert index == 0 or may_publish.wait(300)
         return write_chunk(index, documents)
 
     def reading(read, *given, **named):
@@ -286,7 +286,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
         if reads == moment:
             may_publish.set()
             while checkpoint.publishing:
-                assert changed.wait(30)
+                assert changed.wait(300)
                 changed.clear()
         reads += 1
         return read(*given, **named)

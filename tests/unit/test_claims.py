@@ -334,13 +334,13 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(j
 
 # Botocore and httpx have errors that have no base in common with OSError.
 @pytest.mark.parametrize("error", [None, RuntimeError("no route to the store")])
-def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
+def test_a_process_beats_and_then_sees_what_others_have_completed_also_after_an_error(
     job, monkeypatch, error
 ):
-    looks = SimpleQueue()
+    done = SimpleQueue()
 
     def incomplete():
-        looks.put(1)
+        done.put("look")
         if error:
             raise error
         return []
@@ -348,8 +348,28 @@ def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
     monkeypatch.setattr(job, "incomplete", incomplete)
     for store in (DiskClaims, ObjectClaims):
         monkeypatch.setattr(store, "beat_seconds", 0.01)
+        monkeypatch.setattr(store, "beat", lambda store: done.put("beat"))
     Process(job)
-    assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
+    while (first := done.get(timeout=30)) != "look":
+        assert first == "beat"  # of the store that was made
+    assert [done.get(timeout=30) for _ in range(4)] == ["beat", "look"] * 2
+
+
+@pytest.mark.parametrize("where", [on_disk, in_bucket])
+def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
+    tmp_path, monkeypatch, where
+):
+    monkeypatch.setattr(stores, "has_ended", lambda owner: False)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    job = Job(where(tmp_path))
+    late = Process(job)
+    other = Process(job)
+    for seconds, is_alive in ((0.0, True), (10_000.0, False), (10_000.0, False)):
+        grow_old(tmp_path, seconds)
+        other.store.beat()
+        assert (late.owner in other.store.look().alive) == is_alive
+        late.store.beat()
+        assert late.owner in other.store.look().alive
 
 
 def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():

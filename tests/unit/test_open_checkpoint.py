@@ -12,11 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from datatrove_ckpt.checkpoint import identity, ledger
+from datatrove_ckpt.checkpoint import identity, ledger, rank_files
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
 from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
@@ -80,10 +81,13 @@ def opened(
     folder,
     write=write_chunk,
     placement=None,
+    records_per_chunk=2,
     **changes,
 ):
-    identity = RunIdentity({"records_per_chunk": 2, "tasks": 1})
-    settings = CheckpointManager(folder, 0, 2, identity, nothing, nothing, **changes)
+    identity = RunIdentity({"records_per_chunk": records_per_chunk, "tasks": 1})
+    settings = CheckpointManager(
+        folder, 0, records_per_chunk, identity, nothing, nothing, **changes
+    )
     output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
     return OpenCheckpoint(settings, settings.take(), output)
 
@@ -106,6 +110,70 @@ def run(checkpoint, number):
         changed.clear()
         checkpoint.raise_failure()
     assert threading.current_thread() not in readers
+
+
+# writing --------------------------------------------------------------------------------------------
+
+
+def answer_and_finish(checkpoint, ordinal):
+    slot = checkpoint.admit(f"input {ordinal}")
+    checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
+    checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
+
+
+def until_written(checkpoint):
+    """Returns when all that was handed over is written, and synced if a sync was due."""
+    for _ in range(2):
+        checkpoint.change(lambda rank_files: None)
+
+
+def of_documents(disk):
+    """The effects on the journal and the answers of the first chunk."""
+    names = (journal_name(0), *CACHE_FILES)
+    return [label for label in disk.happened if label.endswith(names)]
+
+
+def test_what_is_written_is_synced_once_in_sync_seconds_and_not_once_in_a_group(
+    tmp_path, monkeypatch
+):
+    """On a slow disk a sync takes 200 milliseconds, and a group comes each few milliseconds."""
+    now = 0.0
+    monkeypatch.setattr(rank_files, "time", SimpleNamespace(monotonic=lambda: now))
+    checkpoint = opened(tmp_path, records_per_chunk=100, sync_seconds=600.0)
+    until_written(checkpoint)
+    with disk_in_place(disk := WatchedDisk()):
+        for ordinal in range(20):
+            answer_and_finish(checkpoint, ordinal)
+            until_written(checkpoint)
+        written = ["commit replay.sqlite3", "write chunk_00000.jsonl"]
+        assert of_documents(disk) == written * 20
+        disk.happened.clear()
+        for now in (599.0, 600.0, 601.0, 1199.0, 1201.0):
+            answer_and_finish(checkpoint, ordinal := ordinal + 1)
+            until_written(checkpoint)
+        synced = ["sync chunk_00000.jsonl", "sync replay.sqlite3-wal"]
+        assert of_documents(disk) == [
+            *written,  # 599
+            *(*written, *synced),  # 600
+            *written * 2,  # 601 is what the next sync counts from
+            *(*written, *synced),
+        ]
+        checkpoint.close()
+
+
+def test_what_waited_for_the_disk_is_written_as_one_group(tmp_path):
+    """A transaction and a write for each document would be a tenth of the speed."""
+    checkpoint = opened(tmp_path, records_per_chunk=200)
+    is_free = threading.Event()
+    checkpoint.change_later(lambda rank_files: is_free.wait(60))
+    with disk_in_place(disk := WatchedDisk()):
+        for ordinal in range(100):
+            answer_and_finish(checkpoint, ordinal)
+        is_free.set()
+        until_written(checkpoint)
+        written = [label for label in of_documents(disk) if not label.startswith("sync")]
+        assert written == ["commit replay.sqlite3", "write chunk_00000.jsonl"]
+        checkpoint.close()
 
 
 def no_locks(fd, how):

@@ -6,7 +6,7 @@ import os
 import threading
 import tracemalloc
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from datatrove.data import Document
@@ -15,7 +15,7 @@ from datatrove_ckpt.checkpoint import request_cache
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
-from datatrove_ckpt.errors import ServerRefused
+from datatrove_ckpt.errors import DocumentFailed, ServerRefused
 from datatrove_ckpt.generation.generate import Answers, Requests
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.testing import FakeServer
@@ -128,6 +128,16 @@ def test_a_resume_looks_once_for_the_answers_of_a_document_however_many_rollouts
 OF_A_DOCUMENT = (Document, SourceDocument, Answers, Requests, Finished, CachedRequest, ChunkSlot)
 
 
+@pytest.fixture
+def no_collector():
+    """Whatever only the garbage collector would free or close stays."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
 def test_documents_that_are_done_leave_nothing_in_memory(tmp_path):
     """Measured while the last document is in work, and all chunks before it are committed."""
     number = 100
@@ -147,7 +157,6 @@ def test_documents_that_are_done_leave_nothing_in_memory(tmp_path):
         answer = await generate(chat(document.id))
         if document.id == f"id {number}":
             await until_async(lambda: chunks() == 5)
-            gc.collect()
             found = (type(one) for one in gc.get_objects() if isinstance(one, OF_A_DOCUMENT))
             left.append((Counter(found), tracemalloc.get_traced_memory()[0]))
         return answer
@@ -220,23 +229,25 @@ def test_as_many_requests_are_in_flight_as_the_settings_say(tmp_path, settings, 
 # What a task leaves to the next one of its process ---------------------------------------------
 
 
-def test_a_task_that_has_ended_leaves_no_open_file_and_no_thread(tmp_path, server):
-    """A worker runs thousands of tasks."""
+async def fails(document, generate):
+    raise ValueError("stops the task")
+
+
+@pytest.mark.parametrize(("rollout", "why"), [(ask, ""), (fails, "stops the task")])
+@pytest.mark.usefixtures("no_collector")
+def test_a_task_that_has_ended_leaves_no_open_file_and_no_thread(tmp_path, server, rollout, why):
+    """A worker runs thousands of tasks. A task that fails has not read all its documents."""
 
     def run_task(number):
-        runner(tmp_path / f"{number}", server).run(documents(4))
+        with pytest.raises(DocumentFailed, match=why) if why else nullcontext():
+            runner(tmp_path / f"{number}", server, rollout).run(documents(500 if why else 4))
 
     def left():
         threads = [thread.name for thread in threading.enumerate()]
         return Counter(threads) + Counter(open_files=sum(1 for _ in os.scandir("/dev/fd")))
 
     run_task(0)
-    gc.collect()
-    gc.disable()  # what only it would close is left open
-    try:
-        before = left()
-        for number in range(1, 4):
-            run_task(number)
-        until(lambda: left() <= before, 60)  # the server closes its side later
-    finally:
-        gc.enable()
+    before = left()
+    for number in range(1, 4):
+        run_task(number)
+    until(lambda: left() <= before, 60)  # the server closes its side later

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import threading
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -121,6 +122,18 @@ def answer_and_finish(checkpoint, ordinal):
     checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
 
 
+@contextmanager
+def as_one_group(checkpoint):
+    """The disk is busy while the block hands documents over."""
+    is_busy = threading.Event()
+    is_free = threading.Event()
+    checkpoint.change_later(lambda rank_files: is_busy.set() or is_free.wait(60))
+    assert is_busy.wait(60)
+    yield
+    is_free.set()
+    until_written(checkpoint)
+
+
 def until_written(checkpoint):
     """Returns when all that was handed over is written, and synced if a sync was due."""
     for _ in range(2):
@@ -137,40 +150,33 @@ def test_what_is_written_is_synced_once_in_sync_seconds_and_not_once_in_a_group(
     tmp_path, monkeypatch
 ):
     """On a slow disk a sync takes 200 milliseconds, and a group comes each few milliseconds."""
-    now = 0.0
-    monkeypatch.setattr(rank_files, "time", SimpleNamespace(monotonic=lambda: now))
+    now = [0.0]
+    monkeypatch.setattr(rank_files, "time", SimpleNamespace(monotonic=lambda: now[0]))
     checkpoint = opened(tmp_path, records_per_chunk=100, sync_seconds=600.0)
     until_written(checkpoint)
+    written = ["commit replay.sqlite3", "write chunk_00000.jsonl"]
+    synced = ["sync chunk_00000.jsonl", "sync replay.sqlite3-wal"]
+    happened = []
     with disk_in_place(disk := WatchedDisk()):
-        for ordinal in range(20):
-            answer_and_finish(checkpoint, ordinal)
-            until_written(checkpoint)
-        written = ["commit replay.sqlite3", "write chunk_00000.jsonl"]
-        assert of_documents(disk) == written * 20
-        disk.happened.clear()
-        for now in (599.0, 600.0, 601.0, 1199.0, 1201.0):
-            answer_and_finish(checkpoint, ordinal := ordinal + 1)
-            until_written(checkpoint)
-        synced = ["sync chunk_00000.jsonl", "sync replay.sqlite3-wal"]
-        assert of_documents(disk) == [
-            *written,  # 599
-            *(*written, *synced),  # 600
-            *written * 2,  # 601 is what the next sync counts from
-            *(*written, *synced),
-        ]
+        for ordinal, seconds in enumerate([0, 1, 2, 599, 600, 601, 1199, 1200, 1201]):
+            now[0] = float(seconds)
+            with as_one_group(checkpoint):
+                answer_and_finish(checkpoint, ordinal)
+            happened.append((seconds, of_documents(disk)))
+            disk.happened.clear()
         checkpoint.close()
+    # The seconds count from the first write after a sync; here also from the history's first line.
+    expected = {600: synced + written, 1200: synced + written}
+    assert happened == [(seconds, expected.get(seconds, written)) for seconds, _ in happened]
 
 
 def test_what_waited_for_the_disk_is_written_as_one_group(tmp_path):
     """A transaction and a write for each document would be a tenth of the speed."""
     checkpoint = opened(tmp_path, records_per_chunk=200)
-    is_free = threading.Event()
-    checkpoint.change_later(lambda rank_files: is_free.wait(60))
     with disk_in_place(disk := WatchedDisk()):
-        for ordinal in range(100):
-            answer_and_finish(checkpoint, ordinal)
-        is_free.set()
-        until_written(checkpoint)
+        with as_one_group(checkpoint):
+            for ordinal in range(100):
+                answer_and_finish(checkpoint, ordinal)
         written = [label for label in of_documents(disk) if not label.startswith("sync")]
         assert written == ["commit replay.sqlite3", "write chunk_00000.jsonl"]
         checkpoint.close()

@@ -11,13 +11,17 @@ from contextlib import nullcontext, suppress
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.checkpoint import request_cache
+from datatrove_ckpt.checkpoint import open_checkpoint, request_cache
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed, ServerRefused
 from datatrove_ckpt.generation.generate import Answers, Requests
 from datatrove_ckpt.generation.prefetch import SourceDocument
+from datatrove_ckpt.generation.scheduler import Scheduler
+from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 from tests.jobs import Budget, ask, chat, documents, ids, runner
@@ -172,6 +176,50 @@ def test_documents_that_are_done_leave_nothing_in_memory(tmp_path):
     ((objects, memory),) = left
     assert max(objects.values()) < 5, objects  # local variables of threads hold the newest
     assert memory < 0.3 * number * size
+
+
+# A slow disk, a slow output ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slow", "limit", "per_chunk"),
+    [
+        ((RankFiles, "write"), ("MAX_BACKLOG_BYTES", 3000), 60),
+        ((ChunkOutput, "write_chunk"), ("MAX_PUBLISHING", 4), 1),
+    ],
+)
+def test_no_document_is_begun_while_too_much_waits_to_be_saved(
+    tmp_path, monkeypatch, server, slow, limit, per_chunk
+):
+    """Else memory, or the disk with its journals, would fill.
+
+    What is slow stands still until the run waits for it, or has read all its input.
+    """
+    may_go_on = threading.Event()
+    asked = []
+
+    def release():
+        if not may_go_on.is_set():
+            asked.append(len(server.payloads))
+            may_go_on.set()
+
+    def before(owner, name, action):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: action(*given) or plain(*given))
+
+    def waits(scheduler, seconds=None):
+        if seconds is not None:  # before it admits a document
+            release()
+
+    before(*slow, lambda *given: may_go_on.wait(60) and None)
+    before(Scheduler, "next_change", waits)
+    before(Scheduler, "wait_for_storage", lambda scheduler: release())
+    before(OpenCheckpoint, "end_of_input", lambda *given: release())
+    monkeypatch.setattr(open_checkpoint, *limit)
+    settings = {"max_concurrent_documents": 4}
+    runner(tmp_path, server, records_per_chunk=per_chunk, config=settings).run(documents(60))
+    assert asked[0] <= 10
+    assert len(ids(tmp_path)) == 60
 
 
 # Requests in flight ----------------------------------------------------------------------------

@@ -170,18 +170,6 @@ def test_what_is_written_is_synced_once_in_sync_seconds_and_not_once_in_a_group(
     assert happened == [(seconds, expected.get(seconds, written)) for seconds, _ in happened]
 
 
-def test_what_waited_for_the_disk_is_written_as_one_group(tmp_path):
-    """A transaction and a write for each document would be a tenth of the speed."""
-    checkpoint = opened(tmp_path, records_per_chunk=200)
-    with disk_in_place(disk := WatchedDisk()):
-        with as_one_group(checkpoint):
-            for ordinal in range(100):
-                answer_and_finish(checkpoint, ordinal)
-        written = [label for label in of_documents(disk) if not label.startswith("sync")]
-        assert written == ["commit replay.sqlite3", "write chunk_00000.jsonl"]
-        checkpoint.close()
-
-
 def no_locks(fd, how):
     raise OSError(errno.ENOLCK, "no locks")
 

@@ -2,6 +2,7 @@
 aborted.
 """
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -382,3 +383,17 @@ def test_a_chunk_with_a_file_of_another_run_leaves_none_of_its_files(tmp_path):
     with pytest.raises(OutputMismatch):
         target.publish(0, staged, Intents(tmp_path))
     assert {path.name: path.read_bytes() for path in output.iterdir()} == {"b": b"of another run"}
+
+
+def test_a_file_in_a_folder_that_a_group_shares_belongs_to_the_group(tmp_path, monkeypatch):
+    output = tmp_path / "output"
+    output.mkdir()
+    group = os.getgid()
+    changed = []
+    monkeypatch.setattr(os, "chown", lambda path, *owner: changed.append((path.name, owner)))
+    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
+    target.publish(0, staged_files(tmp_path, a=b"content"), Intents(tmp_path))
+    assert changed == []
+    output.chmod(0o2770)
+    target.publish(1, staged_files(tmp_path, b=b"content"), Intents(tmp_path))
+    assert changed == [("b", (-1, group))]

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -194,6 +195,14 @@ def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job
     assert second.claims.given_up() == {0: "no memory"}
     first.claims.clear()
     assert second.take_rank(0)
+
+
+def test_a_worker_takes_any_rank_so_that_not_all_try_the_same_one(job, monkeypatch):
+    monkeypatch.setattr("random.shuffle", list.reverse)
+    assert Process(job).take() == 0
+    worker = Process(job)
+    worker.claims._is_worker = True
+    assert worker.take() == RANKS - 1
 
 
 def test_progress_begins_the_count_anew(job):
@@ -403,6 +412,24 @@ def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
     first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
     assert first.store.put(Mark(0, 1, first.owner), b"{}") is True
     assert second.store.put(Mark(0, 1, second.owner), b"{}") is False
+
+
+def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(
+    tmp_path, monkeypatch
+):
+    """Both have written their mark before either looks again."""
+    first, second = (Process(Job(in_bucket(tmp_path))) for _ in range(2))
+    monkeypatch.setattr(first.store, "_settle_seconds", 5.0)
+    won = []
+
+    def other_writes_meanwhile(seconds):
+        if seconds == 5.0:
+            won.append(second.store.put(Mark(0, 1, second.owner), b"{}"))
+
+    clock = SimpleNamespace(time=time.time, sleep=other_writes_meanwhile)
+    monkeypatch.setattr(stores, "time", clock)
+    won.append(first.store.put(Mark(0, 1, first.owner), b"{}"))
+    assert sorted(won) == [False, True]
 
 
 def test_four_beats_may_be_late_on_object_stores_and_not_five(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 aborted.
 """
 
+import errno
 import os
 import threading
 import time
@@ -18,12 +19,13 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
-from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
+from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch, StorageFailed
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 
 
 class Breaking(MemoryFileSystem):
@@ -397,3 +399,33 @@ def test_a_file_in_a_folder_that_a_group_shares_belongs_to_the_group(tmp_path, m
     output.chmod(0o2770)
     target.publish(1, staged_files(tmp_path, b=b"content"), Intents(tmp_path))
     assert changed == [("b", (-1, group))]
+
+
+class TwoFileSystems(WatchedDisk):
+    """A disk on which nothing in a staging folder can be linked to elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def before(self, name, args, label):
+        if name == "write":
+            self.largest = max(self.largest, len(args[1]))
+        if name == "link" and args[0].parent.name == "staging":
+            raise StorageFailed from OSError(errno.EXDEV, "elsewhere")
+
+
+def test_a_file_on_another_file_system_is_copied_in_parts_and_synced_before_it_has_its_name(
+    tmp_path,
+):
+    output = tmp_path / "output"
+    output.mkdir()
+    staged = staged_files(tmp_path, a=os.urandom(3 << 20))
+    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
+    with disk_in_place(disk := TwoFileSystems()):
+        target.publish(0, staged, Intents(tmp_path))
+    copied = disk.happened.index("link a")
+    effects = [label.split(" ")[0] for label in disk.happened[copied - 6 : copied + 2]]
+    assert effects == ["create", *["write"] * 4, "sync", "link", "sync"]
+    assert disk.largest <= 1 << 20
+    assert (output / "a").stat().st_size > 3 << 20

@@ -7,9 +7,9 @@ import pytest
 
 from tests.bench.guard import costs, ratio
 
-# 1.4 to 1.5 when it was set, and 1.9 at the release that was 40 % slower than the first one
-# (2a486fe).
-MOST = 1.68
+# 0.94 to 1.03 on two cores that twenty other processes shared, where a document that cost a quarter
+# more CPU time was at 1.46: the bare loop is slowed by neighbours, too, and the least of five counts.
+MOST = 1.3
 
 
 @pytest.mark.alone

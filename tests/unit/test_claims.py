@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -196,6 +197,14 @@ def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job
     assert second.take_rank(0)
 
 
+def test_a_worker_takes_any_rank_so_that_not_all_try_the_same_one(job, monkeypatch):
+    monkeypatch.setattr("random.shuffle", list.reverse)
+    assert Process(job).take() == 0
+    worker = Process(job)
+    worker.claims._is_worker = True
+    assert worker.take() == RANKS - 1
+
+
 def test_progress_begins_the_count_anew(job):
     process = Process(job, alone=True)
     for attempt in range(1, 5):
@@ -334,13 +343,13 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(j
 
 # Botocore and httpx have errors that have no base in common with OSError.
 @pytest.mark.parametrize("error", [None, RuntimeError("no route to the store")])
-def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
+def test_a_process_beats_and_then_sees_what_others_have_completed_also_after_an_error(
     job, monkeypatch, error
 ):
-    looks = SimpleQueue()
+    done = SimpleQueue()
 
     def incomplete():
-        looks.put(1)
+        done.put("look")
         if error:
             raise error
         return []
@@ -348,8 +357,28 @@ def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
     monkeypatch.setattr(job, "incomplete", incomplete)
     for store in (DiskClaims, ObjectClaims):
         monkeypatch.setattr(store, "beat_seconds", 0.01)
+        monkeypatch.setattr(store, "beat", lambda store: done.put("beat"))
     Process(job)
-    assert [looks.get(timeout=300) for _ in range(2)] == [1, 1]
+    while (first := done.get(timeout=300)) != "look":
+        assert first == "beat"  # of the store that was made
+    assert [done.get(timeout=300) for _ in range(4)] == ["beat", "look"] * 2
+
+
+@pytest.mark.parametrize("where", [on_disk, in_bucket])
+def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
+    tmp_path, monkeypatch, where
+):
+    monkeypatch.setattr(stores, "has_ended", lambda owner: False)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    job = Job(where(tmp_path))
+    late = Process(job)
+    other = Process(job)
+    for seconds, is_alive in ((0.0, True), (10_000.0, False), (10_000.0, False)):
+        grow_old(tmp_path, seconds)
+        other.store.beat()
+        assert (late.owner in other.store.look().alive) == is_alive
+        late.store.beat()
+        assert late.owner in other.store.look().alive
 
 
 def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():
@@ -383,6 +412,24 @@ def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
     first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
     assert first.store.put(Mark(0, 1, first.owner), b"{}") is True
     assert second.store.put(Mark(0, 1, second.owner), b"{}") is False
+
+
+def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(
+    tmp_path, monkeypatch
+):
+    """Both have written their mark before either looks again."""
+    first, second = (Process(Job(in_bucket(tmp_path))) for _ in range(2))
+    monkeypatch.setattr(first.store, "_settle_seconds", 5.0)
+    won = []
+
+    def other_writes_meanwhile(seconds):
+        if seconds == 5.0:
+            won.append(second.store.put(Mark(0, 1, second.owner), b"{}"))
+
+    clock = SimpleNamespace(time=time.time, sleep=other_writes_meanwhile)
+    monkeypatch.setattr(stores, "time", clock)
+    won.append(first.store.put(Mark(0, 1, first.owner), b"{}"))
+    assert sorted(won) == [False, True]
 
 
 def test_four_beats_may_be_late_on_object_stores_and_not_five(tmp_path, monkeypatch):

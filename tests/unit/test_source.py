@@ -4,8 +4,10 @@ import asyncio
 import threading
 
 import pytest
+from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.generation import prefetch
 from datatrove_ckpt.generation.prefetch import DocumentSource
 
 
@@ -36,3 +38,44 @@ async def test_no_moment_of_an_arrival_swallows_a_cancellation(steps):
     blocked.set()
     await asyncio.wait([reading])
     assert reading.cancelled()
+
+
+async def test_what_was_read_meanwhile_is_taken_at_once():
+    """A change of threads for each document would cost more than its reading."""
+    number = 50
+    all_read = threading.Event()
+
+    def documents():
+        for index in range(number):
+            yield Document(text=f"text {index}", id=f"{index}")
+        all_read.set()
+
+    async def read(source):
+        return [len(batch) async for batch in source.batches(ResumePoint())]
+
+    reading = asyncio.create_task(read(DocumentSource(documents())))
+    await asyncio.sleep(0)  # its thread has started
+    assert all_read.wait(60)  # and this loop takes nothing meanwhile
+    # The last document waits for the end of the input.
+    assert await reading in ([number], [number - 1, 1])
+
+
+async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(monkeypatch):
+    monkeypatch.setattr(prefetch, "_BUFFER_DOCUMENTS", 10)
+    is_full = threading.Event()
+
+    def documents():
+        for index in range(1000):
+            if index == 11:  # ten are in the buffer, and one is held
+                is_full.set()
+            yield Document(text="", id=f"{index}")
+
+    batches = DocumentSource(documents()).batches(ResumePoint())
+    first = asyncio.create_task(anext(batches))
+    await asyncio.sleep(0)
+    assert is_full.wait(60)
+    sizes = [len(await first)]
+    async for batch in batches:
+        sizes.append(len(batch))
+    assert sum(sizes) == 1000
+    assert max(sizes) in (10, 11)

@@ -7,6 +7,7 @@ import errno
 import itertools
 import subprocess
 import sys
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -93,6 +94,27 @@ async def test_requests_of_a_document_go_to_its_server_unless_that_is_a_quarter_
     assert await made.acquire(Request(near=near)) is made.targets[1]
 
 
+async def test_a_server_whose_connection_failed_gets_a_request_only_when_no_other_can():
+    made, near = router(2), {}
+    failed, other = made.targets
+    assert await made.acquire(Request(near=near)) is failed
+    failed.cooldown_until = time.monotonic() + 1000
+    assert [await made.acquire(Request(near=near)) for _ in range(4)] == [other] * 4
+    other.up = False
+    assert await made.acquire(Request(near=near)) is failed
+
+
+async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():
+    made = router(limit=1)
+    target = await made.acquire(Request())
+    cancelled, next_one = acquire(made), acquire(made)
+    await settle()
+    made.release(target, Request())  # which gives the place on
+    cancelled.cancel()
+    await settle()
+    assert (cancelled.cancelled(), next_one.done(), made.in_flight) == (True, True, 1)
+
+
 async def test_requests_of_the_rank_that_started_first_go_first():
     made = router(limit=1)
     first, second = Sender(order=0), Sender(order=1)
@@ -111,6 +133,17 @@ async def test_requests_of_the_rank_that_started_first_go_first():
     assert (first.in_flight, second.in_flight) == (1, 0)
     made.release(target, Request(first))
     await late
+
+
+async def test_a_rank_that_stops_gets_no_place_even_if_one_is_free():
+    made = router(limit=1)
+    sender = Sender(Shutdown())
+    sender.shutdown.request("test")
+    assert made.take(Request(sender)) is None
+    waiting = acquire(made, Request(sender))
+    await settle()
+    assert (waiting.done(), made.in_flight) == (False, 0)
+    waiting.cancel()
 
 
 @pytest.mark.parametrize("is_quarantined", [False, True])

@@ -769,7 +769,7 @@ def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
     return CheckpointLocked(
         f"All tasks of this job are run by {', '.join(processes)}, which was started "
         f"{written.as_run}. Stop it, and start every machine {written.as_worker}. If it was killed "
-        "on another machine, it counts as alive for five minutes."
+        "on another machine or in another container, it counts as alive for five minutes."
     )
 
 

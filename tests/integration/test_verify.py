@@ -154,10 +154,10 @@ def share_a_file(job):
 
 
 def lose_a_commit(job):
-    """So that nothing else names it, and the file that could is damaged."""
+    """So that no other file names it."""
     (job / "checkpoints/00000/publishing.jsonl").write_text("{}\n{}\n")
     (job / "checkpoints/last_chunk/00000.txt").unlink()
-    (job / "checkpoints/00000/shard.json").unlink()
+    (job / "checkpoints/00000/shard.json").write_text("{}")
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
 
 
@@ -205,6 +205,10 @@ OTHER_DAMAGE = {
     "corrupt settings": (
         lambda job: (job / "checkpoints/00001/run.json").write_text("{"),
         ["task 1: ", "run.json does not hold a run"],
+    ),
+    "input unknown": (
+        lambda job: (job / "checkpoints/00000/shard.json").unlink(),
+        ["shard.json is missing. Restore it from a copy."],
     ),
     "identity": (
         lambda job: edit_settings(

@@ -107,6 +107,13 @@ def test_a_finished_run_has_no_problem(job, said, options):
     assert outputs(job) == before, "it only reads"
 
 
+def test_an_owners_record_in_the_output_folder_is_not_foreign_to_it(job, said):
+    """As at the root of a bucket, or where another run has a folder below as its output."""
+    for name in (".datatrove-ckpt-owner-0123456789abcdef", ".b.datatrove-ckpt-owner-0"):
+        (job / "output" / name).write_text("{}")
+    said("verify", job, "--full")
+
+
 def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(tmp_path, server, said):
     output = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(documents(1))

@@ -16,7 +16,7 @@ import select
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -97,8 +97,7 @@ class _Sample(NamedTuple):
 class RunProgress:
     """Where all ranks of one command stand.
 
-    Sums stand for complete ranks: a bar that added up all ranks would slow down its process, which
-    hands out thousands of tasks.
+    Sums stand for complete ranks: the process that draws a bar hands out thousands of tasks.
 
     Args:
         ranks: with the ranks that earlier commands have completed.
@@ -117,11 +116,12 @@ class RunProgress:
         self._clock = clock
         self._complete = complete
         self.documents = documents
-        self._last: dict[int, RankProgress] = {}
         self._at_work: dict[int, RankProgress] = {}
         self._done: set[int] = set()
+        self._elsewhere: set[int] = set()  # complete ranks that another process ran
         self._with_input = ranks  # the ranks from this one on have no input
-        self._count_all_done()
+        self._ended = 0  # the other complete ranks
+        self._ended_sizes = Counter[str | None]()  # by unit
         # When each rank was first at work, and its share then.
         self._begun: dict[int, tuple[float, float]] = {}
         self.work = [0, 0, 0]  # documents, requests, tokens
@@ -131,8 +131,10 @@ class RunProgress:
         self._newest_at = clock()  # when something was finished or answered
 
     def update(self, rank: int, progress: RankProgress) -> None:
-        last = self._last.get(rank)
-        self._last[rank] = progress
+        if rank in self._done:
+            return
+        last = self._at_work.get(rank)
+        self._at_work[rank] = progress
         before = (0, 0, 0)
         if last is not None and last.attempt == progress.attempt:
             before = last.work
@@ -141,13 +143,8 @@ class RunProgress:
         self.documents += progress.documents
         if last is not None:
             self.documents -= last.documents
-        if rank in self._done:
-            self._count_all_done()
-        else:
-            self._at_work[rank] = progress
-        if progress.tasks is not None and progress.tasks < self._with_input:
-            self._with_input = progress.tasks
-            self._count_all_done()
+        if progress.tasks is not None:
+            self._with_input = min(self._with_input, progress.tasks)
         grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
         self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
         if any(grown):
@@ -177,32 +174,16 @@ class RunProgress:
         """
         if rank in self._done:
             return
-        if rank not in self._last:
-            self.documents += documents
         self._done.add(rank)
-        self._at_work.pop(rank, None)
-        self._count_done(rank)
+        last = self._at_work.pop(rank, None)
+        if last is None:
+            self._elsewhere.add(rank)
+            self.documents += documents
+        elif rank < self._with_input:
+            self._ended += 1
+            self._ended_sizes[last.sized_in] += last.size or 0
         if rank < self._with_input:
             self._gain(rank, 1.0, 0.0)
-
-    def _count_all_done(self) -> None:
-        self._ended = 0
-        # Of the ended ranks, by unit; None: of unknown size.
-        self._ended_sizes: dict[str | None, int] = {}
-        self._elsewhere = self._complete
-        for rank in self._done:
-            self._count_done(rank)
-
-    def _count_done(self, rank: int) -> None:
-        if rank >= self._with_input:
-            return
-        last = self._last.get(rank)
-        if last is None:  # another process ran it
-            self._elsewhere += 1
-            return
-        self._ended += 1
-        self._ended_sizes.setdefault(last.sized_in, 0)
-        self._ended_sizes[last.sized_in] += last.size or 0
 
     def is_complete(self, rank: int) -> bool:
         return rank in self._done
@@ -235,7 +216,7 @@ class RunProgress:
         units = {*self._ended_sizes, *(one.sized_in for one in reading)}
         if len(units) == 1 and None not in units:
             sizes = [one.size or 0 for one in reading]
-            done = float(sum(self._ended_sizes.values()))
+            done = float(self._ended_sizes.total())
         else:  # taken for equal
             sizes = [1] * len(reading)
             done = float(self._ended)
@@ -256,7 +237,8 @@ class RunProgress:
 
     @property
     def _complete_elsewhere(self) -> int:
-        return min(self._elsewhere, self._with_input)
+        complete = self._complete + sum(rank < self._with_input for rank in self._elsewhere)
+        return min(complete, self._with_input)
 
     @property
     def rates(self) -> ScreenRates:
@@ -303,7 +285,7 @@ class RunProgress:
     @property
     def state(self) -> str:
         """Names a server outage, or the common state of all ranks at work."""
-        if not self._last:
+        if not self._at_work and self._done == self._elsewhere:
             return "starting"
         outages = self._outages
         if outages:

@@ -9,8 +9,10 @@ letters
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
@@ -178,9 +180,13 @@ def retry_folder(root: Path, number: int) -> Path:
 def retry_folders(root: Path) -> list[Path]:
     """Returns the folders of retries, in ascending order.
 
-    It lists ``root``: with many ranks, call it once.
+    It lists ``root``: with many ranks, call it once. Each rank of a run calls it, too, so it looks
+    at thousands of names in a millisecond.
     """
-    return sorted(root.glob(RETRIES))
+    with suppress(FileNotFoundError):
+        names = os.listdir(root)  # noqa: PTH208 (speed)
+        return sorted(root / name for name in names if name.startswith("retry-"))
+    return []
 
 
 def retry_number(name: str) -> int | None:

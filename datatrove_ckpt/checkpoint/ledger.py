@@ -36,6 +36,7 @@ from datatrove_ckpt.checkpoint.commits import (
 from datatrove_ckpt.checkpoint.history_read import History, read_history
 from datatrove_ckpt.checkpoint.identity import (
     not_readable,
+    refuse_missing_shard,
     run_with_secrets,
     settings_in,
     without_its_secrets,
@@ -602,12 +603,15 @@ class Expected:
             run: the content of its ``run.json``; empty if there is none.
 
         Raises:
-            CheckpointCorrupt: ``shard.json`` cannot be read.
+            CheckpointCorrupt: ``shard.json`` of a finished rank is missing or cannot be read.
         """
         known = run.get("owner", {}).get("commits", 0)
         # It may be that of a removed folder.
         last = read_last_chunk(last_chunk_of(folder)) if run else None
-        documents = read_shard(folder / SHARD).get("documents") if finished else None
+        documents = None
+        if finished:
+            refuse_missing_shard(folder)
+            documents = read_shard(folder / SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: CommitSums) -> None:

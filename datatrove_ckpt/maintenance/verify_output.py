@@ -13,7 +13,7 @@ from pathlib import Path
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.layout import HOME, rank_folder
+from datatrove_ckpt.checkpoint.layout import HOME, OWNER, rank_folder
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
@@ -115,6 +115,8 @@ def is_owned(report: Report) -> bool:
 
 
 def _is_ours(report: Report, path: str) -> bool:
+    if OWNER in path:  # of a bucket's root, which has no place beside it, or of a folder below
+        return True
     if not report.folder.is_local():
         return False
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())

@@ -13,6 +13,7 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
@@ -99,15 +100,26 @@ from datatrove_ckpt.runner import InferenceRunner
 _MIRROR_THREADS = 16
 
 
-def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
+class WrongMarker(NamedTuple):
+    """A completion marker that must be removed. ``text``: what is wrong with it."""
+
+    plan: RunPlan
+    rank: int
+    text: str
+
+
+def remove_markers(wrong: Iterable[WrongMarker]) -> None:
+    for marker in wrong:
+        logger.warning(f"{marker.text} The marker is removed, so the task runs again.")
+        marker.plan.forget(marker.rank)
+
+
+def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
     """Compares a job, and those that it depends on, with what its folders hold from earlier runs.
-    Starts nothing.
+    Starts nothing, and removes no marker: other checks may refuse the run.
 
     Args:
-        dry_run: remove no marker and restore nothing from a mirror.
-
-    Returns:
-        For each marker that is removed, or would be, what is wrong with it.
+        dry_run: restore nothing from a mirror.
 
     Raises:
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
@@ -116,15 +128,17 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
     check_step_order(plan.pipeline)
     if plan.tasks < 1:
         raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
-    wrong = []
+    before = []
     if plan.depends is not None:
-        wrong = check_job(plan.depends, dry_run)
+        before = check_job(plan.depends, dry_run)
+    wrong: dict[int, str] = {}
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan)
             continue
-        wrong += _check_runner(runner, dry_run)
-    return wrong
+        skipped = [rank for rank in _skipped(plan) if rank not in wrong]
+        wrong |= _check_runner(runner, skipped, dry_run)
+    return [*before, *(WrongMarker(plan, rank, text) for rank, text in wrong.items())]
 
 
 def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
@@ -227,13 +241,13 @@ def _check_tasks(plan: RunPlan) -> None:
         )
 
 
-def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
+def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict[int, str]:
+    """See ``_find_wrong``."""
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
     use(runner.step.door)
     refuse_resharded(root)
-    skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
         for rank in plan.local_ranks:
@@ -250,12 +264,7 @@ def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
         elif mirror:
             with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
                 list(pool.map(partial(restore_rank, mirror, folder, retries=False), missing))
-        wrong = _find_wrong(runner, folders, skipped)
-    for rank, text in wrong.items():
-        if not dry_run:
-            logger.warning(f"{text} The marker is removed, so the task runs again.")
-            plan.forget(rank)
-    return list(wrong.values())
+        return _find_wrong(runner, folders, skipped)
 
 
 def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dict[int, str]:
@@ -369,7 +378,7 @@ def check_before_run(plan: RunPlan) -> None:
     with ExitStack() as stack:
         for runner, root in plan.kept:
             stack.enter_context(naming_mirror(runner.step, root))
-        check_job(plan)
+        wrong = check_job(plan)
         check_inputs_unchanged(plan)
         _check_hub(plan)
         check_output(plan, before=True)
@@ -382,6 +391,7 @@ def check_before_run(plan: RunPlan) -> None:
 
             # No rank will do it: datatrove does not start complete ranks.
             upload_finished_ranks(mirror, root)
+    remove_markers(wrong)
 
 
 def note_workers(workers: int, tasks: int) -> None:

@@ -353,7 +353,10 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
     if len(found) > 1:
         more = f" There are {len(found)} such tasks."
     return Finding(
-        "warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject
+        "warning",
+        what,
+        f"{found[0].text} A run removes the marker and runs the task.{more}",
+        subject,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -61,7 +60,7 @@ from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.object_store import bucket_for
-from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.mirror.restore import restore_outdated
 from datatrove_ckpt.output.committed import (
     CommittedFile,
     OutputCheck,
@@ -87,6 +86,7 @@ from datatrove_ckpt.runner import InferenceRunner
 # completion marker in ``logging_dir``, so a finished task never looks at its own checkpoint again.
 #
 #     marker   checkpoint of the rank      what happens
+#     any      older than in the mirror    it is restored, and then compared
 #     any      of another run              refused, see ``checkpoint/job.py``
 #     yes      none, but in the mirror     it is restored, and then compared
 #     yes      none                        refused: its documents may not be in the output
@@ -94,10 +94,6 @@ from datatrove_ckpt.runner import InferenceRunner
 #     yes      of another run, but empty   the marker is removed: it runs with the new settings
 #     yes      finished                    the rank is skipped
 #     no       of this run, or none        the rank runs
-
-
-# Restores mostly wait for a remote.
-_MIRROR_THREADS = 16
 
 
 class WrongMarker(NamedTuple):
@@ -258,12 +254,10 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
             folder = Path(stack.enter_context(TemporaryDirectory()))
             folders = replace(folders, checkpoint=folder)
         folder = folders.checkpoint
-        missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
-        if mirror and missing and dry_run:
-            skipped = [rank for rank in skipped if rank not in missing]
-        elif mirror:
-            with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
-                list(pool.map(partial(restore_rank, mirror, folder, retries=False), missing))
+        if mirror and dry_run:
+            skipped = [rank for rank in skipped if (rank_folder(folder, rank) / RUN).exists()]
+        elif mirror and runner.copy is None:
+            restore_outdated(mirror, folder, skipped)
         return _find_wrong(runner, folders, skipped)
 
 
@@ -454,7 +448,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
         TooManyDeadLetters: all documents are dead letters, or all lines of a batch file have an
             error.
     """
-    check_job(plan, dry_run=True)
+    check_job(plan)
     check_inputs_unchanged(plan)
     jobs = check_output(plan, before=False)
     for root, job in jobs.items():

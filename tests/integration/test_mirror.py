@@ -440,6 +440,29 @@ def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_oth
         one.run(server)
 
 
+class WithoutVersions(object_store.Effects):
+    """A remote that can be owned, and takes no version."""
+
+    def put(self, fs, path, data):
+        if "/generation-" in path:
+            raise ConnectionError("503")
+        super().put(fs, path, data)
+
+
+def test_what_another_node_published_before_its_first_version_belongs_to_the_run(
+    job, expected, monkeypatch, server
+):
+    job.run_until("text 4")
+    with monkeypatch.context() as patched:
+        patched.setattr(object_store, "effects", WithoutVersions())
+        job.on_another_node().run(server)
+    assert outputs(job.folder / "output") == expected
+    server.asked.clear()
+    job.run(server)
+    assert not up_to("text 4") & server.asked
+    assert outputs(job.folder / "output") == expected
+
+
 class OwnedLate(object_store.Effects):
     """A remote that lets no process own it until one publishes, or waits before it does."""
 

@@ -128,7 +128,9 @@ def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -
 
     names = list(rank_names(ObjectStore(url)))
     if needed is not None:
-        known = {*needed, *(rank_numbers(root) if root.is_dir() else ())}
+        known = set(needed)
+        if root.is_dir():
+            known.update(rank_numbers(root))
         names = [name for name in names if int(name.rpartition("/")[2]) in known]
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(compress(names, threads.map(is_outdated, names)))

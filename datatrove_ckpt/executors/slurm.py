@@ -165,12 +165,13 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.preflight.before_run import check_after_run, check_job
+        from datatrove_ckpt.preflight.before_run import check_after_run, check_job, remove_markers
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)
-        check_job(plan)  # which restores what only the mirror and other nodes have
+        # It restores what only the mirror and other nodes have.
+        remove_markers(check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left:
             raise self._not_complete(left)

@@ -441,6 +441,65 @@ def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_oth
         one.run(server)
 
 
+class WithoutVersions(object_store.Effects):
+    """A remote that can be owned, and takes no version."""
+
+    def put(self, fs, path, data):
+        if "/generation-" in path:
+            raise ConnectionError("503")
+        super().put(fs, path, data)
+
+
+def test_what_another_node_published_before_its_first_version_belongs_to_the_run(
+    job, expected, monkeypatch, server
+):
+    job.run_until("text 4")
+    with monkeypatch.context() as patched:
+        patched.setattr(object_store, "effects", WithoutVersions())
+        job.on_another_node().run(server)
+    assert outputs(job.folder / "output") == expected
+    server.asked.clear()
+    job.run(server)
+    assert not up_to("text 4") & server.asked
+    assert outputs(job.folder / "output") == expected
+
+
+class OwnedLate(object_store.Effects):
+    """A remote that lets no process own it until one publishes, or waits before it does."""
+
+    def __init__(self, folder, monkeypatch):
+        self.was_published = False
+        self._waits = threading.Event()
+        self._folder = folder
+        wait = mirror.RemoteMirror._wait_for_look
+
+        def noted(mirrored, *arguments):
+            self._waits.set()
+            return wait(mirrored, *arguments)
+
+        monkeypatch.setattr(mirror.RemoteMirror, "_wait_for_look", noted)
+
+    def put(self, fs, path, data):
+        if "/claim-" in path:
+            until(lambda: self._waits.is_set() or self._is_published())
+            self.was_published |= self._is_published()
+        super().put(fs, path, data)
+
+    def _is_published(self):
+        return len(outputs(self._folder)) > 1
+
+
+def test_a_node_that_took_a_task_over_owns_its_mirror_before_it_publishes(
+    job, expected, monkeypatch, server
+):
+    job.run_until("text 4")
+    late = OwnedLate(job.folder / "output", monkeypatch)
+    monkeypatch.setattr(object_store, "effects", late)
+    job.on_another_node().run(server)
+    assert not late.was_published
+    assert outputs(job.folder / "output") == expected
+
+
 class FailingOnce(object_store.Effects):
     """A remote that refuses the first version once, and the second one always."""
 

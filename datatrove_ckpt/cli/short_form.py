@@ -587,7 +587,7 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
         Path(at, name)
         for at, folders, _ in below
         for name in folders
-        if Path(at, name).is_symlink() and is_input(os.path.relpath(Path(at, name), folder), None)
+        if Path(at, name).is_symlink() and is_input(f"{at.removeprefix(folder)}/{name}", None)
     ]
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]

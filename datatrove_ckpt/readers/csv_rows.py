@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from itertools import zip_longest
 
 from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.readers import csv as datatrove_csv
@@ -23,19 +22,16 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     def read_file(self, filepath: str) -> DocumentsPipeline:
         options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}
         with self.data_folder.open(filepath, "r", **options) as file:
-            lines = csv.reader(file)
-            rows = filter(None, lines)  # without blank lines
-            names = next(rows, [])
-            refuse_equal_names(names, filepath)
+            rows = csv.DictReader(file)
+            refuse_equal_names(rows.fieldnames or [], filepath)
             for number, row in enumerate(rows):
-                if len(row) > len(names):
+                if None in row:
                     raise InputError(
-                        f"The input file {filepath!r} has {len(names)} columns, and {len(row)} "
-                        f"cells in the row that ends in line {lines.line_num}. Put cells with "
-                        "commas in quotes, and run the same command again."
+                        f"The input file {filepath!r} has more cells than columns in the row that "
+                        f"ends in line {rows.line_num}. Put cells with commas in quotes, and run "
+                        "the same command again."
                     )
                 with self.track_time():
-                    fields = dict(zip_longest(names, row))
-                    document = self.get_document_from_dict(fields, filepath, number)
+                    document = self.get_document_from_dict(row, filepath, number)
                 if document:
                     yield document

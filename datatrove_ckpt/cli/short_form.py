@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from datatrove_ckpt.checkpoint.job import recorded_settings
+from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.yaml_config import (
     ANSWER,
     SHORT_NAMES,
@@ -592,7 +593,7 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
         Path(at, name)
         for at, folders, _ in below
         for name in folders
-        if Path(at, name).is_symlink()
+        if Path(at, name).is_symlink() and is_input(f"{at.removeprefix(folder)}/{name}", None)
     ]
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]
@@ -631,7 +632,7 @@ def _list(folder: str, pattern: str | None, source: str) -> list[str]:
         raise ConfigError(
             f"{source}: input: {shown} cannot be listed: {failure_line(error)}."
         ) from None
-    return names
+    return [name for name in names if is_input(name, pattern)]
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:

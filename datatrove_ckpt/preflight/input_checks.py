@@ -32,6 +32,7 @@ from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
 from datatrove_ckpt.readers.inputs import (
     MISSING,
+    InputFolder,
     Inputs,
     list_input,
     options_of,
@@ -170,6 +171,7 @@ def _read_files(
         ):
             return
         one = copy.deepcopy(reader)
+        InputFolder.give(one)
         try:
             with closing(one.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
@@ -372,7 +374,8 @@ def _check_reader(
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"]),
-            "\nA finished task is not run again, so its output would stay that of the old input. "
+            f"\n{inputs.about_hidden if inputs else ''}A finished task is not run again, so its "
+            "output would stay that of the old input. "
             "Put the input "
             "back, or "
             "process the new one as another run: with ",

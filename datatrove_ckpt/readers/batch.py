@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import re
 from itertools import islice
-from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -27,7 +24,6 @@ _URLS = (
     *(f"{prefix}/{name}" for name in ("classify", "rerank", "score") for prefix in ("", "/v1")),
     "/v2/rerank",
 )
-_LONG_INTEGER = re.compile(rb"[0-9]{19}")
 _EXTRAS = {"extra_body", "extra_headers", "extra_query"}
 _CHECKED = 100_000  # lines, which takes a second and 10 MB; OpenAI takes 50,000 in a file
 
@@ -42,16 +38,6 @@ class BatchReader(JsonlReader):
 
     format = JsonlReader.format
     _bad_line_advice = "Correct or remove the line."
-
-    @staticmethod
-    def _loads(line: bytes) -> Any:
-        """Parses a line. Integers of more than 64 bits stay integers, which orjson makes floats
-        of.
-        """
-        data = orjson.loads(line)
-        if _LONG_INTEGER.search(line):
-            data = json.loads(line)
-        return data
 
     def check(self) -> None:
         """Reads the first 100,000 lines of all files together.

@@ -57,6 +57,7 @@ from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
+    ENDINGS,
     Completion,
     RetryableError,
     Way,
@@ -74,7 +75,7 @@ from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
-from datatrove_ckpt.rollouts.answers import ends_in_blanks
+from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 _Arguments = TypeVarTuple("_Arguments")
 _PARKED_SECONDS = 0.05
 _CANCELLED_AGAIN_SECONDS = 1.0
+_SHOWN_REASON = 60  # characters
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
 # The hash of a payload with one of these depends on the order of the keys inside.
@@ -158,6 +160,7 @@ class Answers:
         failed: requests without an answer.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
+        reasons: answers by an unusual finish_reason.
         near: see ``routing.Request``.
     """
 
@@ -177,6 +180,7 @@ class Answers:
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
         self.near: dict[Router, Target] = {}
+        self.reasons: dict[str, int] = {}
         self._rank = rank
 
     async def cached(self) -> dict[AnswerKey, Answer]:
@@ -222,6 +226,7 @@ class Answers:
             sum(tokens[1::2]),
             work,
             ends=(len(tokens) // 2, self.cut_off, self.empty),
+            reasons=self.reasons.copy(),
         )
 
     def count_failed(self, rollout_idx: int) -> None:
@@ -425,21 +430,30 @@ class Requests:
     def _count(self, result: Result, way: Way) -> None:
         answers = self._answers
         if result.choices:
-            is_cut_off = any(one["finish_reason"] == "length" for one in result.choices)
+            reasons = [one["finish_reason"] for one in result.choices]
             is_empty = any(_is_empty(one["text"], one["finish_reason"]) for one in result.choices)
         else:
-            is_cut_off = result.finish_reason == "length"
+            reasons = [result.finish_reason]
             is_empty = _is_empty(result.text, result.finish_reason)
-        if is_cut_off:
-            answers.cut_off += 1
-            if ends_in_blanks(str(result.text)):
-                _warn_of_blanks()
+        if not ENDINGS.issuperset(reasons):
+            self._count_reasons(result, reasons)
         if way.path in _GENERATING:
             if is_empty:
                 answers.empty += 1
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
+
+    def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> None:
+        answers = self._answers
+        if any(map(is_cut_off, reasons)):
+            answers.cut_off += 1
+            if ends_in_blanks(str(result.text)):
+                _warn_of_blanks()
+        for reason in reasons:
+            if reason and reason.lower() not in ENDINGS and not is_cut_off(reason):
+                name = redact(reason)[:_SHOWN_REASON]
+                answers.reasons[name] = answers.reasons.get(name, 0) + 1
 
     async def _send(
         self,

@@ -48,6 +48,13 @@ UNFINISHED_REASONS = [
     "abort",
     "Cancelled",
     "unknown",
+    "network_error",
+    "insufficient_system_resource",
+    "SERVER_ERROR",
+    "not_finished",
+    "cancel",
+    "load",
+    "incomplete",
 ]
 BODY = b'{"model": "m", "messages": []}'
 KINDS = {
@@ -238,7 +245,8 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **KINDS["endpoint"]}
         (chat("hello", "length", reasoning_content="because"), {}, replace(HI, text="hello", finish_reason="length",
          reasoning="because")),
         *((chat(content), {}, replace(HI, text=text)) for content, text in TEXTS),
-        (chat(finish_reason="eos_token"), {}, replace(HI, finish_reason="eos_token")),
+        *((chat(finish_reason=reason), {}, replace(HI, finish_reason=reason))
+          for reason in ("eos_token", "content_filter", "xyz", "MAX_TOKENS")),
         (b'{"error": null, ' + chat()[1:], {}, HI),
         (choices(*INDEXED), {}, Completion("choice 0", "stop", {}, choices=CHOICES)),
         (choices(INDEXED[0]), {}, Completion("choice 2", "stop", {})),

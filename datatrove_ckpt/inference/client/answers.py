@@ -7,6 +7,7 @@ values are corrected before they are cached.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -19,12 +20,18 @@ from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
-# In lower case; any other reason ends an answer.
-_UNFINISHED = frozenset(
+# The reasons of most answers. Any other that is no failure ends an answer, too, and is counted.
+ENDINGS = frozenset(
     """
-    abort aborted canceled cancelled error failed in_progress incomplete interrupted none null
-    timeout unknown
+    complete completed end_turn eos eos_token function_call stop stop_sequence tool_call tool_calls
+    tool_use
     """.split()  # noqa: SIM905
+)
+"""Reasons of whole answers, in lower case."""
+_FAILURE = re.compile(
+    r"error|fail|abort|cancel|timeout|timed_out|resource|unavailable|not_finished|load|incomplete"
+    r"|in_progress|interrupt|^\s*(?:none|null|unknown)\s*$",
+    re.IGNORECASE,
 )
 _CONTENT = (str, list)
 _REASON = (str, type(None))
@@ -317,7 +324,7 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
         _refuse_error("the answer's choice", choice["error"])
     text, reasoning, tool_calls, refusal = read(choice)
     reason = choice.get("finish_reason")
-    if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
+    if isinstance(reason, str) and reason not in ENDINGS and _FAILURE.search(reason):
         raise unfinished(reason)
     if not (
         isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)

@@ -131,8 +131,8 @@ class UnknownForm(RetryableError):
     """An answer with status 200 has another form than its way. A dying server may send one, too."""
 
 
-class WebPage(UnknownForm):
-    """The answer is no JSON at all."""
+class NoReason(UnknownForm):
+    """The answer lacks a finish_reason. It is whole for some servers."""
 
 
 class Way(NamedTuple):
@@ -336,7 +336,7 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     if tool_calls:
         if not (isinstance(tool_calls, list) and all(map(_has_name, tool_calls))):
             raise RetryableError("the answer's tool_calls are not a list of calls with names")
-        calls = tool_calls
+        calls = [_with_text(call) for call in tool_calls]
     if reason == "tool_calls" and not calls and not text:
         raise RetryableError("the answer's finish_reason is 'tool_calls', and it has no tool_calls")
     completion = Completion(text, reason, usage, reasoning, calls)
@@ -354,6 +354,14 @@ def _has_name(call: object) -> bool:
         isinstance(part, dict) and part.get("name") and isinstance(part["name"], str)
         for part in parts
     )
+
+
+def _with_text(call: JsonObject) -> JsonObject:
+    """Makes the text that most servers send of arguments that came as an object."""
+    for part in call.values():
+        if isinstance(part, dict) and isinstance(part.get("arguments"), dict):
+            part["arguments"] = json.dumps(part["arguments"], ensure_ascii=False)
+    return call
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -452,12 +460,13 @@ def read_json(raw: bytes) -> object:
         answer = _parse(raw)
     except UnicodeDecodeError:
         # Replacement characters would corrupt a text that looks complete.
-        raise RetryableError(
-            "the answer holds bytes that are not UTF-8, which JSON must be"
+        raise UnknownForm(
+            "the answer holds bytes that are not UTF-8, which JSON must be", quoted_as=repr
         ) from None
-    except (ValueError, RecursionError):
-        kind: type[RetryableError] = WebPage
-        if raw.lstrip()[:1] in (b"", b"{", b"["):  # perhaps cut off
+    except (ValueError, RecursionError) as error:
+        kind: type[RetryableError] = UnknownForm
+        is_lines = str(error).startswith("Extra data")
+        if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:  # perhaps cut off
             kind = RetryableError
         raise kind(
             "the answer is not JSON",
@@ -480,6 +489,6 @@ def _parse(raw: bytes) -> object:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
         # Python's parser accepts more: NaN becomes null, a lone surrogate U+FFFD.
-        found = json.loads(bytes(raw).decode(), parse_constant=lambda name: None)
+        found = json.loads(bytes(raw).decode("utf-8-sig"), parse_constant=lambda name: None)
         text = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
         return orjson.loads(text.decode("utf-16", "replace"))

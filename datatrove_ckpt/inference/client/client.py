@@ -9,8 +9,8 @@
                                                                      is answered), or
     two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are);
                                                                      both stop the run
-    a form that is not known, or a finish_reason null from a         ServerRefused, with path and
-    server that has never sent another one, again and again          body
+    a form that is not known, three times in a row, or for a minute  ServerRefused, with path and
+    finish_reason null, from a server that has sent nothing else     body
     401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
                                                                      this run succeeds
     bytes without a request, for the third time                      ServerRefused: answers may be
@@ -72,10 +72,10 @@ from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
     Completion,
+    NoReason,
     RetryableError,
     UnknownForm,
     Way,
-    WebPage,
     unfinished,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, in_tier
@@ -101,6 +101,7 @@ _COOLDOWN = 5.0
 # Seconds. A stopping server is gone by then: Slurm kills after 30.
 _STOPPING = 60.0
 _MAX_UNASKED = 3
+_MAX_UNREAD = 3
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
 _SHOWN_CAUSE = 300
@@ -593,6 +594,8 @@ class CompletionClient:
                 "taken for that to the next request. Let the requests bypass the gateway "
                 f"({written.endpoint_url}), or raise its timeout, and run the same command again."
             )
+        if transport.refusal:
+            raise ServerRefused(transport.refusal)
         attempt = target.start_attempt(request)
         stats = self.stats
         stats.in_flight += 1
@@ -630,12 +633,13 @@ class CompletionClient:
         if way.tiers:
             body = in_tier(body, way.tiers[0])
         try:
-            raw = await post(transport, body, self._config.model_name_or_path, way.extras)
-            answer = way.parse(raw)
+            response = await post(transport, body, self._config.model_name_or_path, way.extras)
+            answer = way.parse(response.body)
             if way.tiers and not answer.service_tier:
                 answer.service_tier = way.tiers[0]
             if answer.answer is None or way.path in (CHAT.path, COMPLETIONS.path):
                 self._check_reason(answer, target)
+            transport.is_read = True
             target.mark_alive(started_at)
             return answer
         except (RequestRejected, ServerRefused):
@@ -644,11 +648,14 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             if isinstance(failure, UnknownForm):
-                failure.quoted = raw[:_SHOWN_FORM].decode(errors="replace")
+                body_start = response.body[:_SHOWN_FORM].decode(errors="replace")
+                failure.quoted = " ".join(filter(None, (response.form, body_start)))
             failure.quote(transport.redact)
             request.near.clear()
             if isinstance(failure, UnknownForm):
-                self._refuse_form(request, transport.url, failure)
+                self._refuse_form(transport, failure)
+            elif failure.status:
+                transport.unread = 0
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if failure.unreachable:
@@ -666,24 +673,31 @@ class CompletionClient:
             return
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
-        raise UnknownForm(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
+        raise NoReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 
-    def _refuse_form(self, request: Request, url: HiddenUrl, failure: UnknownForm) -> None:
-        """Raises ServerRefused if one request gets such answers again and again."""
-        if isinstance(failure, WebPage) and self.outage.answers:
+    def _refuse_form(self, transport: Transport, failure: UnknownForm) -> None:
+        """Raises ServerRefused if the server sends nothing but such answers."""
+        if transport.is_read:
             return  # a proxy answers while the server is away
         now = self.outage.clock()
-        if not request.unknown_forms:
-            request.unknown_since = now
-        request.unknown_forms += 1
-        lasts = now - request.unknown_since
-        if lasts >= _STOPPING and request.unknown_forms >= self._config.request_max_attempts:
-            raise ServerRefused(
-                f"{url} has answered one request {request.unknown_forms} times, for {lasts:.0f} s, "
-                "in a form that cannot be used. If something else answers there, such as a login "
-                f"page or a proxy, correct {written.endpoint_url} or the proxy, and run the same "
-                f"command again. The last cause: {failure}"
+        if not transport.unread:
+            transport.unread_since = now
+        transport.unread += 1
+        lasts = now - transport.unread_since
+        most = _MAX_UNREAD
+        if isinstance(failure, NoReason):
+            most = self._config.request_max_attempts
+            if lasts < _STOPPING:
+                return
+        if transport.unread >= most:
+            transport.refusal = (
+                f"{transport.url} has sent {transport.unread} answers in a row, for {lasts:.0f} s, "
+                "in a form that cannot be used, and no other answer, so nothing more is sent. If "
+                "something else answers there, such as a login page or a proxy, correct "
+                f"{written.endpoint_url} or the proxy, and run the same command again. The last "
+                f"cause: {failure}"
             )
+            raise ServerRefused(transport.refusal)
 
 
 async def _close(target: Target) -> None:

@@ -111,7 +111,6 @@ class Request:
     Attributes:
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        unknown_forms: see ``UnknownForm``.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -122,8 +121,6 @@ class Request:
         "is_shared",
         "near",
         "sender",
-        "unknown_forms",
-        "unknown_since",
     )
 
     def __init__(
@@ -138,8 +135,6 @@ class Request:
         self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
-        self.unknown_forms = 0
-        self.unknown_since = 0.0
 
     def copy(self) -> Request:
         other = Request(self.sender, self.document)

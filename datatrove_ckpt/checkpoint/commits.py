@@ -186,7 +186,7 @@ class DocumentCounts:
         if self.reasons:
             ended = [
                 f"{json.dumps(reason)} {plural(number, 'time')}"
-                for reason, number in Counter(self.reasons).most_common(_SHOWN_REASONS)
+                for reason, number in [*self.reasons.items()][:_SHOWN_REASONS]
             ]
             text += f" Answers ended with finish_reason {', '.join(ended)}."
         return text

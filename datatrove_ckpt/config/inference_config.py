@@ -73,8 +73,8 @@ class InferenceConfig:
         api_key_env: the environment variable with the endpoint's key.
         trust_remote_code: let vLLM and SGLang run code that comes with the model.
         request_max_attempts: attempts of a request that fails while others are answered (408, 409,
-            425, 429, 5xx, resets, timeouts, incomplete answers), before it stops the task; at least
-            ``server_patience_seconds`` pass, too.
+            425, 429, 5xx, resets, timeouts, incomplete answers), before its document is at fault.
+            If fewer than 50 are answered, it stops the task after ``server_patience_seconds``.
         server_patience_seconds: how long the run waits while requests fail, and none is answered
             (unreachable, 5xx, 429). Then the task stops; no document is blamed.
         server_stop_timeout_sec: time until a server that was asked to stop is killed.

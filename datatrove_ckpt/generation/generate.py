@@ -134,6 +134,7 @@ class RankContext(Protocol):
     drain: Drain
     parking: Parking | None
     shutdown: Shutdown
+    all_started: bool
     has_ended: bool
 
     @property
@@ -158,6 +159,7 @@ class Answers:
         requests: of each rollout, those that ended.
         tokens: prompt and completion tokens of each answer in turn.
         failed: requests without an answer.
+        is_suspect: see ``routing.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
         reasons: answers by an unusual finish_reason.
@@ -167,6 +169,7 @@ class Answers:
     failure: CkptError | None = None
     failed = cut_off = empty = 0
     parked = batch_answers = 0
+    is_suspect = False
     _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
     _pending = 0
 
@@ -469,6 +472,8 @@ class Requests:
         answers = self._answers
         try:
             completion = None
+            if cached is not None and cached.error_message is not None:
+                answers.is_suspect = True
             if cached is not None or rank.parking is not None:
                 completion = await self._batched(key, body, way, cached)
             if completion is None:
@@ -481,7 +486,9 @@ class Requests:
                     if model.batches is not None and way.is_shared:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:
-                        request = Request(client.sender, answers.doc_id, answers.near)
+                        request = Request(
+                            client.sender, answers.doc_id, answers.near, answers.is_suspect
+                        )
                         completion = await client.complete(body, way, request)
                 finally:
                     answers.request_finished()
@@ -509,7 +516,14 @@ class Requests:
             if self._keep(key, Answer(None, f"{error.status} {error.body}")):
                 await rank.wait_for_storage()
             raise error
-        if isinstance(error, RequestPoisoned):
+        at_fault = isinstance(error, RequestFailed) and error.is_documents
+        if at_fault:
+            model.client.result().sender.at_fault.add(self._answers.slot.ordinal)
+            # Then the next attempt needs no other requests to compare with. Earlier versions, too,
+            # send a request with this status again.
+            if self._keep(key, Answer(None, f"0 {error}")):
+                await rank.wait_for_storage()
+        if at_fault or isinstance(error, RequestPoisoned):
             raise _failed(named(error, model.config.name), payload) from error
         model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
         stopped = self._stopped(error)
@@ -618,8 +632,20 @@ class Requests:
 
     def _stopped(self, error: CkptError) -> RolloutServerError:
         named(error, self._model.config.name)
-        self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
+        answers = self._answers
+        answers.fail(unanswered(answers.doc_id, answers.slot, error, self._others_answered))
         return RolloutServerError(error)
+
+    @property
+    def _others_answered(self) -> int:
+        """How many requests were answered, if only documents that may be at fault are left."""
+        rank = self._rank
+        if not (self._model.client.done() and rank.all_started):
+            return 0
+        client = self._model.client.result()
+        if len(rank.documents) > client.sender.most_at_fault:
+            return 0
+        return client.stats.answers
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
         rank = self._rank

@@ -13,6 +13,7 @@ import zlib
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from email.utils import formatdate
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -29,10 +30,11 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
-from datatrove_ckpt.inference.client.answers import Completion
+from datatrove_ckpt.inference.client.answers import Completion, RetryableError
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
-from datatrove_ckpt.inference.client.client import CompletionClient, Outage
+from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.plain import PlainTransport
+from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import client_of
 
@@ -588,6 +590,85 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
         ):
             await client.complete(BODY)
         assert patience <= sum(sleeps) <= patience + 60
+
+
+@pytest.mark.parametrize(("others", "attempts"), [(25, 3), (24, 4)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        answer(http(500, b"")),
+        answer(http(403, b"")),
+        answer(http(200, b'{"error": "upstream"}')),
+        then_close(http(200, chat())[:-10]),
+        answer(http(200, b"data: 1")),
+    ],
+)
+async def test_a_request_is_at_fault_if_the_server_answers_50_others_between_its_attempts(
+    fault, others, attempts
+):
+    async def sleep(seconds):
+        for _ in range(others):
+            await client.complete(b"{}")
+        await sleeps(seconds)
+
+    async def reply(server, writer):
+        fails = server.requests[-1][1] == BODY
+        await (fault if fails else GOOD)(server, writer)
+
+    async with talking(reply, sleep=sleep, **KINDS["endpoint"]) as (server, client, sleeps):
+        await client.complete(b"{}")
+        with pytest.raises(
+            RequestFailed, match=f"after {attempts} attempts.* answers others"
+        ) as at:
+            await client.complete(BODY)
+        assert at.value.is_documents
+        assert len(server.requests) == 1 + attempts + others * (attempts - 1)
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+async def test_a_refusal_while_no_other_request_is_answered_is_of_all(answered):
+    """Once, or if the server has answered before, three times."""
+
+    async def reply(server, writer):
+        is_good = len(server.requests) <= answered
+        await (GOOD if is_good else answer(http(403, b"")))(server, writer)
+
+    async with talking(reply) as (server, client, _):
+        for _ in range(answered):
+            await client.complete(BODY)
+        with pytest.raises(ServerRefused, match="HTTP 403"):
+            await client.complete(BODY)
+        assert len(server.requests) == 1 + 3 * answered
+
+
+async def test_failures_of_a_sick_server_are_no_mark_while_another_one_answers():
+    sick, well = Target(), Target()
+    clock = RequestClock(Outage(600, lambda: 0.0), 0.0, 0, (), Request())
+    for _ in range(9):
+        clock.failed(RetryableError("500"), sick, 2)
+        well.answers += 100
+    for answers in (49, 1):
+        clock.failed(RetryableError("500"), well, 2)
+        well.answers += answers
+    with pytest.raises(RequestFailed):
+        clock.failed(RetryableError("500"), well, 2)
+
+
+@pytest.mark.parametrize(
+    ("finished", "at_fault", "may_blame"),
+    [
+        (0, [], True),
+        (199, [7], False),
+        (200, [7], True),
+        (9999, range(18), True),
+        (9999, [*range(10), *range(11, 20)], False),
+        (9999, range(0, 990, 11), True),
+    ],
+)
+def test_at_most_one_document_of_100_and_19_in_a_row_are_at_fault(finished, at_fault, may_blame):
+    sender = Sender(work=SimpleNamespace(documents=finished))
+    sender.at_fault.update(at_fault)
+    assert sender.may_blame == may_blame
 
 
 async def test_an_outage_is_no_mark_against_the_requests_that_it_hit():

@@ -83,6 +83,7 @@ class RetryableError(Exception):
         unreachable: there was no complete HTTP answer.
         unsent: there was no connection, so the request was not sent.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
+        refusal: what to raise if the server refuses other requests, too.
         quoted: a part of the answer, which may hold secrets.
         quoted_as: how to write it once its secrets are hidden, which escapes would not let be seen.
     """
@@ -94,6 +95,7 @@ class RetryableError(Exception):
     unsent: bool = False
     status: int = 0
     timed_out: bool = False
+    refusal: ServerRefused | None = None
     quoted: str = ""
     quoted_as: Callable[[str], str] = str
 

@@ -86,11 +86,9 @@ class LargeAnswer:
 
     def append(self, body: bytearray, data: bytes) -> str:
         """Appends bytes to the body. Returns why it is refused, or ""."""
-        if not self._is_compressed:
-            body += data
-            return self.refusal(len(body))
         for start in range(0, len(data), _PIECE):  # 1 MB may become a gigabyte
-            body += self._decompressed(data[start : start + _PIECE])
+            piece = data[start : start + _PIECE]
+            body += self._decompressed(piece) if self._is_compressed else piece
             if reason := self.refusal(len(body)):
                 return reason
         return ""

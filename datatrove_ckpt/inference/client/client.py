@@ -12,7 +12,9 @@
     a form that is not known, three times in a row, or for a minute  ServerRefused, with path and
     finish_reason null, from a server that has sent nothing else     body
     401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
-                                                                     this run succeeds
+                                                                     this run succeeds. 403, 406,
+                                                                     451 are retried while others
+                                                                     are answered
     bytes without a request, for the third time                      ServerRefused: answers may be
                                                                      exchanged
     the server we launched died, or hangs                            sent again, without using up an
@@ -38,6 +40,9 @@ Two clocks end the retries; both run for ``server_patience_seconds``:
     a request's clock  adds up the time in which this request fails while others are answered. At
                        its end, and after ``request_max_attempts`` such failures, the request has
                        failed (``RequestFailed``).
+
+A request that failed ``request_max_attempts`` times, while the same servers answered 50 others, is
+its document's fault (``RequestFailed.is_documents``), unless too many are (``Sender``).
 
 Many requests may compete for a small rate, so failures of a busy server (429, 498, 503, 529) have
 ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
@@ -102,6 +107,7 @@ _COOLDOWN = 5.0
 _STOPPING = 60.0
 _MAX_UNASKED = 3
 _MAX_UNREAD = 3
+_OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
 _SHOWN_CAUSE = 300
@@ -241,9 +247,9 @@ class Outage:
         if waited >= self.patience:
             raise ServerUnavailable(
                 f"No request was answered for {waited:.0f} s "
-                f"(server_patience_seconds={self.patience:g}). The last failure: {failure}. Check "
-                "the server and the network, and run the same command again: finished work is "
-                "saved, and no document is blamed for its server."
+                f"(server_patience_seconds={self.patience:g}). The last failure: {failure}.",
+                " Check the server and the network, and run the same command again: finished work "
+                "is saved, and no document is blamed for its server.",
             )
         self.show(str(failure))
 
@@ -299,20 +305,26 @@ class RequestClock:
     _began_at: float
     _answers: int
     _tiers: Sequence[str]
+    _request: Request
     _attempts: int = 0
     beside: int = 0
     _seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._at = self._began_at
+        # How many requests each server had answered at each failure.
+        self._failures: dict[Target, list[int]] = {}
 
-    def failed(self, failure: RetryableError, max_attempts: int) -> int:
+    def failed(self, failure: RetryableError, target: Target, max_attempts: int) -> int:
         """Counts a failure and returns the number of failures.
 
         Raises:
             RequestFailed: this request has used up its patience or attempts.
+            ServerRefused: see ``_judge``.
         """
         self._attempts += 1
+        if not (failure.unsent or failure.server_is_limited):
+            self._judge(failure, target, max_attempts)
         now = self._outage.clock()
         if self._outage.answers > self._answers:
             self.beside += 1
@@ -326,6 +338,32 @@ class RequestClock:
                 f"server_patience_seconds={self._outage.patience:g}). Last cause: {failure}"
             )
         return self._attempts
+
+    def _judge(self, failure: RetryableError, target: Target, max_attempts: int) -> None:
+        """Compares a failure with the other requests of its server.
+
+        Raises:
+            ServerRefused: the server refuses this request, and answers no other.
+            RequestFailed: the servers that fail at this request answer others.
+        """
+        request = self._request
+        failures = self._failures.setdefault(target, [])
+        is_alone = not target.attempts and target.answers == [0, 0, *failures][-2]
+        if failure.refusal is not None and is_alone and not request.is_suspect:
+            raise failure.refusal
+        failures.append(target.answers)
+        counted = sum(
+            len(answers)
+            for server, answers in self._failures.items()
+            if request.is_suspect or server.answers - answers[0] >= _OTHERS
+        )
+        if counted >= max_attempts and (request.is_suspect or request.sender.may_blame):
+            error = RequestFailed(
+                f"Given up after {self._attempts} attempts: the server fails at this request, and "
+                f"answers others (request_max_attempts={max_attempts}). Last cause: {failure}"
+            )
+            error.is_documents = True
+            raise error
 
     def next_way(self, way: Way, failure: RetryableError) -> Way:
         """Returns the way of the next attempt; the tiers share the patience equally."""
@@ -537,9 +575,9 @@ class CompletionClient:
                 if request.may_not_be_sent:
                     self.stats.resent += 1
                     continue
-                clock = clock or RequestClock(self.outage, began_at, answers, way.tiers)
+                clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
                 failure = error
-                delay = self._delay(error, clock)
+                delay = self._delay(error, clock, target)
             finally:
                 self._router.release(target, request)
             self.stats.retries += not failure.unsent
@@ -552,10 +590,10 @@ class CompletionClient:
                 self.stats.pausing -= 1
             way = clock.next_way(way, failure)
 
-    def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
-        """Raises RequestFailed or ServerUnavailable if there will be no further attempt."""
+    def _delay(self, failure: RetryableError, clock: RequestClock, target: Target) -> float:
+        """Raises RequestFailed or a ServerError if there will be no further attempt."""
         self.outage.failed(failure, self.servers.oldest_in_flight)
-        failures = clock.failed(failure, self._config.request_max_attempts)
+        failures = clock.failed(failure, target, self._config.request_max_attempts)
         asked = min(failure.asked_wait or 0.0, clock.left(failure))
         return retrying.SERVER.wait(failures, asked)
 
@@ -618,6 +656,7 @@ class CompletionClient:
         answer.seconds = time.monotonic() - attempt.started_at
         stats.answers += 1
         stats.without_reason += not answer.finish_reason
+        target.answers += 1
         self.outage.answered()
         return answer
 

@@ -160,6 +160,8 @@ def _error(
         f"The server's answer: {text or '(empty)'}"
     )
     refused.status = status
+    if status in retrying.OF_ONE_TEXT:
+        return RetryableError(f"HTTP {status} from {url}: {text}", status=status, refusal=refused)
     return refused
 
 

@@ -130,11 +130,18 @@ class RetryableError(Exception):
 
 
 class UnknownForm(RetryableError):
-    """An answer with status 200 has another form than its way. A dying server may send one, too."""
+    """An answer with status 200 has another form than its way.
+
+    A server that has sent no other answer for ``seconds`` is refused.
+    """
+
+    seconds = 0.0
 
 
 class NoReason(UnknownForm):
-    """The answer lacks a finish_reason. It is whole for some servers."""
+    """The answer lacks a finish_reason. A server that stops, and is gone soon, may send it."""
+
+    seconds = 60.0  # Slurm kills after 30
 
 
 class Way(NamedTuple):

@@ -103,8 +103,6 @@ _DEFAULT_TIMEOUT = 3600.0  # seconds
 # Seconds for which other URLs are preferred after a failed connection: a dead server fails at once,
 # has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
-# Seconds. A stopping server is gone by then: Slurm kills after 30.
-_STOPPING = 60.0
 _MAX_UNASKED = 3
 _MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
@@ -723,12 +721,7 @@ class CompletionClient:
             transport.unread_since = now
         transport.unread += 1
         lasts = now - transport.unread_since
-        most = _MAX_UNREAD
-        if isinstance(failure, NoReason):
-            most = self._config.request_max_attempts
-            if lasts < _STOPPING:
-                return
-        if transport.unread >= most:
+        if transport.unread >= _MAX_UNREAD and lasts >= failure.seconds:
             transport.refusal = (
                 f"{transport.url} has sent {transport.unread} answers in a row, for {lasts:.0f} s, "
                 "in a form that cannot be used, and no other answer, so nothing more is sent. If "

@@ -43,9 +43,10 @@ class InferenceRunner(Step):
         metadata_key (identity): where the results go in the document's metadata.
         skip_bad_requests (free): a document whose request the server rejects (HTTP 400, 413, 414,
             422, 431) becomes a dead letter, and does not stop the task.
-        on_document_error (free): "stop" the task when a rollout raises or its request is rejected,
-            or make the document a "dead_letter". A request that kills servers always becomes one; a
-            server that fails always stops the task.
+        on_document_error (free): "stop" the task when a rollout raises, or its request is rejected
+            or always fails while others are answered; or make the document a "dead_letter". A
+            request that kills servers always becomes one; a server that fails always stops the
+            task.
         max_dead_letters (free): documents that may become dead letters; one more stops the task.
             None: no limit.
         retry_dead_letters (free): process the dead letters of a finished task instead of the input,

@@ -24,6 +24,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
+    NUMBERS,
     Commit,
     CommitsDamaged,
     CommitSums,
@@ -74,7 +75,6 @@ _MAX_CAUSES = 20
 _MAX_CAUSE = 2000  # as much as is kept of a server's answer
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
 _BLOCK = 1 << 20
-_COUNTS = tuple(DocumentCounts.__dataclass_fields__)
 
 
 class Want(Flag):
@@ -242,7 +242,7 @@ class RankLedger:
             done = self.history.last.documents
             committed = self.sums.counts
             return DocumentCounts(
-                *(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS)
+                *(max(0, getattr(done, name) - getattr(committed, name)) for name in NUMBERS)
             )
         return sum(self.open_journals.values(), DocumentCounts())
 

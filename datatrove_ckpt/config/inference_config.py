@@ -76,8 +76,9 @@ class InferenceConfig:
         api_key_env (free): the environment variable with the endpoint's key.
         trust_remote_code (free): let vLLM and SGLang run code that comes with the model.
         request_max_attempts (free): attempts of a request that fails while others are answered
-            (408, 409, 425, 429, 5xx, resets, timeouts, incomplete answers), before it stops the
-            task; at least ``server_patience_seconds`` pass, too.
+            (408, 409, 425, 429, 5xx, resets, timeouts, incomplete answers), before its document is
+            at fault. If fewer than 50 are answered, it stops the task after
+            ``server_patience_seconds``.
         server_patience_seconds (free): how long the run waits while requests fail, and none is
             answered (unreachable, 5xx, 429). Then the task stops; no document is blamed.
         server_stop_timeout_sec (free): time until a server that was asked to stop is killed.

@@ -341,7 +341,7 @@ class _Run:
     ) -> AbstractAsyncContextManager[Served]:
         host = host_loop()
         order = 0 if host is None else host.order
-        sender = Sender(self.preemption.shutdown, order, progress.server)
+        sender = Sender(self.preemption.shutdown, order, progress.server, progress.own)
         models = [*self.step.models.values()]
         compiled = None
         launches = any(model.server_type != "endpoint" for model in models)

@@ -25,7 +25,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.errors import ServerDied
@@ -36,6 +36,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 # Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
 FIRST_LIMIT = 16
 _DEATHS_TO_QUARANTINE = 2
+_IN_A_ROW = 20  # documents
 # How much busier than the least busy server the server may be that has the document's prompt in its
 # cache. Simulated engines took 156 s in place of 234 s with three prompts of a document at a time.
 _BUSIER = 1.25
@@ -75,14 +76,22 @@ server's name within the rank, its URL without secrets or None, and why it died 
 """
 
 
+class Work(Protocol):
+    """``documents``: how many a rank has finished."""
+
+    documents: int
+
+
 class Sender:
     """A rank that sends requests to servers which it may share with other ranks.
 
     Args:
         shutdown: the rank's. Once the rank stops, its requests are not sent any more.
         order: requests of the sender with the lowest order are sent first.
+        work: what the rank has done.
 
     Attributes:
+        at_fault: numbers of documents whose requests fail while others are answered.
         on_release: called after each attempt that ends.
         on_free: called when a target could take a request, and none waits.
     """
@@ -92,13 +101,33 @@ class Sender:
         shutdown: Shutdown | None = None,
         order: int = 0,
         on_server: OnServer | None = None,
+        work: Work | None = None,
     ) -> None:
         self.shutdown = shutdown or Shutdown()
         self.order = order
         self.on_server = on_server
+        self._work = work
+        self.at_fault: set[int] = set()
         self.in_flight = 0
         self.on_release: Callable[[], None] | None = None
         self.on_free: Callable[[], None] | None = None
+
+    @property
+    def most_at_fault(self) -> int:
+        """How many documents may be at fault for requests that fail.
+
+        If they are more than 1 %, the server is at fault, which may fail at long prompts.
+        """
+        if self._work is None:
+            return 1
+        return max(1, self._work.documents // 100)
+
+    @property
+    def may_blame(self) -> bool:
+        ordinals = sorted(self.at_fault)
+        rows = zip(ordinals, ordinals[_IN_A_ROW - 2 :], strict=False)
+        is_row = any(last - first < _IN_A_ROW for first, last in rows)
+        return len(ordinals) < self.most_at_fault and not is_row
 
 
 class Request:
@@ -107,11 +136,11 @@ class Request:
     Args:
         document: the id of its document.
         near: the servers that its document's last requests had, if there are several.
+        is_suspect: an earlier attempt has found its document at fault.
 
     Attributes:
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        unknown_forms: see ``UnknownForm``.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -120,10 +149,9 @@ class Request:
         "deaths",
         "document",
         "is_shared",
+        "is_suspect",
         "near",
         "sender",
-        "unknown_forms",
-        "unknown_since",
     )
 
     def __init__(
@@ -131,15 +159,15 @@ class Request:
         sender: Sender | None = None,
         document: str = "",
         near: dict[Router, Target] | None = None,
+        is_suspect: bool = False,
     ) -> None:
         self.sender = sender or Sender()
         self.document = document
         self.near = {} if near is None else near
         self.is_shared = False
+        self.is_suspect = is_suspect
         self.deaths: list[Death] = []
         self.age = 0.0
-        self.unknown_forms = 0
-        self.unknown_since = 0.0
 
     def copy(self) -> Request:
         other = Request(self.sender, self.document)
@@ -219,6 +247,7 @@ class Target:
         alive_at: when the server last worked, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: an answer had a finish_reason.
+        answers: how many it has given.
     """
 
     def __init__(self, probe: HealthProbe | None = None) -> None:
@@ -235,6 +264,7 @@ class Target:
         self.accepted_at = 0.0
         self.probe = probe
         self.gives_reasons = False
+        self.answers = 0
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:

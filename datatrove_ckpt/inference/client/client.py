@@ -346,8 +346,11 @@ class RequestClock:
         """
         request = self._request
         failures = self._failures.setdefault(target, [])
-        is_alone = not target.attempts and target.answers == [0, 0, *failures][-2]
-        if failure.refusal is not None and is_alone and not request.is_suspect:
+        answers_before = 0
+        if len(failures) > 1:
+            answers_before = failures[-2]
+        answers_others = target.attempts or target.answers > answers_before
+        if failure.refusal is not None and not answers_others and not request.is_suspect:
             raise failure.refusal
         failures.append(target.answers)
         counted = sum(

@@ -76,7 +76,7 @@ server's name within the rank, its URL without secrets or None, and why it died 
 """
 
 
-class Work(Protocol):
+class RankWork(Protocol):
     """``documents``: how many a rank has finished."""
 
     documents: int
@@ -101,7 +101,7 @@ class Sender:
         shutdown: Shutdown | None = None,
         order: int = 0,
         on_server: OnServer | None = None,
-        work: Work | None = None,
+        work: RankWork | None = None,
     ) -> None:
         self.shutdown = shutdown or Shutdown()
         self.order = order
@@ -124,10 +124,13 @@ class Sender:
 
     @property
     def may_blame(self) -> bool:
+        """Whether one more document may be at fault: not if too many are, in all or in a row."""
+        if len(self.at_fault) >= self.most_at_fault:
+            return False
         ordinals = sorted(self.at_fault)
-        rows = zip(ordinals, ordinals[_IN_A_ROW - 2 :], strict=False)
-        is_row = any(last - first < _IN_A_ROW for first, last in rows)
-        return len(ordinals) < self.most_at_fault and not is_row
+        ends_of_rows = ordinals[_IN_A_ROW - 2 :]
+        rows = zip(ordinals, ends_of_rows, strict=False)
+        return all(end - start >= _IN_A_ROW for start, end in rows)
 
 
 class Request:

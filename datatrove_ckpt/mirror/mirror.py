@@ -91,6 +91,7 @@ class RemoteMirror:
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
+        self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
         work = copy_context().run  # its lines are in the rank's log
         self._thread = threading.Thread(
             target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True
@@ -199,6 +200,8 @@ class RemoteMirror:
                 "mirror keeps the version before it; the local checkpoint is complete."
             )
         self._given_up = True
+        with self._reading:
+            pass  # none begins any more
 
     # the mirror thread ---------------------------------------------------------------------------
 
@@ -296,7 +299,9 @@ class RemoteMirror:
         start = time.monotonic()
         self._begun += 1
         with ExitStack() as stack:
-            snapshot, grown = self._take_snapshot(uploads, stack)
+            with self._reading:
+                self._raise_if_interrupted(last)
+                snapshot, grown = self._take_snapshot(uploads, stack)
             # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
             self._put_job()

@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
@@ -645,23 +646,23 @@ def test_an_object_that_may_not_be_replaced_stays(tmp_path, monkeypatch):
 def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch, policy):
     """It would fence the rank's next process, which may have started."""
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
-    asked, release, put = threading.Event(), threading.Event(), []
+    asked, put = threading.Event(), []
     take = OpenCheckpoint.snapshot
 
     def late(checkpoint, since):
         snapshot = take(checkpoint, since)
         asked.set()
-        release.wait(1200)
+        until(lambda: mirrors[0]._given_up)
         return snapshot
 
     monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
     monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))
-    threads = []
+    mirrors = []
     start = mirror.RemoteMirror.start
     monkeypatch.setattr(
         mirror.RemoteMirror,
         "start",
-        lambda self, source: threads.append(self._thread) or start(self, source),
+        lambda self, source: mirrors.append(self) or start(self, source),
     )
     policy("STORAGE", patience=0.2)
     with (
@@ -670,10 +671,41 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
     ):
         job.run(server)
     assert asked.is_set()
-    release.set()
-    threads[0].join(300)
-    assert not threads[0].is_alive()
+    mirrors[0]._thread.join(300)
+    assert not mirrors[0]._thread.is_alive()
     assert put == []
+
+
+def test_the_files_of_a_rank_are_closed_once_its_mirror_reads_none_of_them(
+    job, monkeypatch, server, log
+):
+    """SQLite ends a process in which one thread reads what another one closes."""
+    order = []
+    mirrors = []
+    start = mirror.RemoteMirror.start
+    take, close = RankFiles.snapshot, RankFiles.close
+
+    def slow(rank, since):
+        snapshot = take(rank, since)
+        if mirrors[0]._stopping:
+            until(lambda: "The last upload to the mirror" in "".join(log))
+            order.append("read")
+        return snapshot
+
+    def watched(rank, completed):
+        order.append("closed")
+        close(rank, completed)
+
+    monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(
+        mirror.RemoteMirror,
+        "start",
+        lambda self, source: mirrors.append(self) or start(self, source),
+    )
+    monkeypatch.setattr(RankFiles, "snapshot", slow)
+    monkeypatch.setattr(RankFiles, "close", watched)
+    job.run(server)
+    assert order == ["read", "closed"]
 
 
 def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(

@@ -236,8 +236,7 @@ async def test_a_number_is_kept(settings, documents):
 
 
 async def test_large_documents_share_a_budget_of_bytes_and_small_ones_do_not():
-    config = InferenceConfig("endpoint", "m", endpoint_url="http://x", max_concurrent_documents=9)
-    limit = DocumentLimit(config, media=ByteBudget(1_000_000))
+    limit = DocumentLimit(config(max_concurrent_documents=9), media=ByteBudget(1_000_000))
     await limit.acquire(700_000)
     await limit.acquire(1000)
     waiting = asyncio.create_task(limit.acquire(700_000))

@@ -181,15 +181,21 @@ def test_documents_that_are_done_leave_nothing_in_memory(tmp_path):
 # A slow disk, a slow output ---------------------------------------------------------------------
 
 
+async def asks_sixty_times(document, generate):
+    answers = [await generate(chat(f"question {number}")) for number in range(60)]
+    return [answer.text for answer in answers]
+
+
 @pytest.mark.parametrize(
-    ("slow", "limit", "per_chunk"),
+    ("slow", "limit", "rollout", "per_chunk"),
     [
-        ((RankFiles, "write"), ("MAX_BACKLOG_BYTES", 3000), 60),
-        ((ChunkOutput, "write_chunk"), ("MAX_PUBLISHING", 4), 1),
+        ((RankFiles, "write"), ("MAX_BACKLOG_BYTES", 3000), ask, 60),
+        ((RankFiles, "write"), ("MAX_BACKLOG_BYTES", 3000), asks_sixty_times, 60),
+        ((ChunkOutput, "write_chunk"), ("MAX_PUBLISHING", 4), ask, 1),
     ],
 )
-def test_no_document_is_begun_while_too_much_waits_to_be_saved(
-    tmp_path, monkeypatch, server, slow, limit, per_chunk
+def test_no_document_is_begun_and_no_request_sent_while_too_much_waits_to_be_saved(
+    tmp_path, monkeypatch, server, slow, limit, rollout, per_chunk
 ):
     """Else memory, or the disk with its journals, would fill.
 
@@ -217,9 +223,11 @@ def test_no_document_is_begun_while_too_much_waits_to_be_saved(
     before(OpenCheckpoint, "end_of_input", lambda *given: release())
     monkeypatch.setattr(open_checkpoint, *limit)
     settings = {"max_concurrent_documents": 4}
-    runner(tmp_path, server, records_per_chunk=per_chunk, config=settings).run(documents(60))
+    number = 60 if rollout is ask else 1
+    step = runner(tmp_path, server, rollout, records_per_chunk=per_chunk, config=settings)
+    step.run(documents(number))
     assert asked[0] <= 10
-    assert len(ids(tmp_path)) == 60
+    assert (len(server.payloads), len(ids(tmp_path))) == (60, number)
 
 
 # Requests in flight ----------------------------------------------------------------------------

@@ -60,15 +60,21 @@ async def test_what_was_read_meanwhile_is_taken_at_once():
     assert await reading in ([number], [number - 1, 1])
 
 
-async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(monkeypatch):
-    monkeypatch.setattr(prefetch, "_BUFFER_DOCUMENTS", 10)
+@pytest.mark.parametrize(
+    ("limit", "text", "held"),
+    [(("_BUFFER_DOCUMENTS", 10), "", 10), (("_BUFFER_BYTES", 1000), "x" * 600, 2)],
+)
+async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
+    monkeypatch, limit, text, held
+):
+    monkeypatch.setattr(prefetch, *limit)
     is_full = threading.Event()
 
     def documents():
         for index in range(1000):
-            if index == 11:  # ten are in the buffer, and one is held
+            if index == held + 1:  # one waits for the next one
                 is_full.set()
-            yield Document(text="", id=f"{index}")
+            yield Document(text=text, id=f"{index}")
 
     batches = DocumentSource(documents()).batches(ResumePoint())
     first = asyncio.create_task(anext(batches))
@@ -78,4 +84,4 @@ async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(monke
     async for batch in batches:
         sizes.append(len(batch))
     assert sum(sizes) == 1000
-    assert max(sizes) in (10, 11)
+    assert max(sizes) in (held, held + 1)

@@ -7,9 +7,8 @@ import pytest
 
 from tests.bench.guard import costs, ratio
 
-# 0.94 to 1.03 in five measurements on two cores that twenty other processes shared. With 43 us more
-# for a document, a quarter: 1.26 and 1.46. The bare loop is slowed by neighbours, too, and of each
-# the least of five rounds counts.
+# 0.97 to 1.07 in four measurements on two cores that twenty other processes shared. With 43 us more
+# for a document, a quarter: 1.28 to 1.37.
 MOST = 1.2
 
 

@@ -2,13 +2,17 @@
 
 import asyncio
 import threading
+from contextlib import nullcontext
 
 import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.generation import prefetch
+from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.prefetch import DocumentSource
+from datatrove_ckpt.output.documents import fingerprint
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -85,3 +89,16 @@ async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
         sizes.append(len(batch))
     assert sum(sizes) == 1000
     assert max(sizes) in (held, held + 1)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+async def test_a_reader_that_cannot_seek_compares_the_last_document_of_each_chunk(is_changed):
+    documents = [Document(text=f"text {index}", id=f"{index}") for index in range(6)]
+    milestones = {ordinal: fingerprint(as_read(documents[ordinal]).data) for ordinal in (1, 3)}
+    if is_changed:
+        documents[1].text = "another text"
+    source = DocumentSource(documents)
+    point = ResumePoint(next_chunk=2, next_ordinal=4, milestones=milestones)
+    with pytest.raises(CheckpointMismatch, match="Document 1 of") if is_changed else nullcontext():
+        left = [one.id async for batch in source.batches(point) for one in batch]
+        assert left == ["4", "5"]

@@ -262,7 +262,7 @@ def test_integers_beyond_64_bits_come_out_as_they_went_in(tmp_path, run, stopped
     path = write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, given)).encode())
     prompts = [f'text {value} [{{"v":{-value}}}]' for value in EDGES]
     refused = set(prompts[-1:] * stopped)
-    with FakeServer(status=rejects(refused, 403)) as server:
+    with FakeServer(status=rejects(refused, 401)) as server:
         if stopped:  # the journal holds the others
             run(server, path, "{text} {n}", code=1)
             refused.clear()

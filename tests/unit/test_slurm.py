@@ -61,6 +61,7 @@ def mark_as_finished(tasks):
             (f"logs/completions/{rank:05d}", ""),
             (f"checkpoints/{rank:05d}/run.json", sealed_json(runs).decode()),
             (f"checkpoints/{rank:05d}/commits.jsonl", commit),
+            (f"checkpoints/{rank:05d}/shard.json", "{}"),
         ):
             path = Path("slurm_run", file)
             path.parent.mkdir(parents=True, exist_ok=True)

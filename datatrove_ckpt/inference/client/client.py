@@ -688,8 +688,9 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             if isinstance(failure, UnknownForm):
-                body_start = response.body[:_SHOWN_FORM].decode(errors="replace")
-                failure.quoted = " ".join(filter(None, (response.form, body_start)))
+                # No local variable: a traceback would show what the body quotes.
+                failure.quoted = f"{response.form} ".lstrip()
+                failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
             failure.quote(transport.redact)
             request.near.clear()
             if isinstance(failure, UnknownForm):

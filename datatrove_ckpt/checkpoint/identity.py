@@ -410,15 +410,18 @@ class RunClaim:
         return Fence(self._path, owner)
 
 
-def refuse_missing_shard(folder: Path) -> None:
-    """Refuses a finished rank without ``shard.json``, which 0.1.0 did not write.
+def has_shard(folder: Path) -> bool:
+    """Returns whether a finished rank has ``shard.json``, which 0.1.0 did not write.
 
     Raises:
-        CheckpointCorrupt: the input of the rank could change unnoticed.
+        CheckpointCorrupt: it is lost, so the input of the rank could change unnoticed.
     """
     path = folder / SHARD
-    if not path.exists() and read_run(folder / RUN)[FORMAT_KEY] > 1:
+    if path.exists():
+        return True
+    if read_run(folder / RUN)[FORMAT_KEY] > 1:
         raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
+    return False
 
 
 def read_run(path: Path) -> Json:

@@ -36,8 +36,8 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
 from datatrove_ckpt.checkpoint.identity import (
+    has_shard,
     not_readable,
-    refuse_missing_shard,
     run_with_secrets,
     settings_in,
     without_its_secrets,
@@ -609,8 +609,7 @@ class Expected:
         # It may be that of a removed folder.
         last = read_last_chunk(last_chunk_of(folder)) if run else None
         documents = None
-        if finished:
-            refuse_missing_shard(folder)
+        if finished and has_shard(folder):
             documents = read_shard(folder / SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 

@@ -17,10 +17,10 @@ def process_place() -> str:
     locks, and eight for the PID namespace. Empty if the system does not show both.
     """
     try:
-        if str((_PROC / "self").readlink()) != str(os.getpid()):  # /proc of another namespace
+        if (_PROC / "self").readlink().name != str(os.getpid()):  # of another namespace
             return ""
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text()
-        namespace = str((_PROC / "self/ns/pid").readlink())
+        boot = (_PROC / "sys/kernel/random/boot_id").read_bytes()
+        namespace = (_PROC / "self/ns/pid").readlink().name.encode()
     except OSError:
         return ""
-    return "".join(xxhash.xxh32(part.encode()).hexdigest() for part in (boot, namespace))
+    return xxhash.xxh32(boot).hexdigest() + xxhash.xxh32(namespace).hexdigest()

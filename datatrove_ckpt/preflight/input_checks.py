@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import refuse_missing_shard
+from datatrove_ckpt.checkpoint.identity import has_shard
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
@@ -285,14 +285,12 @@ def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     if recorded_settings(root).get("tasks") != plan.tasks:
         return []
     folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
-    records = []
-    for rank, folder in folders.items():
-        if is_finished(folder):
-            refuse_missing_shard(folder)
-            record = ShardRecord.read(folder / SHARD)
-            if record is not None:
-                records.append((rank, record))
-    return records
+    read = {
+        rank: ShardRecord.read(folder / SHARD)
+        for rank, folder in folders.items()
+        if is_finished(folder) and has_shard(folder)
+    }
+    return [(rank, record) for rank, record in read.items() if record is not None]
 
 
 def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:

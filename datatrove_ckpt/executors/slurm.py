@@ -45,7 +45,7 @@ from datatrove_ckpt.process.task_errors import own_error
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 # datatrove writes names and options into the script as they are. Bash fills in options.
-_NAME = re.compile(r"[\w@%+=:,./~-]*")
+_NAME = re.compile(r"[\w@+=:,./~-]*")
 _OPTION = re.compile(r"""[^\s"'#\\]*|"[^"\n]*"|'[^'\n]*'""")
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
 
@@ -119,7 +119,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if isinstance(text, str) and not allowed.fullmatch(text):
                 raise ConfigError(
                     f"{name}: {text!r} would be several words or lines in the script for sbatch. "
-                    "Choose a name of letters, digits and @%+=:,./~_-, or put quotes of its own "
+                    "Choose a name of letters, digits and @+=:,./~_-, or put quotes of its own "
                     "around an option."
                 )
         check_depends(depends, DatatroveExecutor)

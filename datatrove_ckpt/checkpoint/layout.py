@@ -196,7 +196,7 @@ def retry_folders(root: Path) -> list[Path]:
     It lists ``root``: with many ranks, call it once. Each rank of a run calls it, too, so it looks
     at thousands of names in a millisecond.
     """
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
         return sorted(root / name for name in names if name.startswith("retry-"))
     return []

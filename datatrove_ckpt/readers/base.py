@@ -223,8 +223,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return document
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        listed = list_input(self, afresh=state is not None, of_rank=True)
-        names = listed.names
+        names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise no_files(self.data_folder)
         tasks = min(len(names), world_size)
@@ -234,7 +233,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         # The listing is kept, because a file may change before it is read.
         inputs = Inputs(self.data_folder, names)
         inputs.tasks = tasks
-        inputs.about_hidden = listed.about_hidden
         return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:

@@ -39,15 +39,10 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
     except (OSError, sqlite3.Error) as error:
         if is_caused_by_limit(error):
             raise limit_reached(f"Could not {action} {path}") from error
+        cause = getattr(error, "strerror", None) or error
         raise StorageFailed(
-            f"Could not {action} {path}: {_cause(error)}. {_advice(action, error, path)}"
+            f"Could not {action} {path}: {cause}. {_advice(action, error, path)}"
         ) from error
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
 
 
 def too_large() -> str:

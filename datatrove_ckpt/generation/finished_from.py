@@ -308,7 +308,13 @@ class FinishedDocuments:
         for name in folder.list_files(glob_pattern=pattern):
             parts = name.split("/")
             if parts[-1] == LOCK and folder.is_local():
-                _refuse_running(Path(folder.resolve_paths(name)))
+                lock = Path(folder.resolve_paths(name))
+                holder = files.lock_holder(lock)
+                if holder is not None:
+                    raise CheckpointLocked(
+                        f"finished_from: {files.name_holder(holder)} works on the old run, in "
+                        f"{lock.parent}. Stop it, and run the same command again."
+                    )
             known = format_of_file(name)
             if (
                 known is not None
@@ -370,15 +376,6 @@ class FinishedDocuments:
             )
         self._most_results = max(self._most_results, len(results))
         return document, ""
-
-
-def _refuse_running(lock: Path) -> None:
-    holder = files.lock_holder(lock)
-    if holder is not None:
-        raise CheckpointLocked(
-            f"finished_from: {files.name_holder(holder)} works on the old run, in {lock.parent}. "
-            "Stop it, and run the same command again."
-        )
 
 
 def _digest(name: str, text: str) -> bytes:

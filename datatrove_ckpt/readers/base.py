@@ -243,7 +243,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         passed = 0  # documents that ``skip`` leaves out
         file_position: FilePosition = ()
         if state is not None:
-            digest, file_position = self._check_input(inputs, state)
+            digest = inputs.check_before(state)
+            file_position = tuple(state["at"])
+            self._check_current_file(inputs, digest.files, state["file"], file_position)
             documents = state["documents"]
             passed = self.skip
         found = state is not None
@@ -417,12 +419,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if isinstance(value, str):
                 options[key] = shorten(value)
         return {key: value for key, value in options.items() if value is not None}
-
-    def _check_input(self, inputs: Inputs, state: State) -> tuple[Digest, FilePosition]:
-        digest = inputs.check_before(state)
-        file_position = tuple(state["at"])
-        self._check_current_file(inputs, digest.files, state["file"], file_position)
-        return digest, file_position
 
     def _check_current_file(
         self, inputs: Inputs, index: int, then: State, file_position: FilePosition

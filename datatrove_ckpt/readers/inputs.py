@@ -212,7 +212,8 @@ class Digest:
         self.all = 0
 
     def add(self, name: str, size: int) -> None:
-        self.all ^= _entry(self.files, name, size)
+        # The index makes the order count, which XOR ignores.
+        self.all ^= xxh3_64_intdigest(f"{self.files}/{size}/{name}".encode())
         self.bytes += size
         self.files += 1
 
@@ -256,11 +257,6 @@ def metadata_hash(metadata: JsonObject | None) -> str:
         metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
     )
     return str(xxh3_64_hexdigest(text)[:8])
-
-
-def _entry(index: int, name: str, size: int) -> int:
-    # The index makes the order count, which XOR ignores.
-    return int(xxh3_64_intdigest(f"{index}/{size}/{name}".encode()))
 
 
 MISSING = -1

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import orjson
 import xxhash
@@ -97,7 +96,7 @@ def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
     return not Path(path).parent.exists()
 
 
-Json: TypeAlias = JsonObject
+Json = JsonObject
 
 PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, NamedTuple
 
 import numpy as np
 import orjson
@@ -53,7 +53,7 @@ from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
-Places: TypeAlias = str | Path | Sequence[str]
+Places = str | Path | Sequence[str]
 _OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
 """The end of a place that names a task's own files."""
 _TORN = "torn lines, as a kill leaves them"

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -178,5 +177,5 @@ class NullCheckpoint:
         files.get_open_files().clear()
 
 
-Checkpoint: TypeAlias = OpenCheckpoint | NullCheckpoint
+Checkpoint = OpenCheckpoint | NullCheckpoint
 """One rank's checkpoint, open."""

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self
 
 import multiprocess
 from loguru import logger
@@ -64,7 +64,7 @@ from datatrove_ckpt.process.worker import worker_slot
 #     azure      a scheduled event of this machine that ends it
 
 
-Setting: TypeAlias = Mapping[str, str | Sequence[str]]
+Setting = Mapping[str, str | Sequence[str]]
 
 POLL_SECONDS = 5.0
 METADATA = "http://169.254.169.254"

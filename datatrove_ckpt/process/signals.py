@@ -24,7 +24,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn, Self, TypeAlias
+from typing import NoReturn, Self
 
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.parent_watch import end_managers
@@ -42,7 +42,7 @@ _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _WITHOUT_EFFECT = (signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)
 _EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
 
-Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+Handler = Callable[[int, FrameType | None], object] | int | None
 """What ``signal.getsignal`` returns."""
 
 

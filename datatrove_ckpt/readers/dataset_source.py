@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from datatrove.io import DataFolder
 from fsspec import AbstractFileSystem
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from datasets.iterable_dataset import _BaseExamplesIterable
     from datasets.packaged_modules.parquet.parquet import Parquet
 
-    Table: TypeAlias = tuple[int, pa.Table]
+    Table = tuple[int, pa.Table]
     """The number of a table's first row, and the table."""
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")

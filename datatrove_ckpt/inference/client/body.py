@@ -10,7 +10,7 @@ import zlib
 from binascii import b2a_base64
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import orjson
 
@@ -51,7 +51,7 @@ class Body:
         return Body([*self._texts[:-1], self._texts[-1][:-1] + end], self._media)
 
 
-AnyBody: TypeAlias = bytes | Body
+AnyBody = bytes | Body
 
 
 def in_tier(body: AnyBody, tier: str) -> AnyBody:

@@ -80,7 +80,13 @@ class NullCheckpoint:
                 self._writer.close()
         finally:
             self._writer.output_filename = self._template
-            self._abandon()  # those that could not be closed, too
+            files = self._writer.output_mg  # some may not have been closed
+            if isinstance(files, RemoteFiles):
+                files.abandon()
+            for file in files.get_open_files().values():
+                with suppress(Exception):
+                    file.flush()
+            files.get_open_files().clear()
 
     def flush(self) -> None:
         """Returns at once: nothing is kept for a resume."""
@@ -166,15 +172,6 @@ class NullCheckpoint:
                 "run has no checkpoint (checkpoints_local_dir is not set), so the next one starts "
                 "over."
             ) from error
-
-    def _abandon(self) -> None:
-        files = self._writer.output_mg
-        if isinstance(files, RemoteFiles):
-            files.abandon()
-        for file in files.get_open_files().values():
-            with suppress(Exception):
-                file.flush()
-        files.get_open_files().clear()
 
 
 Checkpoint = OpenCheckpoint | NullCheckpoint

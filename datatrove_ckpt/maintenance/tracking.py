@@ -22,7 +22,7 @@ from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.run_state import RunState, to_json
-from datatrove_ckpt.maintenance.training import read_training
+from datatrove_ckpt.maintenance.training import TrainingState, read_training
 from datatrove_ckpt.maintenance.where import Place
 
 _JOB_TAG = "datatrove_ckpt.job"
@@ -263,7 +263,7 @@ class TrainingTracker(_Sending):
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         known = str(self.folder.absolute())
-        times = sorted(step.at for step in state.steps if step.at)
+        times = _times(state)
         started = next(iter(times), time.time())
         name = self.name or self.folder.absolute().name
         job = TrackedJob(
@@ -285,6 +285,10 @@ class TrainingTracker(_Sending):
                     sent[number:] = [(step, metrics)]
 
         return self._serve(job, send, status)
+
+
+def _times(state: TrainingState) -> list[float]:
+    return sorted(step.at for step in state.steps if step.at)
 
 
 def _is_quiet(times: Sequence[float]) -> bool:

@@ -30,7 +30,7 @@ from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.parent_watch import end_managers
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.slurm_job import (
-    in_slurm_task,
+    job_id,
     job_id_in_environment,
     requeue_if_preempted,
 )
@@ -177,6 +177,6 @@ def handle_between_ranks(numbers: Iterable[int]) -> None:
     datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array. It does not
     handle SIGTERM, so a preempted task's job would count as failed.
     """
-    if in_slurm_task():
+    if job_id() is not None and os.environ.get("DATATROVE_EXECUTOR") == "SLURM":
         kept = (None, signal.SIG_IGN, signal.default_int_handler)
         between_ranks.install(number for number in numbers if signal.getsignal(number) not in kept)

@@ -22,10 +22,14 @@ from tqdm import tqdm
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DocumentNotSerializable,
+    InputError,
+)
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
-from datatrove_ckpt.readers.input_errors import no_files
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
@@ -225,7 +229,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
-            raise no_files(self.data_folder)
+            raise InputError(
+                f"The input {self.data_folder.resolve_paths('')!r} holds no files for this reader: "
+                "the folder does not exist there, or glob_pattern fits none. Correct "
+                f"{written.data_folder} or glob_pattern."
+            )
         tasks = min(len(names), world_size)
         names = names[rank::world_size]
         if self.shuffle_seed is not None:

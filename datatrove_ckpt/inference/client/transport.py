@@ -54,11 +54,15 @@ def make_transport(
     it.
     """
     settings = url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
-    if url.reveal().scheme == "http" and not url.has_credentials and not proxied:
+    if _is_plain(url, proxied):
         return PlainTransport(*settings)
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
 
     return AiohttpTransport(*settings, proxied)
+
+
+def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
+    return url.reveal().scheme == "http" and not url.has_credentials and not proxied
 
 
 class ExchangeFailed(Exception):

@@ -281,9 +281,10 @@ def compare_kept(
         only_tasks: compare the number of tasks, and nothing else.
     """
     found = JobChanges()
+    contents = [job, *(each.run for each in kept.values())]
     accepted = [
         (change.get("field"), change.get("old"), change.get("new"))
-        for content in [job, *(each.run for each in kept.values())]
+        for content in contents
         for change in content.get("accepted_changes", [])
     ]
     for rank, each in kept.items():

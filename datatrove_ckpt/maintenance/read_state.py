@@ -95,7 +95,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     numbers = {rank.rank for rank in state.ranks}
     state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
     state.gone = removed_ranks(place.folder, state.missing)
-    state.foreign = [rank for rank in numbers if 0 < state.tasks <= rank]
+    state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
     state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)

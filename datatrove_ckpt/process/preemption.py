@@ -330,7 +330,7 @@ class Preemption:
         self._received: list[int] = []
         self._interruptible = False
         self._is_one_of_many = rank_of_many() is not None
-        # Datatrove's executors have pools of multiprocessing.
+        # datatrove's executors have pools of multiprocessing.
         self._is_pool_worker = "PoolWorker" in multiprocess.current_process().name
         self._managers = managers()
 

@@ -76,10 +76,10 @@ class LargeAnswer:
     """
 
     _sizes: ClassVar[dict[int, int]] = {}
+    _stream: zlib._Decompress | None = None
 
     def __init__(self, coding: str = "") -> None:
         self._is_compressed = coding.lower() in ("gzip", "x-gzip", "deflate")
-        self._stream: zlib._Decompress | None = None
 
     def __del__(self) -> None:
         self._sizes.pop(id(self), None)

@@ -324,7 +324,9 @@ class Fence:
             Fenced: another process has started since.
         """
         # A network file system may cache attributes for seconds; opening a file refreshes them.
-        stamp = self._stamp()
+        with explained("look at", self._path):
+            status = self._path.stat()
+        stamp = status.st_ino, status.st_mtime_ns
         if not thorough and stamp == self._seen:
             return
         owner = run_with_secrets(self._path).get("owner", {})
@@ -347,11 +349,6 @@ class Fence:
             except StorageFailed:
                 pass
         return error
-
-    def _stamp(self) -> tuple[int, int]:
-        with explained("look at", self._path):
-            status = self._path.stat()
-        return status.st_ino, status.st_mtime_ns
 
 
 class RunClaim:

@@ -170,7 +170,8 @@ def compare_job(
             folder.
         only_tasks: see ``compare_kept``.
     """
-    if ranks is None or not _agrees(root, identity):
+    job = _read(root)
+    if ranks is None or not job or compare(job, identity):
         ranks = rank_numbers(root) if root.exists() else []
     return _compare_ranks(root, ranks, identity, only_tasks)
 
@@ -208,11 +209,6 @@ def _read(root: Path) -> Json:
     if path.exists():
         return read_run(path)
     return {}
-
-
-def _agrees(root: Path, identity: RunIdentity) -> bool:
-    job = _read(root)
-    return bool(job) and not compare(job, identity)
 
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
@@ -285,7 +281,12 @@ def compare_kept(
         only_tasks: compare the number of tasks, and nothing else.
     """
     found = JobChanges()
-    accepted = _accepted([job, *(each.run for each in kept.values())])
+    contents = [job, *(each.run for each in kept.values())]
+    accepted = [
+        (change.get("field"), change.get("old"), change.get("new"))
+        for content in contents
+        for change in content.get("accepted_changes", [])
+    ]
     for rank, each in kept.items():
         changes = compare(each.run, identity, with_output=True)
         if only_tasks:
@@ -304,11 +305,6 @@ def compare_kept(
         if changes:
             found.add(rank, changes)
     return found
-
-
-def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
-    changes = [change for content in kept for change in content.get("accepted_changes", [])]
-    return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
 
 
 def _is_live(folder: Path, run: Json) -> bool:

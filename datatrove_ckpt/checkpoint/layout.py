@@ -72,8 +72,8 @@ CHECKPOINT_LINES = (
     BATCHES,
 )
 """Files of JSON lines that are no journals."""
-RETRIES = "retry-*"
-"""Pattern of the folders of retries, below ``checkpoints_local_dir``."""
+RETRIES = "retry-"
+"""What the names of the folders of retries, below ``checkpoints_local_dir``, begin with."""
 
 # [0-9], because \d also matches the digits of other scripts.
 _RANK = re.compile(r"[0-9]{5,}")
@@ -198,7 +198,7 @@ def retry_folders(root: Path) -> list[Path]:
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
-        return sorted(root / name for name in names if name.startswith("retry-"))
+        return sorted(root / name for name in names if name.startswith(RETRIES))
     return []
 
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, NamedTuple
 
 import numpy as np
 import orjson
@@ -53,7 +53,7 @@ from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
-Places: TypeAlias = str | Path | Sequence[str]
+Places = str | Path | Sequence[str]
 _OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
 """The end of a place that names a task's own files."""
 _TORN = "torn lines, as a kill leaves them"
@@ -308,7 +308,13 @@ class FinishedDocuments:
         for name in folder.list_files(glob_pattern=pattern):
             parts = name.split("/")
             if parts[-1] == LOCK and folder.is_local():
-                _refuse_running(Path(folder.resolve_paths(name)))
+                lock = Path(folder.resolve_paths(name))
+                holder = files.lock_holder(lock)
+                if holder is not None:
+                    raise CheckpointLocked(
+                        f"finished_from: {files.name_holder(holder)} works on the old run, in "
+                        f"{lock.parent}. Stop it, and run the same command again."
+                    )
             known = format_of_file(name)
             if (
                 known is not None
@@ -370,15 +376,6 @@ class FinishedDocuments:
             )
         self._most_results = max(self._most_results, len(results))
         return document, ""
-
-
-def _refuse_running(lock: Path) -> None:
-    holder = files.lock_holder(lock)
-    if holder is not None:
-        raise CheckpointLocked(
-            f"finished_from: {files.name_holder(holder)} works on the old run, in {lock.parent}. "
-            "Stop it, and run the same command again."
-        )
 
 
 def _digest(name: str, text: str) -> bytes:

@@ -207,6 +207,7 @@ async def cancel(batch: Batch) -> str | None:
         await provider.close()
 
 
+@dataclass(eq=False)
 class ProviderPasses:
     """The batches of one rank.
 
@@ -217,21 +218,14 @@ class ProviderPasses:
         watch: what runs beside a wait: progress, the job's time limit.
     """
 
-    def __init__(
-        self,
-        configs: Mapping[str, InferenceConfig],
-        checkpoint: OpenCheckpoint,
-        shutdown: Shutdown,
-        run: str,
-        no_wait: bool,
-        watch: Callable[[], list[asyncio.Task[None]]],
-    ) -> None:
-        self._configs = configs
-        self._checkpoint = checkpoint
-        self._shutdown = shutdown
-        self._run = run
-        self._no_wait = no_wait
-        self._watch = watch
+    _configs: Mapping[str, InferenceConfig]
+    _checkpoint: OpenCheckpoint
+    _shutdown: Shutdown
+    _run: str
+    _no_wait: bool
+    _watch: Callable[[], list[asyncio.Task[None]]]
+
+    def __post_init__(self) -> None:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._undecided: set[int] = set()

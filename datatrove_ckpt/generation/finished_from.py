@@ -34,6 +34,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
+    OUTPUT_FOLDER,
     RunIdentity,
     compare,
     describe_alike,
@@ -69,8 +70,9 @@ def check_old_runs(step: Step, identity: RunIdentity) -> str:
     """Compares the old runs with the run that takes over their results, except the number of tasks,
     the size of chunks and all that is about files.
 
-    A run of ours is found by its checkpoint: in the place, or where the owner's record of an output
-    folder says. A run of datatrove's has none.
+    A run of ours is found by its checkpoint: in the place, beside it, or where the owner's record
+    of an output folder says. A run of datatrove's has none. If the old run accepted changes, some
+    of its results were made with the earlier values.
 
     Returns what the last line says, with a space before it; "" if every run was compared.
 
@@ -82,8 +84,8 @@ def check_old_runs(step: Step, identity: RunIdentity) -> str:
     changes = [
         change
         for _, run in runs
-        if run
-        for change in compare(run, identity)
+        for settings in _all_settings(run)
+        for change in compare(settings, identity)
         if not change.is_layout and not change.field.startswith("output_")
     ]
     if changes and not step.accept_changes:
@@ -94,7 +96,6 @@ def check_old_runs(step: Step, identity: RunIdentity) -> str:
             ChangeSetting("accept_changes"),
             " to take the old results over as they are.",
         )
-    # With an accepted change, some results were made before it.
     unknown = [
         place
         for place, run in runs
@@ -106,6 +107,20 @@ def check_old_runs(step: Step, identity: RunIdentity) -> str:
         f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no checkpoint "
         "there shows the model, the prompt and the code that made all of them."
     )
+
+
+def _all_settings(run: Json) -> list[Json]:
+    """Returns the settings with which a run made its results, those before accepted changes
+    included; nothing for a run that is not found.
+    """
+    if not run:
+        return []
+    earlier = [
+        {**run, change["field"]: change.get("old")}
+        for change in run.get("accepted_changes", [])
+        if "field" in change
+    ]
+    return [run, *earlier]
 
 
 def _listed(places: Places) -> list[str]:
@@ -127,10 +142,17 @@ def _runs(place: str) -> list[Json]:
     kept = read_job(place) or read_job(f"{place}/checkpoints")
     if kept:
         return [kept]
+    # A folder that was moved or copied as a whole has its own checkpoints beside its output.
+    folder, _, name = place.rstrip("/").rpartition("/")
+    beside: Json = {}
+    with suppress(PermissionError):  # checkpoints are private, and this may be another user
+        beside = read_job(f"{folder or '.'}/checkpoints")
+    if str(beside.get(OUTPUT_FOLDER)).rpartition("/")[2] == name:
+        return [beside]
     runs: list[Json] = []
     for owner in owners_of(get_datafolder(place)):
         run: Json = {}
-        with suppress(PermissionError):  # checkpoints are private, and this may be another user
+        with suppress(PermissionError):
             if Homes(Path(owner.home), None).kept in (None, owner):  # else another run is there
                 run = read_job(owner.home)
         runs.append(run)

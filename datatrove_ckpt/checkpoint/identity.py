@@ -109,6 +109,8 @@ class RunIdentity:
     """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
     notes: dict[str, str] = field(default_factory=dict)
     """What to add to the error if a field differs, by the name of the field."""
+    accepted: list[Json] = field(default_factory=list)
+    """Changes that the run accepts at its start: ``records`` of results that it takes over."""
 
     @cached_property
     def kept(self) -> Json:
@@ -389,6 +391,7 @@ class RunClaim:
             self._accepted += _accept(folder, changes, accept_changes)
         else:
             refuse_missing_run_json(folder)
+        self._accepted += new_records(self._accepted, identity)
 
     def take(self, commits: int | None = None) -> Fence:
         """Writes ``run.json``, which an earlier owner notices before its next write.
@@ -590,6 +593,12 @@ def records(changes: Iterable[Change]) -> list[Json]:
         {"when": when, "field": change.field, "old": change.old, "new": change.new}
         for change in changes
     ]
+
+
+def new_records(accepted: Sequence[Json], identity: RunIdentity) -> list[Json]:
+    """Returns the changes that a run accepts at its start, without those that it has recorded."""
+    known = [one | {"when": ""} for one in accepted]
+    return [one for one in identity.accepted if one | {"when": ""} not in known]
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:

@@ -27,6 +27,7 @@ from datatrove_ckpt.checkpoint.identity import (
     compare,
     describe_alike,
     holds_work,
+    new_records,
     read_run,
     records,
     refusal,
@@ -219,6 +220,7 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
         job = {}
     clean = without_its_secrets(job)
     is_same = job == clean and not compare(job, identity, with_output=True)
+    is_same = is_same and not new_records(job.get("accepted_changes", []), identity)
     return bool(job) and is_same and describe_alike(job, identity.fields)
 
 
@@ -247,6 +249,7 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
+    accepted += new_records(accepted, identity)
     job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
     return sealed_json(job)
 

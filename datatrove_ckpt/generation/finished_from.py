@@ -38,6 +38,7 @@ from datatrove_ckpt.checkpoint.identity import (
     RunIdentity,
     compare,
     describe_alike,
+    records,
     refusal,
 )
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -57,6 +58,8 @@ from datatrove_ckpt.rollouts.interface import FIELDS
 Places = str | Path | Sequence[str]
 _OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
 """The end of a place that names a task's own files."""
+_ADAPTER = "output_writer.adapter"  # it changes values
+_UNCHECKED = {"when": "", "field": "finished_from", "old": "unchecked results", "new": None}
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"
 _DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
@@ -66,47 +69,55 @@ _LENGTH_BYTES = 8
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
 
 
-def check_old_runs(step: Step, identity: RunIdentity) -> str:
-    """Compares the old runs with the run that takes over their results, except the number of tasks,
-    the size of chunks and all that is about files.
+class OldRuns:
+    """The runs whose results another run takes over, compared with it except in the number of
+    tasks, the size of chunks and all that is about files.
 
     A run of ours is found by its checkpoint: in the place, beside it, or where the owner's record
     of an output folder says. A run of datatrove's has none. If the old run accepted changes, some
     of its results were made with the earlier values.
 
-    Returns what the last line says, with a space before it; "" if every run was compared.
+    Attributes:
+        accepted: the differences, for the record of the run that accepts them.
+        unchecked: what the last line says, with a space before it; "" if every run was compared.
 
     Raises:
         CheckpointMismatch: an old run differs, and that is not accepted.
         OSError: a place cannot be read.
     """
-    runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
-    changes = [
-        change
-        for _, run in runs
-        for settings in _all_settings(run)
-        for change in compare(settings, identity)
-        if not change.is_layout and not change.field.startswith("output_")
-    ]
-    if changes and not step.accept_changes:
-        raise refusal(
-            "finished_from: the old results were",
-            changes,
-            "Go back to the old values, leave finished_from out (then every request is sent), or ",
-            ChangeSetting("accept_changes"),
-            " to take the old results over as they are.",
-        )
-    unknown = [
-        place
-        for place, run in runs
-        if run.get("accepted_changes") or not describe_alike(run, identity.fields)
-    ]
-    if not unknown:
-        return ""
-    return (
-        f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no checkpoint "
-        "there shows the model, the prompt and the code that made all of them."
-    )
+
+    def __init__(self, step: Step, identity: RunIdentity) -> None:
+        runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
+        changes = [
+            change
+            for _, run in runs
+            for settings in _all_settings(run)
+            for change in compare(settings, identity)
+            if not change.is_layout
+            and (change.field == _ADAPTER or not change.field.startswith("output_"))
+        ]
+        if changes and not step.accept_changes:
+            raise refusal(
+                "finished_from: the old results were",
+                changes,
+                "Go back to the old values, leave finished_from out (then every request is sent), "
+                "or ",
+                ChangeSetting("accept_changes"),
+                " to take the old results over as they are.",
+            )
+        unknown = [
+            place
+            for place, run in runs
+            if run.get("accepted_changes") or not describe_alike(run, identity.fields)
+        ]
+        self.unchecked = ""
+        self.accepted = records(changes)
+        if unknown:
+            self.accepted += [_UNCHECKED]
+            self.unchecked = (
+                f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no "
+                "checkpoint there shows the model, the prompt and the code that made all of them."
+            )
 
 
 def _all_settings(run: Json) -> list[Json]:
@@ -417,8 +428,8 @@ def _lost(as_read: Json, old: Json) -> list[str]:
 def _is_same(as_read: object, old: object) -> bool:
     try:
         return _as_json(as_read) == _as_json(old)
-    except TypeError:  # no writer would have written it
-        return True
+    except TypeError:  # an integer beyond 64 bits, or what no writer would have written
+        return as_read == old
 
 
 def _as_json(value: object) -> object:

@@ -138,6 +138,38 @@ def test_a_run_that_has_accepted_another_prompt_holds_results_of_the_earlier_one
     assert f"results in old {UNCHECKED}" in said.out
 
 
+@pytest.mark.parametrize("source", ["old", "alone"])
+def test_what_was_taken_over_is_not_passed_on_without_a_word(job, source):
+    """By a third run, whose settings are those of the second."""
+    job()
+    shutil.copytree("old/output", "alone")
+    second = ("--run-folder=second", "--prompt=Tell {text}", "--accept-changes=true")
+    job(*second, f"--finished-from={source}")
+    third = ("--run-folder=third", "--prompt=Tell {text}", "--finished-from=second")
+    said, asked = job(*third, code=1)
+    assert not asked
+    difference = {
+        "old": 'prompt: "Say {text}" -> ',
+        "alone": 'from: "unchecked results" -> (not set)',
+    }
+    assert difference[source] in said.error
+    said, _ = job(*third, "--accept-changes=true")
+    assert f"results in second {UNCHECKED}" in said.out
+
+
+def test_integers_beyond_64_bits_are_compared(job):
+    documents = Path("documents/a.jsonl")
+    lines = [json.dumps({"id": f"id {n}", "text": "same", "k": 10**30 + n}) for n in range(2)]
+    documents.write_text("\n".join(lines))
+    job()
+    documents.write_text("\n".join([lines[0], lines[1].replace("1}", "7}")]))
+    _, asked = job("--run-folder=new", "--finished-from=old")
+    assert asked == 1
+    assert (
+        "1000000000000000000000000000007" in Path("new/output/00000_chunk_00000.jsonl").read_text()
+    )
+
+
 def test_checkpoints_that_are_private_to_another_user_are_said_to_be_unchecked(job, monkeypatch):
     def refuse(url):
         if Path(url).resolve() == Path("old/checkpoints").resolve():

@@ -145,10 +145,11 @@ class DocumentCounts:
         self.add(
             DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums)
         )
-        unusual = Counter[str]()
-        for _, _, _, reasons in documents:
-            unusual.update(reasons)
-        self.add(DocumentCounts(reasons=unusual))
+        if any(reasons for _, _, _, reasons in documents):
+            unusual = Counter[str]()
+            for _, _, _, reasons in documents:
+                unusual.update(reasons)
+            self.add(DocumentCounts(reasons=unusual))
 
     def __add__(self, other: DocumentCounts) -> DocumentCounts:
         found = replace(self)

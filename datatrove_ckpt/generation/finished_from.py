@@ -13,6 +13,7 @@ of memory, 40 while sorted.
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import tempfile
@@ -428,8 +429,12 @@ def _lost(as_read: Json, old: Json) -> list[str]:
 def _is_same(as_read: object, old: object) -> bool:
     try:
         return _as_json(as_read) == _as_json(old)
-    except TypeError:  # an integer beyond 64 bits, or what no writer would have written
-        return as_read == old
+    except TypeError:
+        pass
+    try:  # integers beyond 64 bits
+        return json.dumps(as_read, sort_keys=True) == json.dumps(old, sort_keys=True)
+    except TypeError:  # no writer would have written it
+        return True
 
 
 def _as_json(value: object) -> object:

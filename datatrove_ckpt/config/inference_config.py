@@ -54,10 +54,12 @@ class InferenceConfig:
         pp: stages that the model's layers are divided into.
         default_generation_params: payload keys that a rollout's own override.
         rollouts_per_document: rollouts of each document.
-        max_concurrent_generations: requests in flight, per task. "auto" (engines with metrics):
-            as many as keep a short queue in each server.
-        max_concurrent_documents: documents in work, per task. None: generations // rollouts per
-            document; times ``texts_per_request``, but at most 10,000 for that.
+        max_concurrent_generations: requests in flight at each server, of all tasks that share it.
+            "auto": as many as keep a short queue in the engine, and their documents in its cache.
+            None: "auto" for engines with metrics, 500 for the others.
+        max_concurrent_documents: documents in work, per task. None: they follow the requests: as
+            many as all servers have places for, // rollouts per document, times
+            ``texts_per_request``, but at most 10,000 for that.
         request_timeout: seconds for one attempt of a request, also at an endpoint that hangs.
             None: 3600.
         model_kwargs: further flags of the server: ``{"enforce-eager": True, "seed": 1}``.
@@ -126,7 +128,7 @@ class InferenceConfig:
     # May hold a header's key.
     default_generation_params: JsonObject = field(default_factory=dict, repr=False)
     rollouts_per_document: int = 1
-    max_concurrent_generations: int | Literal["auto"] = 500
+    max_concurrent_generations: int | Literal["auto"] | None = None
     max_concurrent_documents: int | None = None
     request_timeout: float | None = None
     model_kwargs: JsonObject | None = None
@@ -163,6 +165,9 @@ class InferenceConfig:
     answer_schema = ""
 
     def __post_init__(self) -> None:
+        if self.max_concurrent_generations is None:
+            has_metrics = self.server_type in ENGINES and self.engine.metrics is not None
+            self.max_concurrent_generations = "auto" if has_metrics else _REQUESTS
         self._check_choices()
         self._check_numbers()
         self._check_gpus()
@@ -171,10 +176,12 @@ class InferenceConfig:
         self._check_context()
         if self.max_concurrent_documents is not None:
             self.limits_documents = True
-        elif self.max_concurrent_generations != "auto":
-            self.max_concurrent_documents = max(
-                1, self.texts_for(self.max_concurrent_generations) // self.rollouts_per_document
-            )
+        else:  # scripts of datatrove's read a number
+            requests = self.max_concurrent_generations
+            if requests == "auto":
+                requests = _REQUESTS
+            texts = self.texts_for(requests * self.servers)
+            self.max_concurrent_documents = max(1, texts // self.rollouts_per_document)
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
         # The link key of the tasks that this process submits; nodes of a task must not make their
@@ -380,6 +387,7 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
+_REQUESTS = 500  # datatrove's default for max_concurrent_generations
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
@@ -566,13 +574,15 @@ class Launch(NamedTuple):
 class MetricNames(NamedTuple):
     """The names at /metrics.
 
-    ``tokens``: counters that grow while the engine works, at a long prompt, too.
+    ``tokens``: counters that grow while the engine works, at a long prompt, too. ``cache_usage``:
+    share of the KV cache that is taken; "" if the engine does not show it.
     """
 
     running: str
     waiting: str
     preemptions: str
     tokens: tuple[str, ...]
+    cache_usage: str = ""
 
 
 class Cause(NamedTuple):

@@ -68,7 +68,7 @@ from datatrove_ckpt.inference.client.answers import (
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import Request, Router, Target
+from datatrove_ckpt.inference.client.routing import Request, Router
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
@@ -158,7 +158,7 @@ class Answers:
         failed: requests without an answer.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
-        near: see ``routing.Request``.
+        opened: see ``routing.Request``.
     """
 
     failure: CkptError | None = None
@@ -176,7 +176,7 @@ class Answers:
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
-        self.near: dict[Router, Target] = {}
+        self.opened: set[Router] = set()
         self._rank = rank
 
     async def cached(self) -> dict[AnswerKey, Answer]:
@@ -467,7 +467,13 @@ class Requests:
                     if model.batches is not None and way.is_shared:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:
-                        request = Request(client.sender, answers.doc_id, answers.near)
+                        request = Request(
+                            client.sender,
+                            answers.doc_id,
+                            answers.slot.ordinal,
+                            answers.opened,
+                            body,
+                        )
                         completion = await client.complete(body, way, request)
                 finally:
                     answers.request_finished()

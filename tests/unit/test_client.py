@@ -852,7 +852,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():
         serving(answer(http(200, chat("right")))) as (new, second),
         client_of(config()) as client,
     ):
-        target = client.servers.add()
+        target = client.servers.router.add()
         client.servers.mark_up(target, HiddenUrl(first), None)
 
         async def too_late(server, writer):
@@ -877,7 +877,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         serving(answer(http(200, chat("right")))) as (_, second),
         client_of(config()) as client,
     ):
-        target = client.servers.add()
+        target = client.servers.router.add()
         client.servers.mark_up(target, HiddenUrl(first), None)
         given_up = asyncio.Event()
 

@@ -83,7 +83,6 @@ from datatrove_ckpt.inference.client.routing import (
     FIRST_LIMIT,
     Attempt,
     AttemptLost,
-    HealthProbe,
     MustDivide,
     Request,
     Router,
@@ -371,7 +370,7 @@ class ModelServers:
                     "too. Remove one."
                 )
         for url in urls:
-            self.mark_up(self.add(), url, api_key)
+            self.mark_up(self.router.add(), url, api_key)
 
     async def close(self) -> None:
         for target in self.router.targets:
@@ -382,11 +381,6 @@ class ModelServers:
         for sender in self.router.senders:
             if sender.on_server is not None:
                 sender.on_server(what, name, url, why)
-
-    def add(self, probe: HealthProbe | None = None) -> Target:
-        target = Target(probe)
-        self.router.targets.append(target)
-        return target
 
     def mark_up(self, target: Target, url: HiddenUrl, api_key: Key | None) -> None:
         """Sends requests to this URL from now on.
@@ -399,10 +393,11 @@ class ModelServers:
         if self.config.max_concurrent_generations == "auto":
             target.limit = FIRST_LIMIT
         else:
-            target.limit = math.inf
+            target.limit = self.config.max_concurrent_generations
+        target.usage_each = 0.0
         target.up = True
         self.outage.ended()  # a restart is no time without answers
-        self.router.admit()
+        self.router.admit(resized=True)
 
     async def disconnect(self, target: Target) -> None:
         while target.attempts:  # noqa: ASYNC110
@@ -646,7 +641,6 @@ class CompletionClient:
             if isinstance(failure, UnknownForm):
                 failure.quoted = raw[:_SHOWN_FORM].decode(errors="replace")
             failure.quote(transport.redact)
-            request.near.clear()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(request, transport.url, failure)
             if failure.server_is_well:

@@ -3,18 +3,12 @@
 Requests wait here, not at a server, so an outage uses up no attempts, and a dead server's requests
 (``mark_dead``) go to the next server that is up.
 
-    waiting      in order of arrival, until a server is up and a slot of
-                 ``max_concurrent_generations`` is free
-    quarantined  requests that were in flight at two deaths of a server. They run apart from all
-                 others, on a server that first finishes its other requests. The youngest at its
-                 first death goes first: a poisonous request mostly kills soon. A death of one
-                 request alone is attributed to it, with its earlier deaths, and the other requests
-                 leave the quarantine.
-
-Quarantined requests run in groups: first one request, then each answer makes room for one more, up
-to the square root of their peak number. If the server dies of a group, its members run alone.
-Running only single requests would leave the server nearly idle for hours; halving groups would need
-more deaths than ``server_max_restarts`` allows.
+    waiting      the oldest document's first, until a server has a place for it. A document's first
+                 request also waits while the KV caches are full: new documents would push the
+                 prompts of open documents out of them. A request whose leading text some servers
+                 have in their caches (its homes, see ``prefixes.py``) waits for a place at one of
+                 these, and others go ahead, as long as no server stands idle
+    quarantined  requests that were in flight at two deaths of a server: see ``quarantine.py``
 """
 
 from __future__ import annotations
@@ -23,12 +17,16 @@ import asyncio
 import heapq
 import math
 import time
-from collections.abc import Awaitable, Callable
+from bisect import insort
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.errors import ServerDied
+from datatrove_ckpt.inference.client.body import AnyBody
+from datatrove_ckpt.inference.client.prefixes import Prefixes
+from datatrove_ckpt.inference.client.quarantine import Quarantine
 from datatrove_ckpt.inference.client.transport import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -36,9 +34,13 @@ from datatrove_ckpt.process.shutdown import Shutdown
 # Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
 FIRST_LIMIT = 16
 _DEATHS_TO_QUARANTINE = 2
-# How much busier than the least busy server the server may be that has the document's prompt in its
-# cache. Simulated engines took 156 s in place of 234 s with three prompts of a document at a time.
-_BUSIER = 1.25
+# The oldest of the waiting requests: they may go ahead of each other. So many documents more than
+# places are in work, so that there is a choice.
+WINDOW = 64
+# Share of a KV cache from which it counts as full: the requests that run grow.
+_FULL = 0.85
+# Load below which a server stands idle, and takes requests whose homes have no place.
+_IDLE = 0.75
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
@@ -84,7 +86,7 @@ class Sender:
 
     Attributes:
         on_release: called after each attempt that ends.
-        on_free: called when a target could take a request, and none waits.
+        on_change: called when targets may have more or fewer places than before.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class Sender:
         self.on_server = on_server
         self.in_flight = 0
         self.on_release: Callable[[], None] | None = None
-        self.on_free: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None
 
 
 class Request:
@@ -106,9 +108,13 @@ class Request:
 
     Args:
         document: the id of its document.
-        near: the servers that its document's last requests had, if there are several.
+        order: of its document: requests of the document with the lowest order are sent first.
+        opened: the routers that have let through a request of its document.
+        body: what is sent.
 
     Attributes:
+        texts: hashes of its leading texts; None before it has come to a router.
+        known: the longest of them that an earlier request had.
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
         unknown_forms: see ``UnknownForm``.
@@ -117,11 +123,15 @@ class Request:
 
     __slots__ = (
         "age",
+        "body",
         "deaths",
         "document",
         "is_shared",
-        "near",
+        "known",
+        "opened",
+        "order",
         "sender",
+        "texts",
         "unknown_forms",
         "unknown_since",
     )
@@ -130,11 +140,17 @@ class Request:
         self,
         sender: Sender | None = None,
         document: str = "",
-        near: dict[Router, Target] | None = None,
+        order: int = 0,
+        opened: set[Router] | None = None,
+        body: AnyBody = b"",
     ) -> None:
         self.sender = sender or Sender()
         self.document = document
-        self.near = {} if near is None else near
+        self.order = order
+        self.opened = set() if opened is None else opened
+        self.body = body
+        self.texts: Sequence[int] | None = None
+        self.known = 0
         self.is_shared = False
         self.deaths: list[Death] = []
         self.age = 0.0
@@ -142,7 +158,7 @@ class Request:
         self.unknown_since = 0.0
 
     def copy(self) -> Request:
-        other = Request(self.sender, self.document)
+        other = Request(self.sender, self.document, self.order, self.opened)
         other.deaths = list(self.deaths)
         other.age = self.age
         return other
@@ -211,9 +227,15 @@ class Attempt:
 class Target:
     """One server, as the client sees it.
 
+    Args:
+        bit: stands for this server in sets of servers.
+
     Attributes:
         transports: by path.
         limit: how many requests may be in flight.
+        usage_each: share of the KV cache that a running request takes, on average.
+        others: requests in flight that other clients have sent.
+        load: share of its places, or of its KV cache, that is taken. From 1 on it gets no document.
         reserved: for quarantined requests, once the others are answered.
         cooldown_until: until then other servers are preferred, because a connection failed.
         alive_at: when the server last worked, or got its first request after an idle time.
@@ -221,12 +243,16 @@ class Target:
         gives_reasons: an answer had a finish_reason.
     """
 
-    def __init__(self, probe: HealthProbe | None = None) -> None:
+    def __init__(self, bit: int = 1, probe: HealthProbe | None = None) -> None:
+        self.bit = bit
         self.url: HiddenUrl | None = None
         self.api_key: Key | None = None
         self.transports: dict[str, Transport] = {}
         self.up = False
         self.limit = math.inf
+        self.usage_each = 0.0
+        self.others = 0.0
+        self.load = 0.0
         self.in_flight = 0
         self.attempts: set[Attempt] = set()
         self.cooldown_until = 0.0
@@ -235,6 +261,11 @@ class Target:
         self.accepted_at = 0.0
         self.probe = probe
         self.gives_reasons = False
+
+    def add_in_flight(self, number: int) -> None:
+        self.in_flight += number
+        cache = (self.in_flight + self.others) * self.usage_each / _FULL
+        self.load = max(self.in_flight / self.limit, cache)
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
@@ -252,65 +283,93 @@ Place: TypeAlias = "asyncio.Future[Target]"
 """What a request waits for."""
 
 
-class Quarantine:
-    """Requests that may have killed servers."""
+Waiting: TypeAlias = tuple[int, int, int, Request, Place]
+"""A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
+
+
+class WaitingLine:
+    """Requests that wait, the oldest document's first.
+
+    Attributes:
+        window: the first of them.
+    """
 
     def __init__(self) -> None:
-        self.in_flight = 0
-        self.arrivals = 0
-        self._waiting: list[tuple[float, int, Request, Place]] = []
-        self._group_limit = 1
-        self._peak = 0
-        self._runs_alone = False
+        self.window: list[Waiting] = []
+        self._later: list[Waiting] = []
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+    def __len__(self) -> int:
+        return len(self.window) + len(self._later)
 
-    def has_waiting(self) -> bool:
-        while self._waiting:
-            _, _, request, future = self._waiting[0]
-            if not future.done() and not request.may_not_be_sent:
-                return True
-            heapq.heappop(self._waiting)
-        return False
+    def add(self, waiting: Waiting) -> None:
+        if len(self.window) == WINDOW and waiting > self.window[-1]:
+            heapq.heappush(self._later, waiting)
+            return
+        insort(self.window, waiting)
+        if len(self.window) > WINDOW:
+            heapq.heappush(self._later, self.window.pop())
 
-    def has_room(self) -> bool:
-        if not self.has_waiting():
-            return False
-        if (self.in_flight and self._runs_alone) or self._waiting[0][2].must_run_alone:
-            return self.in_flight == 0
-        return self.in_flight < min(self._group_limit, math.isqrt(self._peak))
+    def remove(self, index: int) -> None:
+        del self.window[index]
+        if self._later:
+            self.window.append(heapq.heappop(self._later))
 
-    def restart(self) -> None:
-        """Begins with a group of one, on another server."""
-        self.in_flight = 0
-        self._group_limit = 1
-        self._peak = len(self._waiting)
+    def all(self) -> list[tuple[Request, Place]]:
+        return [(request, place) for *_, request, place in (*self.window, *self._later)]
 
-    def add(self, request: Request, future: Place) -> None:
-        self.arrivals += 1
-        heapq.heappush(self._waiting, (request.age, self.arrivals, request, future))
-        self._peak = max(self._peak, self.in_flight + len(self._waiting))
 
-    def start_next(self) -> tuple[Request, Place]:
-        """Starts the next request. Call only if ``has_room``."""
-        _, _, request, future = heapq.heappop(self._waiting)
-        self.in_flight += 1
-        self._runs_alone = request.must_run_alone
-        return request, future
+class Room:
+    """Which servers have a place for a request now.
 
-    def finish_one(self) -> None:
-        self.in_flight -= 1
-        self._group_limit += 1
+    Attributes:
+        best: the least busy one; None: all are full.
+    """
 
-    def requests(self) -> list[Request]:
-        return [request for _, _, request, _ in self._waiting]
+    __slots__ = ("_away", "_free", "_load", "_targets", "best")
 
-    def clear(self) -> list[tuple[Request, Place]]:
-        waiting = self._waiting
-        self._waiting = []
-        return [(request, future) for _, _, request, future in waiting]
+    def __init__(self, targets: Sequence[Target]) -> None:
+        now = time.monotonic()
+        self._targets = targets
+        self._free = 0
+        self._away = 0  # nothing waits for these, which may take no request for hours
+        self._load = 1.0
+        self.best: Target | None = None
+        cooling = None
+        for target in targets:
+            is_up = target.up and not target.reserved
+            is_cooling = target.cooldown_until > now
+            if not is_up or is_cooling:
+                self._away |= target.bit
+            if not is_up or target.in_flight >= target.limit:
+                continue
+            self._free |= target.bit
+            if is_cooling:
+                cooling = target
+            elif self.best is None or target.load < self._load:
+                self.best = target
+                self._load = target.load
+        if self.best is None and cooling is not None:
+            self.best = cooling
+            self._load = cooling.load
+
+    def choose(self, homes: int, is_open: bool) -> Target | None:
+        """Returns the server that takes a request, or None if the request waits.
+
+        Args:
+            homes: the servers that have its leading text.
+            is_open: a request of its document was sent before.
+        """
+        if self._load >= 1 and not is_open:
+            return None
+        if not homes:
+            return self.best
+        if usable := homes & self._free & ~self._away:
+            home = _least_busy(target for target in self._targets if target.bit & usable)
+            if is_open or home.load < 1:
+                return home
+        if self._load >= _IDLE and homes & ~self._away:
+            return None
+        return self.best
 
 
 class Router:
@@ -321,18 +380,25 @@ class Router:
         self.senders: list[Sender] = []
         self._limit = limit
         self.in_flight = 0
-        self._waiting: list[tuple[int, int, Request, Place]] = []
+        self._waiting = WaitingLine()
         self._arrivals = 0
+        self._prefixes = Prefixes()
         self._quarantine = Quarantine()
         self._failure: str | None = None
+
+    def add(self, probe: HealthProbe | None = None) -> Target:
+        """Adds a server, which is not up yet."""
+        target = Target(1 << len(self.targets), probe)
+        self.targets.append(target)
+        return target
 
     @property
     def waiting(self) -> int:
         return len(self._waiting) + self._quarantine.waiting
 
     def waiting_of(self, sender: Sender) -> int:
-        waiting = [request for _, _, request, _ in self._waiting] + self._quarantine.requests()
-        return sum(request.sender is sender for request in waiting)
+        waiting = [*self._waiting.all(), *self._quarantine.all()]
+        return sum(request.sender is sender for request, _ in waiting)
 
     def oldest_of(self, sender: Sender) -> Attempt | None:
         own = []
@@ -353,11 +419,15 @@ class Router:
         """
         if self._failure is not None:
             raise ServerDied(self._failure)
-        if self._waiting or request.may_not_be_sent:
+        if request.texts is None:
+            request.texts = ()
+            if len(self.targets) > 1:
+                request.texts, request.known = self._prefixes.enter(request.body)
+        if len(self._waiting) >= WINDOW or request.may_not_be_sent:
             return None
         if request.deaths and request.is_quarantined:
             return None
-        target = self._free(request)
+        target = self._choose(self._room(), request)
         if target is not None:
             self._assign(target, request)
         return target
@@ -377,7 +447,7 @@ class Router:
             raise
 
     def release(self, target: Target, request: Request) -> None:
-        target.in_flight -= 1
+        target.add_in_flight(-1)
         self.in_flight -= 1
         request.sender.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
@@ -386,24 +456,36 @@ class Router:
         if request.sender.on_release is not None:
             request.sender.on_release()
 
-    def admit(self) -> None:
+    def admit(self, resized: bool = False) -> None:
+        """Gives servers to waiting requests. ``resized``: servers have other limits than before."""
+        if resized:
+            for target in self.targets:
+                target.add_in_flight(0)
         if self._quarantine.arrivals:
             self._admit_quarantined()
-        while self._waiting:
-            _, _, request, future = self._waiting[0]
-            if not future.done() and not request.may_not_be_sent:
-                target = self._free(request)
+        window = self._waiting.window
+        room = self._room()
+        number = 0
+        while number < len(window) and room.best is not None:
+            _, _, _, request, place = window[number]
+            # What may not be sent waits until its rank cancels it.
+            if not place.done() and not request.may_not_be_sent:
+                target = self._choose(room, request)
                 if target is None:
-                    return
-                future.set_result(self._assign(target, request))
-            heapq.heappop(self._waiting)  # what may not be sent waits until its rank cancels it
-        for sender in self.senders:
-            if sender.on_free is not None:
-                sender.on_free()
+                    number += 1
+                    continue
+                place.set_result(self._assign(target, request))
+                room = self._room()
+            self._waiting.remove(number)
+        if resized or not window:
+            for sender in self.senders:
+                if sender.on_change is not None:
+                    sender.on_change()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""
         target.up = target.reserved = False
+        self._prefixes.forget(target.bit)
         death = Death(cause, len(target.attempts))
         now = time.monotonic()
         for attempt in target.attempts:
@@ -416,47 +498,52 @@ class Router:
         """Attributes all deaths during this request to it: they count against no other request."""
         for death in request.deaths:
             death.attributed = True
-        for other, future in self._quarantine.clear():
-            self._enqueue(other, future)
+        released = self._quarantine.all()
+        self._quarantine.clear()
+        for other, place in released:
+            self._enqueue(other, place)
         self.admit()
 
     def fail(self, cause: str) -> None:
         """Makes ``acquire`` raise ServerDied."""
         self._failure = cause
-        waiting = self._waiting
-        self._waiting = []
-        for _, future in [*(entry[2:] for entry in waiting), *self._quarantine.clear()]:
-            if not future.done():
-                future.set_exception(ServerDied(cause))
+        waiting = [*self._waiting.all(), *self._quarantine.all()]
+        self._waiting = WaitingLine()
+        self._quarantine.clear()
+        for _, place in waiting:
+            if not place.done():
+                place.set_exception(ServerDied(cause))
 
     def _enqueue(self, request: Request, future: Place) -> None:
         if request.is_quarantined:
             self._quarantine.add(request, future)
         else:
             self._arrivals += 1
-            heapq.heappush(self._waiting, (request.sender.order, self._arrivals, request, future))
+            order = (request.sender.order, request.order, self._arrivals)
+            self._waiting.add((*order, request, future))
 
     def _assign(self, target: Target, request: Request) -> Target:
-        if len(self.targets) > 1:
-            request.near[self] = target
-        target.in_flight += 1
+        request.opened.add(self)
+        self._prefixes.add(request.texts or (), target.bit)
+        target.add_in_flight(1)
         self.in_flight += 1
         request.sender.in_flight += 1
         return target
 
-    def _free(self, request: Request) -> Target | None:
-        if self.in_flight >= self._limit:
-            return None
-        free = [t for t in self.targets if t.up and not t.reserved and t.in_flight < t.limit]
-        if len(free) == 1:
-            return free[0]
-        return _least_busy(free, request.near.get(self))
+    def _room(self) -> Room:
+        if self.in_flight < self._limit:
+            return Room(self.targets)
+        return Room(())
+
+    def _choose(self, room: Room, request: Request) -> Target | None:
+        return room.choose(self._prefixes.homes(request.known), self in request.opened)
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine
         reserved = next((target for target in self.targets if target.reserved), None)
         if reserved is None and quarantine.has_waiting():
-            reserved = _least_busy([target for target in self.targets if target.up])
+            up = [target for target in self.targets if target.up]
+            reserved = _least_busy(up) if up else None
             quarantine.restart()
         if reserved is None:
             return
@@ -471,17 +558,5 @@ class Router:
             future.set_result(self._assign(reserved, request))
 
 
-def _least_busy(targets: list[Target], near: Target | None = None) -> Target | None:
-    if len(targets) < 2:
-        if targets:
-            return targets[0]
-        return None
-    now = time.monotonic()
-    best = min(targets, key=lambda target: (target.cooldown_until > now, target.in_flight))
-    if (
-        near in targets
-        and near.cooldown_until <= now
-        and near.in_flight <= _BUSIER * best.in_flight + 1
-    ):
-        return near
-    return best
+def _least_busy(targets: Iterable[Target]) -> Target:
+    return min(targets, key=lambda target: target.load)

@@ -193,7 +193,7 @@ class ServerSupervisor:
     shutdown: Shutdown
 
     def __post_init__(self) -> None:
-        self.target = self.model_servers.add(self.probe)
+        self.target = self.model_servers.router.add(self.probe)
         self.restarts = 0
         if self.config.replicas > 1:
             which = f"Server {self.index}"

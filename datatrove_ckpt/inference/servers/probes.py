@@ -58,20 +58,24 @@ class Metrics:
         running, waiting: requests.
         tokens: generated and processed since its start.
         preemptions: requests that lost their place in the KV cache since its start.
+        cache_usage: share of the KV cache that running requests use.
     """
 
     running: float
     waiting: float
     tokens: float
     preemptions: float = 0.0
+    cache_usage: float = 0.0
 
 
 def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
-    running, waiting, preemptions, tokens = names
+    running, waiting, preemptions, tokens, usage = names
     found: dict[str, float] = {}
+    caches = 0  # one for each of a server's ``dp``
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name and name in (running, waiting, preemptions, *tokens):
+        if name and name in (running, waiting, preemptions, usage, *tokens):
+            caches += name == usage
             if "}" in line:
                 value = line[line.rindex("}") + 1 :]
             else:
@@ -81,7 +85,11 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
         return None
     processed = sum(found.get(name, 0.0) for name in tokens)
     return Metrics(
-        found.get(running, 0.0), found.get(waiting, 0.0), processed, found.get(preemptions, 0.0)
+        found.get(running, 0.0),
+        found.get(waiting, 0.0),
+        processed,
+        found.get(preemptions, 0.0),
+        found.get(usage, 0.0) / max(1, caches),
     )
 
 
@@ -192,9 +200,11 @@ async def adapt_admission(
         seen = True
         admission.update(metrics, target.in_flight)
         target.limit = admission.limit
-        router.admit()
+        target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
+        target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+        router.admit(resized=True)
     target.limit = _LIMIT_WITHOUT_METRICS
-    router.admit()
+    router.admit(resized=True)
     logger.warning(
         f"{name} shows no metrics at /metrics, which max_concurrent_generations: auto needs. "
         f"{_LIMIT_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "

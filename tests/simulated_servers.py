@@ -1,0 +1,173 @@
+"""Simulated engines behind HTTP, on the event loop of the client, in virtual time.
+
+They answer /v1/chat/completions, /v1/models and /metrics as vLLM does. A token is four bytes of the
+prompt. An answer has as many tokens as ``max_tokens`` says.
+"""
+
+import asyncio
+import json
+
+from tests.simulated_engine import BLOCK, Request
+
+_BYTES = 4  # of a token
+_PIECE = BLOCK * _BYTES
+
+
+class SimulatedServer:
+    """One engine and its address.
+
+    Attributes:
+        first, last: when the first request came, and the last answer went.
+    """
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.first = None
+        self.last = 0.0
+        self.answered = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._answers = {}
+        self._is_busy = False
+        self._seen = engine.metrics()
+        self._usage = 0.0
+
+    async def start(self, port=0):
+        """Returns its URL."""
+        self._loop = asyncio.get_running_loop()
+        self._server = await self._loop.create_server(
+            lambda: _Connection(self), "127.0.0.1", port, backlog=4096
+        )
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def ask(self, payload, answer):
+        """Calls ``answer`` with the body, when the engine has finished the request. Returns the
+        request.
+        """
+        prompt = _prompt_of(payload)
+        tokens = payload["max_tokens"]
+        text = f"{hash(prompt):x} "
+        text = (text * (tokens * _BYTES // len(text) + 1))[: tokens * _BYTES]
+        request = Request(-(-len(prompt) // _BYTES), tokens, _texts(prompt + text.encode()))
+        self._answers[request] = (text, answer)
+        if self.first is None:
+            self.first = self._loop.time()
+        self.engine.submit(request)
+        self._step()
+        return request
+
+    def abort(self, request):
+        if self._answers.pop(request, None) is not None:
+            self.engine.abort(request)
+
+    def metrics(self):
+        """Returns the page, as of the last step."""
+        seen = self._seen
+        names = {
+            "num_requests_running": seen.running,
+            "num_requests_waiting": seen.waiting,
+            "kv_cache_usage_perc": self._usage,
+            "num_preemptions_total": seen.preemptions,
+            "prompt_tokens_total": self.engine.prompt_tokens,
+            "generation_tokens_total": self.engine.answer_tokens,
+        }
+        return "".join(
+            f'vllm:{name}{{engine="0",model_name="m"}} {value}\n' for name, value in names.items()
+        ).encode()
+
+    def _step(self):
+        if self._is_busy or self.engine.is_idle:
+            return
+        self._is_busy = True
+        seconds, finished = self.engine.step()
+        self._seen = self.engine.metrics()
+        self._usage = self.engine.cache.usage
+        self._loop.call_later(seconds, self._end_step, finished)
+
+    def _end_step(self, finished):
+        self._is_busy = False
+        for request in finished:
+            self._answer(request)
+        self._step()
+        if not self._is_busy:
+            self._seen = self.engine.metrics()
+            self._usage = self.engine.cache.usage
+
+    def _answer(self, request):
+        if request not in self._answers:
+            return
+        text, answer = self._answers.pop(request)
+        self.last = self._loop.time()
+        self.answered += 1
+        self.prompt_tokens += request.prompt
+        self.cached_tokens += request.cached
+        usage = {
+            "prompt_tokens": request.prompt,
+            "completion_tokens": request.answer,
+            "total_tokens": request.prompt + request.answer,
+            "prompt_tokens_details": {"cached_tokens": request.cached},
+        }
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        body = {"id": "a", "object": "chat.completion", "created": 1, "model": "m"}
+        answer(json.dumps({**body, "choices": [choice], "usage": usage}).encode())
+
+
+def _prompt_of(payload):
+    turns = [f"<|{turn['role']}|>{turn['content']}" for turn in payload["messages"]]
+    return "".join([*turns, "<|assistant|>"]).encode()
+
+
+def _texts(text):
+    hashes = []
+    before = 0
+    for start in range(0, len(text) - _PIECE + 1, _PIECE):
+        before = hash((before, text[start : start + _PIECE]))
+        hashes.append(before)
+    return hashes
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, server):
+        self._server = server
+        self._received = b""
+        self._request = None
+        self._transport = None
+
+    def connection_made(self, transport):
+        self._transport = transport
+
+    def connection_lost(self, error):
+        if self._request is not None:
+            self._server.abort(self._request)
+
+    def data_received(self, data):
+        self._received += data
+        while True:
+            head, end, rest = self._received.partition(b"\r\n\r\n")
+            if not end:
+                return
+            lines = head.lower().split(b"\r\n")
+            fields = dict(line.split(b": ", 1) for line in lines[1:])
+            length = int(fields.get(b"content-length", b"0"))
+            if len(rest) < length:
+                return
+            self._received = rest[length:]
+            self._closes = fields.get(b"connection") == b"close"
+            self._handle(lines[0], rest[:length])
+
+    def _handle(self, line, body):
+        if line.startswith(b"post "):
+            self._request = self._server.ask(json.loads(body), self._send)
+        elif b"/metrics" in line:
+            self._send(self._server.metrics())
+        else:
+            self._send(b'{"object": "list", "data": [{"id": "m", "object": "model"}]}')
+
+    def _send(self, body):
+        self._request = None
+        closes = b"Connection: close\r\n" if self._closes else b""
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n"
+        self._transport.write(head % (closes, len(body)) + body)
+        if self._closes:
+            self._transport.close()

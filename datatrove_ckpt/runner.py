@@ -24,70 +24,75 @@ class InferenceRunner(Step):
     """Sends each document through a rollout function, and writes the results, one file per chunk of
     documents.
 
-    The first eight arguments are those of datatrove's ``InferenceRunner``.
+    The first eight arguments are those of datatrove's ``InferenceRunner``. For the words in
+    brackets see ``InferenceConfig``.
 
     Args:
-        rollout_fn: ``async def rollout(document, generate, **shared)``. Its result (an
+        rollout_fn (identity): ``async def rollout(document, generate, **shared)``. Its result (an
             InferenceResult or JSON values) is added to the list
             ``document.metadata[metadata_key]``. None is left out; a document whose rollouts all
             return None is dropped.
-        config: the server and how to ask it.
-        output_writer: any DiskWriter; its ``output_filename`` needs ``${chunk_index}`` with
-            checkpoints, and ``${rank}`` with several tasks.
-        shared_context: keyword arguments for the rollout: a dict, a context manager that gives one,
-            or a function that returns either.
-        checkpoints_local_dir: local folder for checkpoints. None: none, and a run that dies starts
-            over.
-        records_per_chunk: documents per output file, with checkpoints.
-        metadata_key: where the results go in the document's metadata.
-        skip_bad_requests: a document whose request the server rejects (HTTP 400, 413, 414, 422,
-            431) becomes a dead letter, and does not stop the task.
-        on_document_error: "stop" the task when a rollout raises or its request is rejected, or make
-            the document a "dead_letter". A request that kills servers always becomes one; a server
-            that fails always stops the task.
-        max_dead_letters: documents that may become dead letters; one more stops the task. None: no
-            limit.
-        retry_dead_letters: process the dead letters of a finished task instead of the input, into
-            output files of their own. datatrove's executors need ``skip_completed=False`` for it.
-        seek: whether a resume may seek in the input. None: if the reader can, and the steps before
-            this one are known to keep nothing between documents; otherwise documents are counted.
-            True: you know that they keep nothing.
-        sync_seconds: time between two syncs, which a power loss may cost; kill -9 costs none of it.
-            "auto": 2 % of the storage thread's time, from 0.1 to 30 seconds.
-        drain_seconds: time for requests in flight once a signal, an error or a time limit stops the
-            task. A second signal ends it.
-        drain_signals: signals that ask a task to stop. Afterwards each is raised again for the
-            handler that was there before.
-        retry_errors: send requests again that an earlier run recorded as permanent errors.
-        accept_changes: continue unfinished tasks that were started with other settings, and record
-            that.
-        checkpoints_remote_dir: fsspec URL or folder to which the checkpoint is copied during the
-            run. A node without the local folder resumes from it.
-        mirror_seconds: shortest time between two such uploads, which a lost node may cost. "auto":
-            5 % of the mirror thread's time, from 5 to 600 seconds.
-        hub_commit_seconds: longest time that uploads to the Hugging Face hub wait to share a
+        config (below): the server and how to ask it.
+        output_writer (identity): any DiskWriter; its ``output_filename`` needs ``${chunk_index}``
+            with checkpoints, and ``${rank}`` with several tasks.
+        shared_context (identity): keyword arguments for the rollout: a dict, a context manager that
+            gives one, or a function that returns either.
+        checkpoints_local_dir (free): local folder for checkpoints. None: none, and a run that dies
+            starts over.
+        records_per_chunk (identity): documents per output file, with checkpoints.
+        metadata_key (identity): where the results go in the document's metadata.
+        skip_bad_requests (free): a document whose request the server rejects (HTTP 400, 413, 414,
+            422, 431) becomes a dead letter, and does not stop the task.
+        on_document_error (free): "stop" the task when a rollout raises, or its request is rejected
+            or always fails while others are answered; or make the document a "dead_letter". A
+            request that kills servers always becomes one; a server that fails always stops the
+            task.
+        max_dead_letters (free): documents that may become dead letters; one more stops the task.
+            None: no limit.
+        retry_dead_letters (free): process the dead letters of a finished task instead of the input,
+            into output files of their own. datatrove's executors need ``skip_completed=False`` for
+            it.
+        seek (free): whether a resume may seek in the input. None: if the reader can, and the steps
+            before this one are known to keep nothing between documents; otherwise documents are
+            counted. True: you know that they keep nothing.
+        sync_seconds (free): time between two syncs, which a power loss may cost; kill -9 costs none
+            of it. "auto": 2 % of the storage thread's time, from 0.1 to 30 seconds.
+        drain_seconds (free): time for requests in flight once a signal, an error or a time limit
+            stops the task. A second signal ends it.
+        drain_signals (free): signals that ask a task to stop. Afterwards each is raised again for
+            the handler that was there before.
+        retry_errors (free): send requests again that an earlier run recorded as permanent errors.
+        accept_changes (free): continue unfinished tasks that were started with other settings, and
+            record that; take over results of other settings with ``finished_from``.
+        checkpoints_remote_dir (free): fsspec URL or folder to which the checkpoint is copied during
+            the run. A node without the local folder resumes from it.
+        mirror_seconds (free): shortest time between two such uploads, which a lost node may cost.
+            "auto": 5 % of the mirror thread's time, from 5 to 600 seconds.
+        hub_commit_seconds (free): longest time that uploads to the Hugging Face hub wait to share a
             commit.
-        hub_commits_per_hour: commits to a repository beyond which tasks wait. A free account may
-            make 128.
-        monitoring: metrics.
-        keep_answers: keep answers of committed documents for ``answers_from``. They need about as
-            much room as the output, and no mirror holds them.
-        finished_from: folders or URLs of an old output. Documents found there by id, text and
-            metadata keep their results, and need no request. datatrove's runner, or ours, wrote it:
-            JSON lines, Parquet or journals. ``${rank}``, and ``*`` in the last part, name a task's
-            own files.
-        answers_from: ``checkpoints_local_dir`` of an old run over the same input, with as many
-            tasks. A request whose final payload is equal takes the answer that its document got
-            there, if that is still kept.
-        preemption_notice: what says that this node goes away soon; it is taken as a SIGTERM.
+        hub_commits_per_hour (free): commits to a repository beyond which tasks wait. A free account
+            may make 128.
+        monitoring (free): metrics.
+        keep_answers (free): keep answers of committed documents for ``answers_from``. They need
+            about as much room as the output, and no mirror holds them.
+        finished_from (free): folders or URLs of an old output. Documents found there by id, text
+            and metadata keep their results, and need no request. datatrove's runner, or ours, wrote
+            it: JSON lines, Parquet or journals. ``${rank}``, and ``*`` in the last part, name a
+            task's own files. A run of ours must have the same settings, but for tasks, chunks and
+            files.
+        answers_from (free): ``checkpoints_local_dir`` of an old run over the same input, with as
+            many tasks. A request whose final payload is equal takes the answer that its document
+            got there, if that is still kept.
+        preemption_notice (free): what says that this node goes away soon; it is taken as a SIGTERM.
             ``{"cloud": "aws"}``, "gcp" or "azure", or ``{"command": [...]}`` that ends with 0.
             Asked every 5 seconds.
-        rollout_version: replaces the code and the values of the rollout in the identity of the run.
-            Another text is another run, and edits of your code are your matter.
-        answer: metadata key for the answers, beside the whole results at ``metadata_key``: the text
-            of an answer (parsed if it has a ``json_schema``), a score or label, or what the rollout
-            returned; a list of them with several ``rollouts_per_document``. A document that has
-            either key already is refused. None: no such key, and the results replace what is there.
+        rollout_version (identity): replaces the code and the values of the rollout in the identity
+            of the run. Another text is another run, and edits of your code are your matter.
+        answer (identity): metadata key for the answers, beside the whole results at
+            ``metadata_key``: the text of an answer (parsed if it has a ``json_schema``), a score or
+            label, or what the rollout returned; a list of them with several
+            ``rollouts_per_document``. A document that has either key already is refused. None: no
+            such key, and the results replace what is there.
 
     Raises:
         ConfigError: an argument that cannot work.

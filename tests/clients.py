@@ -14,6 +14,20 @@ from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.shutdown import Shutdown
 
 
+class Sleeps(list[float]):
+    """Replaces asyncio.sleep and the clock: records the seconds, and lets other tasks run."""
+
+    now = 0.0
+
+    async def __call__(self, seconds):
+        self.append(seconds)
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    def clock(self):
+        return self.now
+
+
 @asynccontextmanager
 async def client_of(config, urls=(), api_key=None, *, sleep=asyncio.sleep, clock=time.monotonic):
     servers = ModelServers(config, clock)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import waits
+
 
 def _nothing(number, frame):
     """Ignores a signal as SIG_IGN does, but a program that is started from here does not inherit
@@ -40,6 +42,12 @@ _IGNORED = _hear_all_signals()
 os.environ |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
 MEMORY = Path("/dev/shm")
 _NEEDED = 2 << 30  # bytes
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--waits", default="1", metavar="FACTOR", help="multiply the package's own waits, as by 0.1"
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,6 +93,8 @@ def pytest_configure(config):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     if getattr(config, "workerinput", {"nohup": signal.SIGHUP in _IGNORED})["nohup"]:
         signal.signal(signal.SIGHUP, _nothing)
+    os.environ[waits.VARIABLE] = config.option.waits
+    waits.shorten()
     if hasattr(config, "workerinput") or getattr(config.option, "dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
 

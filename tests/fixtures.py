@@ -27,9 +27,11 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import doors
 from datatrove_ckpt.generation import run_identity
+from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import FakeServer
 from tests import forked
+from tests.clients import Sleeps
 from tests.commands import Command
 from tests.conftest import MEMORY
 from tests.hub import FakeHub, pointed_at
@@ -175,6 +177,35 @@ def policy(monkeypatch):
             monkeypatch.setattr(retrying, name, replace(getattr(retrying, name), **changes))
 
     return change
+
+
+@pytest.fixture
+def sleeps(monkeypatch):
+    """A rank's clients do not wait between two attempts: only their clock moves by that time."""
+    sleeps = Sleeps()
+    monkeypatch.setattr(ModelServers.__init__, "__defaults__", (sleeps.clock,))
+    monkeypatch.setattr(CompletionClient.__init__, "__kwdefaults__", {"sleep": sleeps})
+    return sleeps
+
+
+@pytest.fixture
+def answers_between(monkeypatch, sleeps):
+    """The same, and another request is answered between two attempts of one."""
+    answered = Outage.answered
+    answers = []
+
+    def count(outage):
+        answers.append(1)
+        answered(outage)
+
+    async def sleep(seconds):
+        before = len(answers)
+        while len(answers) == before:
+            await asyncio.sleep(0)
+        await sleeps(seconds)
+
+    monkeypatch.setattr(Outage, "answered", count)
+    monkeypatch.setattr(CompletionClient.__init__, "__kwdefaults__", {"sleep": sleep})
 
 
 @pytest.fixture

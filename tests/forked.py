@@ -54,7 +54,10 @@ _AT_START = (
     "TQDM_",
 )
 _ABOUT_IMPORTS = re.compile(r"\bsys\.(modules|meta_path|flags)\b|importlib|__import__|builtins")
-_START = "import sys; sys.path.insert(0, {!r}); import forked; del sys.path[0]; forked.serve({})"
+_START = (
+    "import sys; sys.path.insert(0, {!r}); import forked, waits; del sys.path[0]; "
+    "waits.shorten(); forked.serve({})"
+)
 _MODULES = """
     datatrove.executor datatrove.pipeline.inference.run_inference datatrove.pipeline.readers.jsonl
     datatrove.pipeline.writers.jsonl datatrove_ckpt.cli.execution
@@ -345,7 +348,7 @@ def _forget():
     logger.remove()
     logger._core.handlers_count = 0  # type: ignore[attr-defined]
     logger.add(sys.stderr)
-    del sys.modules["forked"]
+    del sys.modules["forked"], sys.modules["waits"]
 
 
 def _execute(words):

@@ -75,7 +75,7 @@ class Budget:
 
     def __call__(self, payload, times):
         self.left -= 1
-        return None if self.left >= 0 else 403
+        return None if self.left >= 0 else 401
 
 
 def config(server, **changes):

@@ -12,6 +12,7 @@ import select
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 PRESSURE = Path("/proc/pressure")
 LAG = 2.2  # seconds: the kernel brings its sums up to date every two seconds, when they are read
@@ -41,6 +42,29 @@ async def until_async(condition, seconds=300.0):
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+class HeldTime:
+    """Sleeps of coroutines that end when a test says that time has passed."""
+
+    def __init__(self):
+        self._sleepers = []
+
+    def in_place_of(self, module):
+        """asyncio, with these sleeps, for a module of the package."""
+        return SimpleNamespace(**vars(module) | {"sleep": self._sleep})
+
+    async def _sleep(self, seconds):
+        self._sleepers.append((seconds, asyncio.get_running_loop().create_future()))
+        await self._sleepers[-1][1]
+
+    def pass_for(self, seconds):
+        """Ends the sleeps that are at most so long; what they begin then is another time's."""
+        due = [sleeper for sleeper in self._sleepers if sleeper[0] <= seconds]
+        self._sleepers = [sleeper for sleeper in self._sleepers if sleeper[0] > seconds]
+        for _, end in due:
+            if not end.done():
+                end.set_result(None)
 
 
 class Patience:

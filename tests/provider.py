@@ -35,6 +35,11 @@ class FakeProvider(FakeServer):
         reads: of files of answers.
         prefix: of each custom id in the answers.
         refuse: returns the errors of a batch that fails as a whole.
+        unseen: how often a file that was uploaded is not found.
+        forgotten: ids of batches that it does not know any more.
+        oldest_first, ignores_after: of its list.
+        write: returns the bytes of a file of answers as they are sent.
+        describe: returns a batch as it is sent.
     """
 
     after = "after"
@@ -52,6 +57,12 @@ class FakeProvider(FakeServer):
         self.reads = 0
         self.prefix = b""
         self.refuse = lambda batch: []
+        self.unseen = 0
+        self.forgotten = set()
+        self.oldest_first = False
+        self.ignores_after = False
+        self.write = lambda content: content
+        self.describe = lambda batch: batch
         self.files = {}
         self.batches = {}
         self.effects = []
@@ -105,11 +116,12 @@ class FakeProvider(FakeServer):
             "half": b"".join(lines[: len(lines) // 2]),
             "end": content[:-9],
         }
-        return web.Response(body=parts[hidden])
+        return web.Response(body=self.write(parts[hidden]))
 
     async def _create(self, request):
         asked = await request.json()
-        if asked["input_file_id"] not in self.files:
+        self.unseen -= 1
+        if self.unseen >= 0 or asked["input_file_id"] not in self.files:
             return web.json_response({"error": "no such file"}, status=400)
         name = f"batch_{next(self._numbers)}"
         self.effects.append("create")
@@ -124,10 +136,10 @@ class FakeProvider(FakeServer):
         self._listed[name] = time.monotonic() + self.list_lag
         errors = self.refuse(batch)
         if errors:
-            batch |= {"status": "failed", "errors": {"data": errors}}
+            batch |= {"status": "failed", "errors": errors}
         else:
             batch |= self._run(self.files[asked["input_file_id"]])
-        return self._reply(request, batch)
+        return self._reply(request, self.describe(batch))
 
     def _run(self, content):
         """Makes the files of answers and errors. Their order is that of no input.
@@ -171,15 +183,19 @@ class FakeProvider(FakeServer):
         if batch["status"] == "in_progress" and self._looks[batch["id"]] >= self.steps:
             batch["status"] = self.status
         self._looks[batch["id"]] += 1
-        if self.hidden == "id":
-            return {**batch, "output_file_id": None}
-        return batch
+        if batch["status"] == "in_progress":
+            batch = {**batch, "request_counts": {"completed": 0, "failed": 0}}
+        if batch["status"] == "in_progress" or self.hidden == "id":
+            batch = {**batch, "output_file_id": None}
+        return self.describe(batch)
 
     async def _list(self, request):
         now = time.monotonic()
         names = [name for name in reversed(self.batches) if self._listed[name] <= now]
+        if self.oldest_first:
+            names.reverse()
         after = request.query.get(self.after)
-        if after:
+        if after and not self.ignores_after:
             names = names[names.index(after) + 1 :]
         page = names[: int(request.query["limit"])]
         listed = [self._shown(self.batches[name]) for name in page]
@@ -187,10 +203,17 @@ class FakeProvider(FakeServer):
         return self._reply(request, content)
 
     async def _retrieve(self, request):
-        return self._reply(request, self._shown(self.batches[request.match_info["id"]]))
+        batch = self._known(request)
+        return self._reply(request, self._shown(batch))
+
+    def _known(self, request):
+        name = request.match_info["id"]
+        if name in self.forgotten or name not in self.batches:
+            raise web.HTTPNotFound(text="no such batch")
+        return self.batches[name]
 
     async def _cancel(self, request):
-        batch = self.batches[request.match_info["id"]]
+        batch = self._known(request)
         batch["status"] = "cancelled"
         return self._reply(request, batch)
 

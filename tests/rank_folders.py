@@ -157,9 +157,17 @@ def write_rank(
     records = list(history)
     if records:
         (folder / layout.HISTORY).write_bytes(b"".join(record.to_line() for record in records))
-    if not finished:
+    if finished:
+        finish(folder)
+    else:
         (folder / layout.LOCK).write_bytes(b"{}")
     return folder
+
+
+def finish(folder):
+    """Leaves the folder as a finished rank does."""
+    (folder / layout.SHARD).write_bytes(b"{}")
+    (folder / layout.LOCK).unlink(missing_ok=True)
 
 
 def place_at(checkpoints):

@@ -33,7 +33,13 @@ _UNITS = (
     "stages", "port", "commits", "characters", "parts", "answers", "pixels", "numbers", "texts",
 )  # fmt: skip
 _PURE_NUMBERS = ("seed", "lowest", "highest", "threshold")
-_ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {12}.*)*)", re.MULTILINE)
+_ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*)(?: \((\w+)\))?: (.*(?:\n {12}.*)*)", re.MULTILINE)
+_BETWEEN_RUNS = {
+    "identity": "stays",
+    "request": "stays",
+    "free": "may change",
+    "below": "[see below](#inferenceconfig)",
+}
 _HEAD = """\
 # Settings
 
@@ -75,6 +81,7 @@ _MONITORING = """
 The keys of `monitoring` ([examples](monitoring.md)).
 """
 _COLUMNS = "\n| setting | meaning |\n|---|---|\n"
+_COLUMNS_OF_A_RUN = "\n| setting | between two runs | meaning |\n|---|---|---|\n"
 
 
 def page():
@@ -83,13 +90,16 @@ def page():
         (one.name, one.annotation, one.default)
         for one in inspect.signature(InferenceRunner, eval_str=True).parameters.values()
     ]
-    found = f"{_HEAD}{_RUNNER}{_COLUMNS}{_rows(runner, InferenceRunner)}"
-    for head, cls in ((_CONFIG, InferenceConfig), (_MONITORING, MonitoringConfig)):
+    found = f"{_HEAD}{_RUNNER}{_COLUMNS_OF_A_RUN}{_rows(runner, InferenceRunner)}"
+    for head, columns, cls in (
+        (_CONFIG, _COLUMNS_OF_A_RUN, InferenceConfig),
+        (_MONITORING, _COLUMNS, MonitoringConfig),
+    ):
         hints = typing.get_type_hints(cls)
         settings = [
             (one.name, hints[one.name], _field_default(one)) for one in dataclasses.fields(cls)
         ]
-        found += f"{head}{_COLUMNS}{_rows(settings, cls)}"
+        found += f"{head}{columns}{_rows(settings, cls)}"
     return found + "".join(_rollout(cls, others) for cls, others in _ROLLOUTS.items())
 
 
@@ -124,7 +134,11 @@ def _rows(settings, cls):
     )
     for name, hint, _ in settings:
         check_unit(name, hint, texts[name])
-    rows = [[_shown(name, default), texts[name]] for name, _, default in settings]
+    effects = effects_of_changes(cls)
+    rows = [
+        [_shown(name, default), *map(_BETWEEN_RUNS.get, effects.get(name, "").split()), texts[name]]
+        for name, _, default in settings
+    ]
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows
     )
@@ -132,12 +146,20 @@ def _rows(settings, cls):
 
 def descriptions(cls):
     """What the class's docstring says of each setting, as Markdown."""
-    documentation = (cls.__doc__ or "").partition("Raises:")[0]
-    found = {}
-    for names, text in _ENTRY.findall(documentation):
-        for name in names.split(", "):
-            found[name] = " ".join(text.split()).replace("``", "`")
-    return found
+    return {
+        name: " ".join(text.split()).replace("``", "`")
+        for names, _, text in _entries(cls)
+        for name in names.split(", ")
+    }
+
+
+def effects_of_changes(cls):
+    """What the docstring says in brackets: "identity", "request" or "free", where it says so."""
+    return {names: effect for names, effect, _ in _entries(cls) if effect}
+
+
+def _entries(cls):
+    return _ENTRY.findall((cls.__doc__ or "").partition("Raises:")[0])
 
 
 def check_unit(name, hint, text):

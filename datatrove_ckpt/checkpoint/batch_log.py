@@ -15,7 +15,8 @@ The order of effects, each safe to repeat, and what the next attempt does after 
                                       seconds, and in Anthropic's form until each batch of the same
                                       size has ended; not found: delete the input file, so that a
                                       late request fails, and go back to 2
-    7. "created"; sync                wait
+    7. "created"; sync                wait; the provider has forgotten it: "incomplete", until it is
+                                      given up
     8. rows of the request cache      read again, put again
     9. "read"; sync; remove the file  the next pass
 """
@@ -33,8 +34,8 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.identity import Fence
-from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER
+from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, read_run, settings_in
+from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER, LOCK, RUN
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.common import JsonObject
@@ -103,7 +104,7 @@ class Batch:
 
     Attributes:
         state: "filled", "uploaded", "creating", "created", "incomplete" (lines
-            are missing); then "read" or "dropped".
+            are missing, or the batch is); then "read" or "dropped".
         run: digest of the identity of the run that parked the requests.
         tag: finds the batch in the provider's list.
         file, id: the provider's names of the requests' file, and of the batch.
@@ -202,3 +203,18 @@ class BatchLog:
     @property
     def next_number(self) -> int:
         return max(self.batches, default=0) + 1
+
+
+def give_up(folder: Path, number: int) -> None:
+    """Drops a batch of a rank on which no process works: the next run sends its requests again.
+
+    Raises:
+        CheckpointLocked: a process works on the rank.
+    """
+    lock = files.Lock(folder / LOCK)
+    try:
+        settings = settings_in(read_run(folder / RUN))
+        log = BatchLog(folder, RunClaim(folder, RunIdentity(settings)).take())
+        log.note(number, "dropped")
+    finally:
+        lock.release()

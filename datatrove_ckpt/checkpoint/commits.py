@@ -9,10 +9,11 @@ Each line is synced before the next line is written, so a crash tears at most on
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from operator import add, attrgetter
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import orjson
@@ -36,6 +37,8 @@ from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.errors.doors import Repair
 
 ENDS = "ends"
+REASONS = "reasons"
+_SHOWN_REASONS = 9
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once.
@@ -116,6 +119,7 @@ class OutputFile:
 class DocumentCounts:
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
+    ``reasons``: numbers of answers by an unusual finish_reason.
     ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
     text, or with a vector of zeros. One of several choices is enough. Earlier releases did not note
     this.
@@ -131,22 +135,30 @@ class DocumentCounts:
     answers: int = 0
     cut_off: int = 0
     empty: int = 0
+    reasons: dict[str, int] = field(default_factory=dict, kw_only=True)
 
     def count(self, documents: Sequence[Took]) -> None:
-        outcomes = [outcome for outcome, _, _ in documents]
-        sums = map(sum, zip(*(numbers for _, numbers, _ in documents), strict=True))
+        outcomes = [outcome for outcome, _, _, _ in documents]
+        sums = map(sum, zip(*(numbers for _, numbers, _, _ in documents), strict=True))
         written = outcomes.count("written")
         dead = outcomes.count("dead")
         self.add(
             DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums)
         )
+        for _, _, _, reasons in documents:
+            if reasons:
+                self.add(DocumentCounts(reasons=reasons))
 
     def __add__(self, other: DocumentCounts) -> DocumentCounts:
-        return DocumentCounts(*map(add, _numbers(self), _numbers(other)))
+        found = replace(self)
+        found.add(other)
+        return found
 
     def add(self, other: DocumentCounts) -> None:
-        for name in self.__slots__:
+        for name in NUMBERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        if other.reasons:
+            self.reasons = dict(Counter(self.reasons) + Counter(other.reasons))
 
     def add_retry(self, other: DocumentCounts) -> None:
         self.add(other)
@@ -171,6 +183,12 @@ class DocumentCounts:
             text = f" The rollout dropped each document. {WHY_DROPPED}"
         if said:
             text += f" {' and '.join(said)}."
+        if self.reasons:
+            ended = [
+                f"{json.dumps(reason)} {plural(number, 'time')}"
+                for reason, number in [*self.reasons.items()][:_SHOWN_REASONS]
+            ]
+            text += f" Answers ended with finish_reason {', '.join(ended)}."
         return text
 
     def unsplit(self) -> WorkStats:
@@ -179,7 +197,7 @@ class DocumentCounts:
         return work
 
 
-_numbers = attrgetter(*DocumentCounts.__slots__)
+NUMBERS = DocumentCounts.__slots__[:-1]
 
 
 def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
@@ -236,6 +254,7 @@ class Commit:
             data["work"] = counts.unsplit().to_json()
         else:
             counts.answers, counts.cut_off, counts.empty = work.pop(ENDS, (0, 0, 0))
+            counts.reasons = work.pop(REASONS, {})
             data["work"] = orjson.dumps(work).decode()
         data["files"] = [OutputFile(**file) for file in data["files"]]
         data["seconds"] = Seconds(*data.get("seconds", ()))
@@ -253,7 +272,10 @@ class Commit:
         """
         fields = asdict(self) | {"files": [file.to_json() for file in self.files]}
         ends = [fields["counts"].pop(name) for name in ("answers", "cut_off", "empty")]
-        fields |= {"work": orjson.loads(self.work) | {ENDS: ends}, "seconds": list(self.seconds)}
+        work = orjson.loads(self.work) | {ENDS: ends}
+        if reasons := fields["counts"].pop(REASONS):
+            work[REASONS] = reasons
+        fields |= {"work": work, "seconds": list(self.seconds)}
         return orjson.dumps(
             {"tally" if name == "counts" else name: value for name, value in fields.items()}
         )

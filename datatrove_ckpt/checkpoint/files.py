@@ -32,6 +32,7 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint.lines import Json, explained
+from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 from datatrove_ckpt.errors.doors import written
 
@@ -410,12 +411,15 @@ def name_holder(holder: dict[str, object]) -> str:
 
 
 def this_process() -> dict[str, object]:
-    """Returns host and pid; of a worker also the pid of the ``command`` that started it."""
+    """Returns host and pid, and where the pid is valid (``process_place``); for a worker also the
+    pid of the ``command`` that started it.
+    """
     module = sys.modules.get("multiprocess")  # it takes long to import
     parent = module.parent_process() if module is not None else None
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "place": process_place(),
         **({"command": parent.pid} if parent else {}),
     }
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 import orjson
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
+from datatrove_ckpt.checkpoint.commits import NUMBERS, DocumentCounts
 from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, seal, unseal
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
@@ -43,7 +43,6 @@ MAX_TEXT = 4000
 _MAX_KINDS = 64
 _LASTS = 30.0  # seconds
 _PROGRESS = b'"k":"progress"'
-_COUNTS = len(fields(DocumentCounts))
 
 
 class InputPosition(NamedTuple):
@@ -270,7 +269,7 @@ class Progress(_Record):
     def to_json(self) -> Json:
         found = {
             "s": list(self.seconds),
-            "d": astuple(self.documents),
+            "d": astuple(self.documents)[: len(NUMBERS)],
             "c": self.chunks,
             "all": self.total.numbers(),
             "own": self.own.numbers(),
@@ -292,7 +291,7 @@ class Progress(_Record):
         in_flight, waiting, in_work = data["q"]
         return cls(
             seconds=Seconds(*data["s"]),
-            documents=DocumentCounts(*data["d"][:_COUNTS]),
+            documents=DocumentCounts(*data["d"][: len(NUMBERS)]),
             chunks=data["c"],
             total=WorkCounts.from_json(data["all"], data["err"], data.get("tier", {})),
             own=WorkCounts.from_json(data["own"], data["own_err"], data.get("own_tier", {})),

@@ -41,11 +41,19 @@ from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     JOB,
     RUN,
+    SHARD,
     journal_indices,
     journal_path,
     refuse_missing_run_json,
 )
-from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_sealed, sealed_json
+from datatrove_ckpt.checkpoint.lines import (
+    WITHOUT_SHARD,
+    Json,
+    explained,
+    is_count,
+    read_sealed,
+    sealed_json,
+)
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.common.formatting import number_range, plural
 from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
@@ -400,6 +408,20 @@ class RunClaim:
             kept["accepted_changes"] = self._accepted
         files.disk.replace(self._path, sealed_json(kept))
         return Fence(self._path, owner)
+
+
+def has_shard(folder: Path) -> bool:
+    """Returns whether a finished rank has ``shard.json``, which 0.1.0 did not write.
+
+    Raises:
+        CheckpointCorrupt: it is lost, so the input of the rank could change unnoticed.
+    """
+    path = folder / SHARD
+    if path.exists():
+        return True
+    if read_run(folder / RUN)[FORMAT_KEY] > 1:
+        raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
+    return False
 
 
 def read_run(path: Path) -> Json:

@@ -54,8 +54,10 @@ class Work(NamedTuple):
     tokens: list[int]
 
 
-Took: TypeAlias = tuple[Outcome, tuple[int, ...], Work | None]
-"""What is counted of a finished document: ``outcome``, ``numbers`` and ``work`` of ``Finished``."""
+Took: TypeAlias = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
+"""What is counted of a finished document: ``outcome``, ``numbers``, ``work`` and ``reasons`` of
+``Finished``.
+"""
 
 Count: TypeAlias = Callable[[list[Took]], None]
 """Counts documents: see ``DocumentCounts.count``."""
@@ -63,7 +65,7 @@ Count: TypeAlias = Callable[[list[Took]], None]
 
 @dataclass(slots=True)
 class Finished:
-    """A finished document. Lines of earlier releases lack ``work`` and ``ends``.
+    """A finished document. Lines of earlier releases lack ``work``, ``ends`` and ``reasons``.
 
     Attributes:
         fingerprint: hash of the document as it was read.
@@ -74,6 +76,7 @@ class Finished:
             request whose result was kept unless the document is dropped.
         seconds: what the rank took until the line was written, if known.
         ends: numbers of its answers, of truncated answers, and of empty answers.
+        reasons: numbers of answers by an unusual finish_reason.
     """
 
     ordinal: int
@@ -86,6 +89,7 @@ class Finished:
     work: Work | None = None
     seconds: Seconds | None = field(default=None, compare=False)
     ends: tuple[int, ...] = (0, 0, 0)
+    reasons: dict[str, int] = field(default_factory=dict)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -93,7 +97,7 @@ class Finished:
 
     @property
     def took(self) -> Took:
-        return self.outcome, self.numbers, self.work
+        return self.outcome, self.numbers, self.work, self.reasons
 
     def to_line(self) -> bytes:
         names = self.outcome.encode(), self.fingerprint.encode()  # neither needs an escape
@@ -106,6 +110,8 @@ class Finished:
         )
         if self.ends != (0, 0, 0):
             head += _ENDS % self.ends
+        if self.reasons:
+            head += b',"reasons":' + orjson.dumps(self.reasons)
         if self.work is not None:
             head += b',"work":' + orjson.dumps(list(self.work))
         if self.seconds is not None:
@@ -128,6 +134,7 @@ class Finished:
             None if data.get("work") is None else Work(*data["work"]),
             None if data.get("seconds") is None else Seconds(*data["seconds"]),
             tuple(data.get("ends", (0, 0, 0))),
+            data.get("reasons", {}),
         )
 
 

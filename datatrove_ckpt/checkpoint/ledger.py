@@ -24,6 +24,7 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
+    NUMBERS,
     Commit,
     CommitsDamaged,
     CommitSums,
@@ -35,6 +36,7 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
 from datatrove_ckpt.checkpoint.identity import (
+    has_shard,
     not_readable,
     run_with_secrets,
     settings_in,
@@ -73,7 +75,6 @@ _MAX_CAUSES = 20
 _MAX_CAUSE = 2000  # as much as is kept of a server's answer
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
 _BLOCK = 1 << 20
-_COUNTS = tuple(DocumentCounts.__dataclass_fields__)
 
 
 class Want(Flag):
@@ -241,7 +242,7 @@ class RankLedger:
             done = self.history.last.documents
             committed = self.sums.counts
             return DocumentCounts(
-                *(max(0, getattr(done, name) - getattr(committed, name)) for name in _COUNTS)
+                *(max(0, getattr(done, name) - getattr(committed, name)) for name in NUMBERS)
             )
         return sum(self.open_journals.values(), DocumentCounts())
 
@@ -602,12 +603,14 @@ class Expected:
             run: the content of its ``run.json``; empty if there is none.
 
         Raises:
-            CheckpointCorrupt: ``shard.json`` cannot be read.
+            CheckpointCorrupt: ``shard.json`` of a finished rank is missing or cannot be read.
         """
         known = run.get("owner", {}).get("commits", 0)
         # It may be that of a removed folder.
         last = read_last_chunk(last_chunk_of(folder)) if run else None
-        documents = read_shard(folder / SHARD).get("documents") if finished else None
+        documents = None
+        if finished and has_shard(folder):
+            documents = read_shard(folder / SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: CommitSums) -> None:

@@ -209,6 +209,10 @@ def is_count(value: object) -> bool:
 
 SHARD_VERSION = 2
 """``version`` in ``shard.json``. 1 has no checksum."""
+WITHOUT_SHARD = (
+    "Restore it from a copy. If there is none, and the input is the same, write {} into it: then "
+    "nothing shows whether the input of this finished task changes."
+)
 
 
 def sealed_json(content: Json, indent: bool = True) -> bytes:
@@ -255,6 +259,5 @@ def read_shard(path: Path) -> Json:
     except ValueError as error:
         raise CheckpointCorrupt(
             path,
-            f" cannot be read ({error}). Restore it from a copy, or remove it: then nothing shows "
-            "whether the input of this finished task changes.",
+            f" cannot be read ({error}). {WITHOUT_SHARD}",
         ) from error

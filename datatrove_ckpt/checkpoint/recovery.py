@@ -4,7 +4,7 @@ Committing a chunk takes five steps, each safe to repeat; a crash may come after
 
     1. sync the journal              all its documents are on disk
     2. write the output, by ordinal, from the journal, into staging; sync
-    3. publish                       local: rename, sync the folder; remote: upload, check its size
+    3. publish                       local: link, sync the folder; remote: upload, check its size
     4. append the dead letters; sync; append the commit line; sync  <- the chunk is done
     5. update last_chunk; delete the journal; delete the chunk's cache rows
 

@@ -86,7 +86,7 @@ class WorkStats:
         dropped: list[int] = []
         prompts: list[int] = []
         completions: list[int] = []
-        for outcome, numbers, work in documents:
+        for outcome, numbers, work, _ in documents:
             if work is not None:
                 requests += work.rollouts
                 kept.append(work.kept)

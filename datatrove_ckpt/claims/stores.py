@@ -7,7 +7,8 @@
     object stores   claims/00007-000003-OWNER: two processes may write the same number, and look
                     again after a while
                     claims/workers/OWNER: the owner is alive if its object was written shortly
-                    before our own object, unless it was a process of this host, and has ended
+                    before our own object, unless it was a process of this boot and PID namespace,
+                    and has ended
 
 So times are compared only with each other, as the file server or the store has stamped them.
 """
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import orjson
-import xxhash
 from fsspec.utils import get_protocol
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
@@ -126,12 +126,9 @@ class DiskReader:
             return True
         try:
             changed = path.stat().st_mtime
-            holder = orjson.loads(path.read_bytes())
-        except (FileNotFoundError, orjson.JSONDecodeError):
+        except FileNotFoundError:
             return False
-        if holder["host"] == socket.gethostname() and self._has_ended(path.name):
-            return False
-        return now - changed < _BEATS * self.beat_seconds
+        return now - changed < _BEATS * self.beat_seconds and not self._has_ended(path.name)
 
     def _now(self) -> float | None:
         """Returns the time of the clock that stamps beats; None until the next beat."""
@@ -196,7 +193,8 @@ class DiskClaims(DiskReader):
             return None
 
     def _has_ended(self, owner: str) -> bool:
-        return self._own.works
+        """Whether the lock, which is not held, would be seen: locks hold within a kernel."""
+        return self._own.works and owner[:8] == self._owner[:8]
 
 
 def _parsed(path: Path) -> tuple[str, dict[str, object]]:
@@ -315,35 +313,35 @@ def is_run(owner: str) -> bool:
 
 
 def new_owner(runs_all: bool = False) -> str:
-    """Returns a name for this process: host, process id, start, and random digits, all
-    hexadecimal.
+    """Returns a name for this process: boot, PID namespace, process id, start, and random digits,
+    eight hexadecimal digits each.
+
+    Until 0.2.0 the first part was a hash of the host name, so no process takes such an owner for
+    ended.
     """
     pid = os.getpid()
-    return f"{_host()}{pid:08x}{_started(pid):016x}{os.urandom(4).hex()}{_RUN * runs_all}"
+    # A random place is unlike every other one.
+    place = process_place() or os.urandom(8).hex()
+    return f"{place}{pid:08x}{_started(pid)}{os.urandom(4).hex()}{_RUN * runs_all}"
 
 
 def has_ended(owner: str) -> bool:
-    host = owner[:8]
-    pid = int(owner[8:16], 16)
-    started = int(owner[16:32], 16)
-    if host != _host():
+    """Whether the owner has ended for sure. Other boots and PID namespaces show nothing."""
+    if owner[:16] != process_place():
         return False
-    if pid == os.getpid() and started == _started(pid):
-        return owner not in open_here
-    return started != _started(pid)
+    pid = int(owner[16:24], 16)
+    is_gone = owner[24:32] != _started(pid)
+    return is_gone or (pid == os.getpid() and owner not in open_here)
 
 
-def _host() -> str:
-    return xxhash.xxh32(socket.gethostname().encode()).hexdigest()
-
-
-def _started(pid: int) -> int:
+def _started(pid: int) -> str:
     """Returns a process's start in clock ticks since boot, because its id may be reused.
 
-    0: no such process, or no ``/proc``.
+    Zeros: no such process, or no ``/proc``.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
+        return "0" * 8
+    ticks = int(text.rpartition(")")[2].split()[19])
+    return f"{ticks & 0xFFFFFFFF:08x}"

@@ -404,10 +404,11 @@ def batches() -> None:
 
     Stop the run before you cancel its batches. Their key is read from the variable that api_key_env
     of the run names. Answers that they have are kept: the next run collects them, and sends the
-    rest, as a batch or one by one, as provider_batches says.
+    rest, as a batch or one by one, as provider_batches says. A batch that the provider has
+    forgotten, as a run has seen, is given up: the next run sends, and pays for, its requests again.
 
     exit codes:
-      0  the batches are listed, or are being canceled
+      0  the batches are listed, are being canceled, or are given up
       1  a batch could not be canceled
       2  WHAT is no checkpoint, or a mistake on the command line
     """

@@ -21,10 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from glob import escape, has_magic
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from datatrove_ckpt.checkpoint.job import recorded_settings
+from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.yaml_config import (
     ANSWER,
     SHORT_NAMES,
@@ -66,6 +68,7 @@ _SUFFIXES = {
 }
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
+_LOOKED_AT = 100  # lines
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
 
 
@@ -289,8 +292,8 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
         raise ConfigError(f"{source}: task: batch is for JSON lines, and the input has none.")
     first: Node = {}
     if not (only_look or (is_told and job.model)):
-        first = _first_row(reader, source)
-    if not (is_told or only_look or {"custom_id", "body"} <= first.keys()):
+        first = _first_request(reader, source)
+    if not (is_told or only_look or first):
         return job
     model = job.model
     if only_look:
@@ -303,13 +306,17 @@ def _as_batch(job: ShortJob, reader: Node, source: str, only_look: bool) -> Shor
     return replace(job, task="batch", model=model)
 
 
-def _first_row(reader: Node, source: str) -> Node:
+def _first_request(reader: Node, source: str) -> Node:
+    """Returns it from the first lines, of which some may be blank or damaged."""
     if reader["class_path"] == "JsonlReader":
         lines = import_name("JsonlReader", source)(**reader["init_args"])
         with suppress(CkptError, OSError):  # the checks before a start name what is wrong
             for name in _list(lines.data_folder, lines.glob_pattern, source)[:1]:
                 with lines.open_content(name) as file:
-                    return lines.parse_row(file.readline(), name, 0) or {}
+                    for line in islice(file, _LOOKED_AT):
+                        row: Node = lines.parse_row(line, name, 0) or {}
+                        if {"custom_id", "body"} <= row.keys():
+                            return row
     return {}
 
 
@@ -586,7 +593,7 @@ def _reader(given: str, source: str, only_look: bool) -> Node:
         Path(at, name)
         for at, folders, _ in below
         for name in folders
-        if Path(at, name).is_symlink()
+        if Path(at, name).is_symlink() and is_input(f"{at.removeprefix(folder)}/{name}", None)
     ]
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
     others = [name for name in names if _suffix(name) not in known]
@@ -625,7 +632,7 @@ def _list(folder: str, pattern: str | None, source: str) -> list[str]:
         raise ConfigError(
             f"{source}: input: {shown} cannot be listed: {failure_line(error)}."
         ) from None
-    return names
+    return [name for name in names if is_input(name, pattern)]
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:

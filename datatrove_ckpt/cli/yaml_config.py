@@ -42,12 +42,12 @@ _Built = typing.TypeVar("_Built")
 _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
-    "datatrove_ckpt.readers": "BatchReader HuggingFaceDatasetReader IpcReader JsonlReader "
-    "ParquetReader",
+    "datatrove_ckpt.readers": "BatchReader CSVReader HuggingFaceDatasetReader IpcReader "
+    "JsonlReader ParquetReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
     "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",
-    "datatrove.pipeline.readers": "CSVReader WarcReader",
+    "datatrove.pipeline.readers": "WarcReader",
     "datatrove.pipeline.writers": "HuggingFaceBucketWriter HuggingFaceDatasetWriter",
     "datatrove.pipeline.filters": "C4BadWordsFilter C4ParagraphFilter C4QualityFilter "
     "FastTextClassifierFilter FineWebQualityFilter GopherQualityFilter GopherRepetitionFilter "

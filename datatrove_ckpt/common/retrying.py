@@ -476,6 +476,8 @@ SERVER = RetryPolicy(
 )
 REJECTED = frozenset({400, 413, 414, 422, 431})
 """The only statuses of an inference server that belong to one request: its content, its size."""
+OF_ONE_TEXT = frozenset({403, 406, 451})
+"""A filter may refuse a text with these while it lets others pass."""
 BUSY = frozenset({502, 503, 504, 529})
 """With these it says that it is overloaded or not ready: they are no sign that it is dead."""
 

@@ -35,77 +35,81 @@ class InferenceConfig:
     """How to reach the model: which server, how to launch it, and how to send requests to it.
 
     The fields up to ``server_start_max_retries`` are those of datatrove's ``InferenceConfig``; the
-    others are ours.
+    others are ours. In brackets: what another value does to a run that has begun. ``identity``: it
+    is refused. ``request``: likewise, and requests are others. ``free``: it goes on.
 
     Attributes:
-        server_type: an engine, such as "vllm"; "endpoint" (runs already), "dummy" (canned answers)
-            or "custom" (your own script, ``model_kwargs["server_script"]``).
-        model_name_or_path: name or path of the model. For llamacpp a GGUF file: a path,
+        server_type (identity): an engine, such as "vllm"; "endpoint" (runs already), "dummy"
+            (canned answers) or "custom" (your own script, ``model_kwargs["server_script"]``).
+        model_name_or_path (request): name or path of the model. For llamacpp a GGUF file: a path,
             ``package://NAME/FILE`` of an installed package, ``hf://ORG/NAME`` (one is chosen) or
             ``hf://ORG/NAME/FILE``.
-        model_max_context: prompt and answer together, in tokens.
-        use_chat: /v1/chat/completions (True) or /v1/completions (False).
-        endpoint_url: base URL of an endpoint, or a list. Without a path it gets /v1. ``${NAME}`` is
-            a variable of the task's environment; a secret in the query must be written so.
-        api_key: key for the endpoint; prefer ``api_key_env``.
-        metric_interval: seconds between two log lines about progress.
-        tp: GPUs that share each layer. One server needs tp * dp * pp GPUs.
-        dp: copies of the model in one server.
-        pp: stages that the model's layers are divided into.
-        default_generation_params: payload keys that a rollout's own override.
-        rollouts_per_document: rollouts of each document.
-        max_concurrent_generations: requests in flight at each server, of all tasks that share it.
-            "auto": as many as keep a short queue in the engine, and their documents in its cache.
-            None: "auto" for engines with metrics, 500 for the others.
-        max_concurrent_documents: documents in work, per task. None: they follow the requests: as
-            many as all servers have places for, // rollouts per document, times
+        model_max_context (free): prompt and answer together, in tokens.
+        use_chat (identity): /v1/chat/completions (True) or /v1/completions (False).
+        endpoint_url (free): base URL of an endpoint, or a list. Without a path it gets /v1.
+            ``${NAME}`` is a variable of the task's environment; a secret in the query must be
+            written so.
+        api_key (free): key for the endpoint; prefer ``api_key_env``.
+        metric_interval (free): seconds between two log lines about progress.
+        tp (free): GPUs that share each layer. One server needs tp * dp * pp GPUs.
+        dp (free): copies of the model in one server.
+        pp (free): stages that the model's layers are divided into.
+        default_generation_params (request): payload keys that a rollout's own override.
+        rollouts_per_document (identity): rollouts of each document.
+        max_concurrent_generations (free): requests in flight at each server, of all tasks that
+            share it. "auto": as many as keep a short queue in the engine, and their documents in
+            its cache. None: "auto" for engines with metrics, 500 for the others.
+        max_concurrent_documents (free): documents in work, per task. None: they follow the
+            requests: as many as all servers have places for, // rollouts per document, times
             ``texts_per_request``, but at most 10,000 for that.
-        request_timeout: seconds for one attempt of a request, also at an endpoint that hangs.
-            None: 3600.
-        model_kwargs: further flags of the server: ``{"enforce-eager": True, "seed": 1}``.
-        server_log_folder: folder for the servers' logs. None: a temporary file, deleted when its
-            server stops.
-        master_port: port of the head node when several nodes serve one model. The next one is used,
-            too.
-        server_start_timeout_sec: datatrove's; without effect here.
-        server_ready_max_attempts: attempts to reach a starting server; times
+        request_timeout (free): seconds for one attempt of a request, also at an endpoint that
+            hangs. None: 3600.
+        model_kwargs (identity): more flags of the server: ``{"enforce-eager": True, "seed": 1}``.
+        server_log_folder (free): folder for the servers' logs. None: a temporary file, deleted when
+            its server stops.
+        master_port (free): port of the head node when several nodes serve one model. The next one
+            is used, too.
+        server_start_timeout_sec (free): datatrove's; without effect here.
+        server_ready_max_attempts (free): attempts to reach a starting server; times
             ``server_ready_delay_sec``, the longest start, model loading included.
-        server_ready_delay_sec: longest pause between two such attempts.
-        server_start_max_retries: attempts to start the server again after the first start failed.
-        api_key_env: the environment variable with the endpoint's key.
-        trust_remote_code: let vLLM and SGLang run code that comes with the model.
-        request_max_attempts: attempts of a request that fails while others are answered (408, 409,
-            425, 429, 5xx, resets, timeouts, incomplete answers), before it stops the task; at least
-            ``server_patience_seconds`` pass, too.
-        server_patience_seconds: how long the run waits while requests fail, and none is answered
-            (unreachable, 5xx, 429). Then the task stops; no document is blamed.
-        server_stop_timeout_sec: time until a server that was asked to stop is killed.
-        replicas: servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of the
-            cores). They share ``max_concurrent_generations``.
-        server_max_restarts: restarts of one server within an hour. The run ends when every server
-            has used them up.
-        hang_timeout: seconds without an answer or a new token after which a server that has
+        server_ready_delay_sec (free): longest pause between two such attempts.
+        server_start_max_retries (free): attempts to start the server again after the first start
+            failed.
+        api_key_env (free): the environment variable with the endpoint's key.
+        trust_remote_code (free): let vLLM and SGLang run code that comes with the model.
+        request_max_attempts (free): attempts of a request that fails while others are answered
+            (408, 409, 425, 429, 5xx, resets, timeouts, incomplete answers), before its document is
+            at fault. If fewer than 50 are answered, it stops the task after
+            ``server_patience_seconds``.
+        server_patience_seconds (free): how long the run waits while requests fail, and none is
+            answered (unreachable, 5xx, 429). Then the task stops; no document is blamed.
+        server_stop_timeout_sec (free): time until a server that was asked to stop is killed.
+        replicas (free): servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of
+            the cores).
+        server_max_restarts (free): restarts of one server within an hour. The run ends when every
+            server has used them up.
+        hang_timeout (free): seconds without an answer or a new token after which a server that has
             requests is restarted. Unless it is set, a server with metrics that has answered gets
             120, or six times its longest silence if that is more.
-        server_python: Python interpreter of the engine's own virtual environment. None: that of
-            this package.
-        reuse_servers: the next task of a process takes over its servers if they fit. False: each
-            task starts its own.
-        seed: gives each request a ``seed`` of its own, derived from this number, so that it samples
-            the same when it is sent again. A payload's own ``seed`` stays.
-        accept_null_finish_reason: for servers that never give a ``finish_reason``: their answers
-            count as complete, and one that has it stops the task. False: an answer without one is
-                retried.
-        texts_per_request: texts in one request of ``generate.embed``, at most. Texts of several
-            documents share it; each is cached, retried and counted for its own.
-        gpus: GPUs of this task that its servers get together; 0: none. None: tp * dp * pp for each
-            server, where tasks, replicas or several models share them.
-        prices: of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached": 0.2,
-            "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server took
-            from its cache; they cost as the others unless said. "tiers": by how much the prices of
-            an answer in this ``service_tier`` are multiplied; "batch", of ``provider_batches``, is
-            0.5 unless said.
-        provider_batches: requests go to the provider as batches (OpenAI's ``/v1/batches``,
+        server_python (free): Python interpreter of the engine's own virtual environment. None: that
+            of this package.
+        reuse_servers (free): the next task of a process takes over its servers if they fit. False:
+            each task starts its own.
+        seed (request): gives each request a ``seed`` of its own, derived from this number, so that
+            it samples the same when it is sent again. A payload's own ``seed`` stays.
+        accept_null_finish_reason (identity): for servers that never give a ``finish_reason``: their
+            answers count as complete, and one that has it stops the task. False: an answer without
+            one is retried.
+        texts_per_request (free): texts in one request of ``generate.embed``, at most. Texts of
+            several documents share it; each is cached, retried and counted for its own.
+        gpus (free): GPUs of this task that its servers get together; 0: none. None: tp * dp * pp
+            for each server, where tasks, replicas or several models share them.
+        prices (free): of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached":
+            0.2, "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server
+            took from its cache; they cost as the others unless said. "tiers": by how much the
+            prices of an answer in this ``service_tier`` are multiplied; "batch", of
+            ``provider_batches``, is 0.5 unless said.
+        provider_batches (free): requests go to the provider as batches (OpenAI's ``/v1/batches``,
             Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
             day. Needs checkpoints; each request in a row is another pass over the input.
 
@@ -128,7 +132,8 @@ class InferenceConfig:
     # May hold a header's key.
     default_generation_params: JsonObject = field(default_factory=dict, repr=False)
     rollouts_per_document: int = 1
-    max_concurrent_generations: int | Literal["auto"] | None = None
+    # None only until __post_init__ knows the engine.
+    max_concurrent_generations: int | Literal["auto"] = None  # type: ignore[assignment]
     max_concurrent_documents: int | None = None
     request_timeout: float | None = None
     model_kwargs: JsonObject | None = None

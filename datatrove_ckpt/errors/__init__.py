@@ -30,7 +30,7 @@ CkptError
 │   └── ServerRefused          no request of this run can succeed
 └── RequestError
     ├── RequestRejected        this request can never succeed; kept in the request cache
-    ├── RequestFailed          given up after every retry; stops the rank
+    ├── RequestFailed          given up after every retry
     └── RequestPoisoned        this request kills servers
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds
@@ -346,12 +346,13 @@ class RequestRejected(RequestError):
 
 
 class RequestFailed(RequestError):
-    """A request failed for ``server_patience_seconds`` while others were answered. The next run
-    sends it again.
+    """A request failed again and again while others were answered. The next run sends it again.
 
-    It stops the rank (``DocumentFailed``): a failure that is not the request's own never costs a
-    document.
+    If its server answered enough others, ``is_documents`` is true, and ``on_document_error``
+    decides. Otherwise it stops the rank (``DocumentFailed``).
     """
+
+    is_documents = False
 
 
 class RequestPoisoned(RequestError):

@@ -269,17 +269,27 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def get_incomplete_ranks(
         self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
     ) -> list[int]:
-        # fsspec caches listings, and other processes write there.
-        for name in ("completions/00000", "stats/00000.json"):
-            self.logging_dir.invalidate_cache(name)
         if ranks is None:
             ranks = range(self.world_size)
-        ranks = list(ranks)
+        if skip_completed is None:
+            skip_completed = self.skip_completed
+        if not skip_completed:
+            return list(ranks)
+        markers = self._markers()
+        return [rank for rank in ranks if f"{rank:05d}" not in markers]
+
+    def _markers(self) -> set[str]:
+        """Lists the completed ranks. A worker does so for each task."""
+        folder = self.logging_dir
+        if folder.is_local():  # fsspec takes ten times as long
+            return {path.name for path in Path(folder.resolve_paths("completions")).glob("*")}
+        # fsspec caches listings, and other processes write there.
+        for name in ("completions/00000", "stats/00000.json"):
+            folder.invalidate_cache(name)
         try:
-            found: list[int] = super().get_incomplete_ranks(ranks, skip_completed)
+            return {Path(name).name for name in folder.list_files("completions")}
         except KeyError:  # see ``is_rank_completed``
-            return ranks
-        return found
+            return set()
 
     def _write_stats(self, stats: PipelineStats, local: Iterable[int]) -> None:
         """Writes the statistics of all tasks, unless tasks of other machines are incomplete."""
@@ -769,7 +779,7 @@ def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
     return CheckpointLocked(
         f"All tasks of this job are run by {', '.join(processes)}, which was started "
         f"{written.as_run}. Stop it, and start every machine {written.as_worker}. If it was killed "
-        "on another machine, it counts as alive for five minutes."
+        "on another machine or in another container, it counts as alive for five minutes."
     )
 
 

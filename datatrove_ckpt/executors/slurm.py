@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import sys
 import uuid
@@ -33,7 +34,7 @@ from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
-from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
@@ -43,6 +44,9 @@ from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
+# datatrove writes names and options into the script as they are. Bash fills in options.
+_NAME = re.compile(r"[\w@+=:,./~-]*")
+_OPTION = re.compile(r"""[^\s"'#\\]*|"[^"\n]*"|'[^'\n]*'""")
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
 
 
@@ -105,9 +109,19 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
-        super().__init__(
-            **datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"), max_array_size=-1
-        )
+        arguments = datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once")
+        super().__init__(**arguments, max_array_size=-1)
+        options = {"venv_path": venv_path, "condaenv": condaenv}
+        options |= {**(sbatch_args or {}), **(srun_args or {})}
+        place = {"logging_dir": self.logging_dir.resolve_paths(""), "env_command": None}
+        for name, text in (arguments | options | place).items():
+            allowed = _OPTION if name in options else _NAME
+            if isinstance(text, str) and not allowed.fullmatch(text):
+                raise ConfigError(
+                    f"{name}: {text!r} would be several words or lines in the script for sbatch. "
+                    "Choose a name of letters, digits and @+=:,./~_-, or put quotes of its own "
+                    "around an option."
+                )
         check_depends(depends, DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
@@ -165,12 +179,13 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.preflight.before_run import check_after_run, check_job
+        from datatrove_ckpt.preflight.before_run import check_after_run, check_job, remove_markers
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)
-        check_job(plan)  # which restores what only the mirror and other nodes have
+        # It restores what only the mirror and other nodes have.
+        remove_markers(check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left:
             raise self._not_complete(left)

@@ -42,6 +42,8 @@ _LONGEST = 0.005  # seconds that a text waits for others
 
 
 class Waiter(Protocol):
+    is_suspect: bool
+
     def request_started(self) -> None: ...
 
     def request_finished(self) -> None: ...
@@ -139,6 +141,7 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
     if not texts:
         return
     request.is_shared = len(texts) > 1
+    request.is_suspect = any(text.waiter.is_suspect for text in texts)
     way = batch.way._replace(parse=partial(parse_embeddings, count=len(texts)))
     content: str | list[str] = texts[0].text
     if request.is_shared:

@@ -18,6 +18,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
+from datatrove_ckpt.common.retrying import OF_ONE_TEXT
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.errors import (
     CkptError,
@@ -26,6 +27,7 @@ from datatrove_ckpt.errors import (
     RequestFailed,
     RequestPoisoned,
     RequestRejected,
+    ServerRefused,
     ServerUnavailable,
     TooManyDeadLetters,
     UnexpectedExit,
@@ -208,6 +210,12 @@ def offer_skipping(error: BaseException) -> None:
 def _way_out(error: BaseException) -> list[object]:
     """Returns what to do about a document that failed, as parts of a message."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
+    if rejected is None and any(isinstance(cause, RequestFailed) for cause in causes(error)):
+        return [
+            f"{_RUN_AGAIN} To go on without such documents, as dead letters, ",
+            ChangeSetting("on_document_error", "dead_letter"),
+            ".",
+        ]
     if rejected is None:
         return [_RUN_AGAIN]
     way: list[object] = []
@@ -232,21 +240,31 @@ def _way_out(error: BaseException) -> list[object]:
     return [*way, f"{fault}; to send the request again, ", ChangeSetting("retry_errors"), "."]
 
 
-def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError) -> CkptError:
+def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError, others: int) -> CkptError:
     """Returns the error that stops the rank after a server failed for a request of this
     document.
+
+    Args:
+        others: requests that were answered, if no further one could be.
     """
     document = _named(doc_id, slot)
-    if isinstance(error, RequestFailed):
-        message = [
-            f"A request of {document} has no answer. {error} The server's failure is not the "
-            "document's, so it makes no dead letter. Fix the server and run the same command "
-            "again. To go on without this document, let the rollout return None for it before "
-            "any request, and ",
-            ChangeSetting("accept_changes"),
-            ".",
-        ]
-        return DocumentFailed(message, error=error)
-    if isinstance(error, ServerUnavailable):
+    is_away = isinstance(error, ServerUnavailable)
+    facts = str(error)
+    if others and (is_away or (isinstance(error, ServerRefused) and error.status in OF_ONE_TEXT)):
+        facts = f"{error.args[0]} {plural(others, 'other request')} had answers."
+    elif is_away:
         return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
+    elif not isinstance(error, RequestFailed):
+        return error
+    message = [
+        f"A request of {document} has no answer. {facts} This does not show that the document is "
+        "at fault, so it makes no dead letter. If the server is, correct it, and run the same "
+        "command again. To go on without this document, let the rollout return None for it before "
+        "any request, and ",
+        ChangeSetting("accept_changes"),
+        ".",
+    ]
+    if isinstance(error, RequestFailed):
+        return DocumentFailed(message, error=error)
+    error.args = tuple(message)
     return error

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import tempfile
 import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeAlias
 
 import numpy as np
 import orjson
@@ -31,18 +33,29 @@ from datatrove.pipeline.inference.types import InferenceResult
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.identity import (
+    RunIdentity,
+    compare,
+    describe_alike,
+    refusal,
+)
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
-from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.errors.doors import ChangeSetting, written
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
 from datatrove_ckpt.output.formats import Format, format_of_file
+from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
+Places: TypeAlias = str | Path | Sequence[str]
+_OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
+"""The end of a place that names a task's own files."""
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"
 _DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
@@ -50,6 +63,78 @@ _DIGEST_BYTES = 16
 _LENGTH_BYTES = 8
 # In Parquet, results without these fields have null there.
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
+
+
+def check_old_runs(step: Step, identity: RunIdentity) -> str:
+    """Compares the old runs with the run that takes over their results, except the number of tasks,
+    the size of chunks and all that is about files.
+
+    A run of ours is found by its checkpoint: in the place, or where the owner's record of an output
+    folder says. A run of datatrove's has none.
+
+    Returns what the last line says, with a space before it; "" if every run was compared.
+
+    Raises:
+        CheckpointMismatch: an old run differs, and that is not accepted.
+        OSError: a place cannot be read.
+    """
+    runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
+    changes = [
+        change
+        for _, run in runs
+        if run
+        for change in compare(run, identity)
+        if not change.is_layout and not change.field.startswith("output_")
+    ]
+    if changes and not step.accept_changes:
+        raise refusal(
+            "finished_from: the old results were",
+            changes,
+            "Go back to the old values, leave finished_from out (then every request is sent), or ",
+            ChangeSetting("accept_changes"),
+            " to take the old results over as they are.",
+        )
+    # With an accepted change, some results were made before it.
+    unknown = [
+        place
+        for place, run in runs
+        if run.get("accepted_changes") or not describe_alike(run, identity.fields)
+    ]
+    if not unknown:
+        return ""
+    return (
+        f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no checkpoint "
+        "there shows the model, the prompt and the code that made all of them."
+    )
+
+
+def _listed(places: Places) -> list[str]:
+    given = [places] if isinstance(places, str | Path) else places
+    return [str(place) for place in given]
+
+
+def _expanded(place: str) -> str:
+    if "://" in place:
+        return place
+    return str(expand_path("finished_from", place))
+
+
+def _runs(place: str) -> list[Json]:
+    """Returns the settings of the runs that wrote to a place; {} for a run that is not found."""
+    from datatrove_ckpt.mirror.job import read_job  # few runs need it
+
+    place = _expanded(_OF_TASK.sub("", place))
+    kept = read_job(place) or read_job(f"{place}/checkpoints")
+    if kept:
+        return [kept]
+    runs: list[Json] = []
+    for owner in owners_of(get_datafolder(place)):
+        run: Json = {}
+        with suppress(PermissionError):  # checkpoints are private, and this may be another user
+            if Homes(Path(owner.home), None).kept in (None, owner):  # else another run is there
+                run = read_job(owner.home)
+        runs.append(run)
+    return runs or [{}]
 
 
 class _OldFile(NamedTuple):
@@ -70,15 +155,14 @@ class FinishedDocuments:
 
     def __init__(
         self,
-        places: str | Path | Sequence[str],
+        places: Places,
         rank: int,
         metadata_key: str,
         rollouts: int,
         folder: Path | None,
         keeps_metadata: bool,
     ) -> None:
-        given = [places] if isinstance(places, str | Path) else places
-        self._places = [str(place) for place in given]
+        self._places = _listed(places)
         self._rank = rank
         self._metadata_key = metadata_key
         self._rollouts = rollouts
@@ -217,7 +301,7 @@ class FinishedDocuments:
         pattern = None
         if "*" in path:
             path, _, pattern = path.rpartition("/")
-        folder = get_datafolder(path if "://" in path else str(expand_path("finished_from", path)))
+        folder = get_datafolder(_expanded(path))
         if "${rank}" not in place and not folder.exists(""):
             raise ConfigError(f"finished_from: {place} does not exist.")
         found = []

@@ -57,8 +57,10 @@ from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
+    ENDINGS,
     Completion,
     RetryableError,
+    UnknownForm,
     Way,
     as_asked,
     kept_whole,
@@ -74,7 +76,7 @@ from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
-from datatrove_ckpt.rollouts.answers import ends_in_blanks
+from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
 if TYPE_CHECKING:
@@ -82,7 +84,9 @@ if TYPE_CHECKING:
 
 _Arguments = TypeVarTuple("_Arguments")
 _PARKED_SECONDS = 0.05
+_UNKNOWN_FORMS = 2  # batches with such an answer to one request
 _CANCELLED_AGAIN_SECONDS = 1.0
+_SHOWN_REASON = 60  # characters
 # An answer that calls a tool has no text.
 _CALLS = frozenset({"tool_calls", "function_call"})
 # The hash of a payload with one of these depends on the order of the keys inside.
@@ -132,6 +136,7 @@ class RankContext(Protocol):
     drain: Drain
     parking: Parking | None
     shutdown: Shutdown
+    all_started: bool
     has_ended: bool
 
     @property
@@ -156,14 +161,17 @@ class Answers:
         requests: of each rollout, those that ended.
         tokens: prompt and completion tokens of each answer in turn.
         failed: requests without an answer.
+        is_suspect: see ``routing.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
         opened: see ``routing.Request``.
+        reasons: answers by an unusual finish_reason.
     """
 
     failure: CkptError | None = None
     failed = cut_off = empty = 0
     parked = batch_answers = 0
+    is_suspect = False
     _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
     _pending = 0
 
@@ -177,6 +185,7 @@ class Answers:
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
         self.opened: set[Router] = set()
+        self.reasons: dict[str, int] = {}
         self._rank = rank
 
     async def cached(self) -> dict[AnswerKey, Answer]:
@@ -222,6 +231,7 @@ class Answers:
             sum(tokens[1::2]),
             work,
             ends=(len(tokens) // 2, self.cut_off, self.empty),
+            reasons=self.reasons.copy(),
         )
 
     def count_failed(self, rollout_idx: int) -> None:
@@ -425,21 +435,30 @@ class Requests:
     def _count(self, result: Result, way: Way) -> None:
         answers = self._answers
         if result.choices:
-            is_cut_off = any(one["finish_reason"] == "length" for one in result.choices)
+            reasons = [one["finish_reason"] for one in result.choices]
             is_empty = any(_is_empty(one["text"], one["finish_reason"]) for one in result.choices)
         else:
-            is_cut_off = result.finish_reason == "length"
+            reasons = [result.finish_reason]
             is_empty = _is_empty(result.text, result.finish_reason)
-        if is_cut_off:
-            answers.cut_off += 1
-            if ends_in_blanks(str(result.text)):
-                _warn_of_blanks()
+        if not ENDINGS.issuperset(reasons):
+            self._count_reasons(result, reasons)
         if way.path in _GENERATING:
             if is_empty:
                 answers.empty += 1
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
+
+    def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> None:
+        answers = self._answers
+        if any(map(is_cut_off, reasons)):
+            answers.cut_off += 1
+            if ends_in_blanks(str(result.text)):
+                _warn_of_blanks()
+        for reason in reasons:
+            if reason and reason.lower() not in ENDINGS and not is_cut_off(reason):
+                name = redact(reason)[:_SHOWN_REASON]
+                answers.reasons[name] = answers.reasons.get(name, 0) + 1
 
     async def _send(
         self,
@@ -455,6 +474,8 @@ class Requests:
         answers = self._answers
         try:
             completion = None
+            if cached is not None and cached.error_message is not None:
+                answers.is_suspect = True
             if cached is not None or rank.parking is not None:
                 completion = await self._batched(key, body, way, cached)
             if completion is None:
@@ -473,6 +494,7 @@ class Requests:
                             answers.slot.ordinal,
                             answers.opened,
                             body,
+                            answers.is_suspect,
                         )
                         completion = await client.complete(body, way, request)
                 finally:
@@ -501,7 +523,14 @@ class Requests:
             if self._keep(key, Answer(None, f"{error.status} {error.body}")):
                 await rank.wait_for_storage()
             raise error
-        if isinstance(error, RequestPoisoned):
+        at_fault = isinstance(error, RequestFailed) and error.is_documents
+        if at_fault:
+            model.client.result().sender.at_fault.add(self._answers.slot.ordinal)
+            # Then the next attempt needs no other requests to compare with. Earlier versions, too,
+            # send a request with this status again.
+            if self._keep(key, Answer(None, f"0 {error}")):
+                await rank.wait_for_storage()
+        if at_fault or isinstance(error, RequestPoisoned):
             raise _failed(named(error, model.config.name), payload) from error
         model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
         stopped = self._stopped(error)
@@ -524,6 +553,7 @@ class Requests:
         if cached is not None and cached.result is not None:
             fields = orjson.loads(cached.result)
         attempts = 0
+        limit = config.request_max_attempts
         if not OF_BATCH.isdisjoint(fields):
             answers.batch_answers += 1
             attempts = fields["attempt"]
@@ -538,10 +568,13 @@ class Requests:
                 except RetryableError as error:
                     error.quote(redact)
                     cause = str(error)
-            if config.provider_batches and attempts >= config.request_max_attempts:
+                    if isinstance(error, UnknownForm):  # it was paid for
+                        limit = min(limit, _UNKNOWN_FORMS)
+            if config.provider_batches and attempts >= limit:
                 raise RequestFailed(
                     f"Given up after {attempts} batches "
-                    f"(request_max_attempts={attempts}). Last cause: {cause}"
+                    f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
+                    f"answers in an unknown form). Last cause: {cause}"
                 )
         parking = self._rank.parking
         if parking is not None and config.provider_batches:
@@ -610,8 +643,20 @@ class Requests:
 
     def _stopped(self, error: CkptError) -> RolloutServerError:
         named(error, self._model.config.name)
-        self._answers.fail(unanswered(self._answers.doc_id, self._answers.slot, error))
+        answers = self._answers
+        answers.fail(unanswered(answers.doc_id, answers.slot, error, self._others_answered))
         return RolloutServerError(error)
+
+    @property
+    def _others_answered(self) -> int:
+        """How many requests were answered, if only documents that may be at fault are left."""
+        rank = self._rank
+        if not (self._model.client.done() and rank.all_started):
+            return 0
+        client = self._model.client.result()
+        if len(rank.documents) > client.sender.most_at_fault:
+            return 0
+        return client.stats.answers
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
         rank = self._rank

@@ -34,14 +34,7 @@ from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
-from datatrove_ckpt.readers import (
-    BatchReader,
-    HuggingFaceDatasetReader,
-    IpcReader,
-    JsonlReader,
-    ParquetReader,
-    SeekingReader,
-)
+from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
@@ -53,8 +46,6 @@ from datatrove_ckpt.readers.step_stats import STATS, StepStats
 # A step sees only the remaining documents after a resume that seeks, so a step that counts, samples
 # or removes duplicates would give another result. The listed steps treat each document alone.
 
-
-_READERS = (BatchReader, HuggingFaceDatasetReader, IpcReader, JsonlReader, ParquetReader)
 # Without LambdaFilter (a user's function), SamplerFilter and C4BadWordsFilter (random numbers), and
 # PIIFormatter (replacements in turn).
 _STATELESS = frozenset(
@@ -89,7 +80,7 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
         if isinstance(step, BaseReader):
             readers.append(step)
         if isinstance(step, SeekingReader):
-            steps += _state_of_reader(step)
+            steps += step.may_keep_state()
         elif not _is_stateless(step):
             steps.append(last)
     if not readers:  # a step hides those before it
@@ -97,19 +88,6 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
     if any(isinstance(reader, SeekingReader) for reader in readers):
         return steps
     return []
-
-
-def _state_of_reader(reader: SeekingReader) -> list[str]:
-    kind = type(reader)
-    if kind not in _READERS:
-        return [kind.__name__]
-    # datatrove binds an adapter to its reader.
-    adapter = getattr(reader.adapter, "__func__", reader.adapter)
-    if adapter is BaseReader._default_adapter:
-        return []
-    return [
-        f"the adapter {getattr(adapter, '__qualname__', type(adapter).__name__)} of {kind.__name__}"
-    ]
 
 
 def _is_stateless(step: object) -> bool:

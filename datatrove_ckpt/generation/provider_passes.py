@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, TypeVar
@@ -49,9 +49,10 @@ from datatrove_ckpt.inference.client.provider_batches import (
     CUSTOM_ID,
     ENDED,
     MESSAGES,
+    UNSENT,
     BatchAnswer,
     BatchProvider,
-    FileGone,
+    Gone,
     MessageBatches,
     RemoteBatch,
     Undecided,
@@ -67,7 +68,9 @@ _SIZES = 1000  # of batches in Anthropic's form, which are found by their size
 MOST_BYTES = 190_000_000
 POLL_SECONDS = 60.0
 LIST_LAG_SECONDS = 60.0
-"""A batch that was created may be missing in the provider's list for so long."""
+"""A batch that was created may be missing in the provider's list for so long, and a file that was
+uploaded may not be found.
+"""
 LOOK_SECONDS = 5.0
 _BLOCK_BYTES = 1 << 18
 _BACKLOG_BYTES = 1 << 26
@@ -76,7 +79,6 @@ _ROWS = 500
 _FAILURES = 5  # for the wait after one
 _SHOWN = 2000
 _SHOWN_ID = 100
-_UNSENT = frozenset({"expired", "cancelled"})  # batches of which requests were not sent
 _NO_LINE = "the batch has no line for this request"
 _FULL = "token_limit_exceeded"
 _RARER = 4  # the next look at incomplete answers, which reads all
@@ -176,11 +178,12 @@ async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     return kind(url, servers.api_key, needs_proxy([url]))
 
 
-async def cancel(batch: Batch) -> str:
-    """Cancels a batch, in no run. Returns why it could not; "" if it could.
+async def cancel(batch: Batch) -> str | None:
+    """Cancels a batch, in no run. Returns why it could not; "" if it could; None: the provider has
+    forgotten it, as a run has seen, too.
 
     Raises:
-        CkptError: the provider cannot be reached, or refuses.
+        CkptError: the provider cannot be reached.
     """
     if not batch.id:
         return f"Batch number {batch.number} has no id yet. The next run finds it."
@@ -189,12 +192,19 @@ async def cancel(batch: Batch) -> str:
     )
     provider = await open_provider(config, batch.path)
     try:
-        await provider.cancel(batch.id)
-    except RetryableError as error:
+        with suppress(Gone):
+            await provider.cancel(batch.id)
+            return ""
+        remote = await provider.retrieve(batch.id)
+        return f"{batch.id} is not canceled: it cannot be, and is {remote.status}."
+    except Gone as error:
+        if batch.state == "incomplete":
+            return None
+        return f"{batch.id} is not canceled: {error}. Run the same command again first."
+    except (RetryableError, ServerRefused) as error:
         return f"{batch.id} is not canceled: {error}"
     finally:
         await provider.close()
-    return ""
 
 
 class ProviderPasses:
@@ -317,10 +327,26 @@ class ProviderPasses:
             return await self._create(provider, batch)
         if batch.state == "creating":
             return await self._find(provider, batch)
-        remote = await provider.retrieve(batch.id)
+        try:
+            remote = await provider.retrieve(batch.id)
+        except Gone as error:
+            gone = f"The provider has no batch {batch.id} ({error}). "
+            if await self._is_awaited(batch, gone):
+                return False
+            # It may have been paid for: the user decides.
+            raise ServerRefused(
+                f"{gone}Check that the endpoint and the key are those that created it. Its "
+                f"{plural(batch.requests, 'request')} may have been paid for. To send them, and "
+                "pay for them, again: datatrove-ckpt batches cancel "
+                f"{self._checkpoint.lease.files.folder.parent}, then run the same command again."
+            ) from None
         if remote.status not in ENDED:
-            return False
-        if remote.status == "failed":
+            if batch.state == "incomplete":  # it was only missing for a while
+                await self._note(batch, "created")
+            # A state that is not known may be an end, too.
+            if remote.lines < batch.requests:
+                return False
+        if remote.status == "failed" and not (remote.files and remote.lines):
             return await self._refused(batch, remote)
         if unix_seconds() < self._next_look.get(batch.number, 0.0):
             return False
@@ -342,17 +368,23 @@ class ProviderPasses:
         self, provider: BatchProvider, batch: Batch, content: IO[bytes] | None = None
     ) -> bool:
         await self._note(batch, "creating")
-        await asyncio.to_thread(self._checkpoint.lease.check_spending)
-        try:
-            remote = await provider.create(batch, content)
-        except RetryableError as error:  # a gateway's 429, too, may come after the batch
-            logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
-            return False
-        except ServerRefused:  # perhaps the provider no longer has the file
-            await self._note(batch, "filled")
-            raise
-        await self._created(batch, remote)
-        return True
+        until = time.monotonic() + LIST_LAG_SECONDS * provider.takes_files
+        while True:
+            await asyncio.to_thread(self._checkpoint.lease.check_spending)
+            try:
+                remote = await provider.create(batch, content)
+            except RetryableError as error:  # a gateway's 429, too, may come after the batch
+                logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
+                return False
+            except ServerRefused as refused:
+                # A new file may not be found yet; later, it may be gone.
+                if refused.status not in (400, 404) or time.monotonic() > until:
+                    await self._note(batch, "filled")
+                    raise
+                await asyncio.sleep(LOOK_SECONDS)
+                continue
+            await self._created(batch, remote)
+            return True
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
         config = self._configs[batch.model]
@@ -387,18 +419,27 @@ class ProviderPasses:
         await self._note(batch, "filled")
         return True
 
+    async def _is_awaited(self, batch: Batch, missing: str) -> bool:
+        """Whether what is missing may still come."""
+        if batch.state != "incomplete":
+            logger.warning(f"{missing}The run waits for the rest.")
+            await self._note(batch, "incomplete")
+        waited = unix_seconds() - batch.at
+        patience = self._configs[batch.model].server_patience_seconds
+        self._next_look[batch.number] = batch.at + min(_RARER * waited, patience)
+        return waited < patience
+
     async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
         """A batch that failed as a whole has cost nothing."""
-        causes = "; ".join(f"{code}: {message}" for code, message in remote.errors[:3])
         others = [one for one in await self._open() if one.id]
-        if len(others) > 1 and any(code == _FULL for code, _ in remote.errors):
+        if len(others) > 1 and _FULL in remote.errors:
             await self._note(batch, "uploaded", id="")
             return False
         await self._note(batch, "dropped")
         raise ServerRefused(
-            f"The provider refused batch {remote.id} as a whole: {causes[:_SHOWN]}. Nothing of it "
-            "was paid for, and no document is blamed. Correct the cause, and run the same command "
-            "again."
+            f"The provider refused batch {remote.id} as a whole: "
+            f"{remote.errors}. Nothing of it was paid for, and no document is blamed. Correct the "
+            "cause, and run the same command again."
         )
 
     async def _collect(self, provider: BatchProvider, batch: Batch, remote: RemoteBatch) -> bool:
@@ -421,16 +462,16 @@ class ProviderPasses:
                     async for answer in answers:
                         request = RequestId.parse(answer.custom_id)
                         if request is None:
-                            strange = repr(answer.custom_id)[:_SHOWN_ID]
-                            continue
-                        found.add(request)
-                        rows += _rows(request, answer, batch.run)
+                            strange = provider.clean(answer.custom_id)[:_SHOWN_ID]
+                        elif request not in found or answer.status == 200:  # an answer stays
+                            found.add(request)
+                            rows += _rows(provider, request, answer, batch.run)
                         if len(rows) >= _ROWS:
                             await self._change(partial(_put, rows))
                             rows = []
                 await self._change(partial(_put, rows))
                 rows = []
-            except FileGone as error:
+            except Gone as error:
                 gone = f"It has no file {file} ({error}). "
         await self._change(lambda rank: rank.sync())
         if strange:
@@ -444,27 +485,21 @@ class ProviderPasses:
                 "is read again by the same command. With provider_batches set to false its "
                 "requests are sent, and paid for, again."
             )
-        counts = f"{len(found)} of {plural(remote.lines, 'line')}"
-        is_short = bool(gone) or (len(found) < remote.lines and not is_strange)
+        lines = min(remote.lines, batch.requests)
+        is_short = bool(gone) or (len(found) < lines and not is_strange)
         if is_short:
-            if batch.state != "incomplete":
-                logger.warning(
-                    f"Batch {remote.id} is {remote.status}, and the provider gives {counts} of its "
-                    f"answers. {gone}The run waits for the rest."
-                )
-                await self._note(batch, "incomplete")
-            waited = unix_seconds() - batch.at
-            if waited < config.server_patience_seconds:
-                pause = min(_RARER * waited, config.server_patience_seconds)
-                self._next_look[batch.number] = batch.at + pause
+            missing = (
+                f"Batch {remote.id} is {remote.status}, and the provider gives {len(found)} of "
+                f"{plural(lines, 'line')} of its answers, which were paid for. {gone}"
+            )
+            if remote.status not in ENDED or await self._is_awaited(batch, missing):
                 return False
-        if len(found) < batch.requests and (is_short or remote.status not in _UNSENT):
+        if len(found) < batch.requests and (is_short or remote.status not in UNSENT):
             await self._change(partial(_fail_others, batch, found))
         await self._note(batch, "read")
         if is_short:
             raise ServerRefused(
-                f"Batch {remote.id}: the provider gives {counts} of its answers, which were paid "
-                f"for. {gone}If you run the same command again, the other requests are sent, and "
+                f"{missing}If you run the same command again, the other requests are sent, and "
                 "paid for, again."
             )
         logger.info(
@@ -509,14 +544,16 @@ def _fail_others(batch: Batch, found: set[RequestId], rank: RankFiles) -> None:
     rank.sync()
 
 
-def _rows(request: RequestId, answer: BatchAnswer, run: str) -> list[CachedRequest]:
+def _rows(
+    provider: BatchProvider, request: RequestId, answer: BatchAnswer, run: str
+) -> list[CachedRequest]:
     """Returns the row for an answer; none if the request was not sent."""
     status = answer.status
     if status == 0:
         return []
     if status == 200 and isinstance(answer.body, dict):
         return [request.row(kept_for_rollout(ANSWER, answer.body, request.attempt, run))]
-    text = orjson.dumps(answer.body).decode()[:_SHOWN]
+    text = provider.clean(orjson.dumps(answer.body).decode())
     if status in retrying.REJECTED:
         return [request.row(Answer(None, f"{status} {text}"))]
     cause = f"HTTP {status}: {text}"

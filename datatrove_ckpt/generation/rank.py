@@ -42,7 +42,7 @@ from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
-from datatrove_ckpt.generation.finished_from import FinishedDocuments
+from datatrove_ckpt.generation.finished_from import FinishedDocuments, check_old_runs
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
@@ -124,6 +124,11 @@ class _Run:
         for config in step.models.values():
             check_servers(config)
         check_monitoring(step.monitoring)
+        if step.finished_from:
+            with self.preemption.interruptible():
+                unchecked = check_old_runs(step, step.identity(self.world_size))
+            if unchecked:
+                logger.warning(f"Task {rank}:{unchecked}")
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
             without = NullCheckpoint(
@@ -336,7 +341,7 @@ class _Run:
     ) -> AbstractAsyncContextManager[Served]:
         host = host_loop()
         order = 0 if host is None else host.order
-        sender = Sender(self.preemption.shutdown, order, progress.server)
+        sender = Sender(self.preemption.shutdown, order, progress.server, progress.own)
         models = [*self.step.models.values()]
         compiled = None
         launches = any(model.server_type != "endpoint" for model in models)

@@ -33,11 +33,13 @@ from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
     DocumentNotSerializable,
+    RequestFailed,
     causes,
     named,
 )
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
+from datatrove_ckpt.generation.dead_letters import RetriedDocument
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
@@ -178,6 +180,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         first, *others = self.step.models.values()
         self._rollouts = range(first.rollouts_per_document)
+        self.all_started = False
         self.has_ended = False
         self.parked = 0
         self._dropped = 0
@@ -242,6 +245,7 @@ class Scheduler:
         # An error that ends a wait must abort before any document is cancelled.
         try:
             await self._admit_all(documents)
+            self.all_started = True
             host = host_loop()
             if host is not None:
                 host.has_admitted = True
@@ -374,6 +378,8 @@ class Scheduler:
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
         answers = Answers(self, slot, source.id, len(self._rollouts))
+        if isinstance(document, RetriedDocument):
+            answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
         requests = [Requests(self, answers, index) for index in self._rollouts]
         taken = self.failures.taken.get(document, source.id, slot.ordinal)
         if taken is not None:

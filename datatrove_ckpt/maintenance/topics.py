@@ -66,7 +66,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
 
 def open_batches(state: RunState) -> Iterator[tuple[RankState, Batch]]:
     """Yields the batches at a provider, with their tasks."""
-    for rank in state.ranks:
+    for rank in state.ranks + state.retries:
         if (rank.folder / BATCHES).exists():
             from datatrove_ckpt.checkpoint.batch_log import read_batches  # few runs need it
 

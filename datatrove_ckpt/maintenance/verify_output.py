@@ -13,11 +13,12 @@ from pathlib import Path
 from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.layout import HOME, rank_folder
+from datatrove_ckpt.checkpoint.layout import HOME, OWNER, rank_folder
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
+from datatrove_ckpt.maintenance.where import looks_like_mirror
 from datatrove_ckpt.output.committed import STRAY_ADVICE, file_problem, published_names
 from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.output.hub_uploads import HubReads
@@ -115,6 +116,8 @@ def is_owned(report: Report) -> bool:
 
 
 def _is_ours(report: Report, path: str) -> bool:
+    if OWNER in path:  # of a bucket's root, which has no place beside it, or of a folder below
+        return True
     if not report.folder.is_local():
         return False
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
@@ -243,12 +246,22 @@ class _Uncommitted:
             elif rank.state != "finished":
                 published = self._published(key[1])
                 if published is not None and path not in published:
-                    advice = _OF_ANOTHER_JOB
+                    advice = _of_another_job(self._report.checkpoints)
                 elif (*key, chunk_index) not in self._committed:
                     message = f"{path} is published but not committed yet."
                     self._report.add_problem("unfinished", message, rank, chunk_index, path)
                     return
         self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+
+
+def _of_another_job(checkpoints: Path) -> str:
+    begun = Homes(checkpoints, None).kept
+    if begun is not None and ("://" in begun.home or looks_like_mirror(Path(begun.home))):
+        return (
+            f"Another node may have continued the task. The run's mirror, {begun.home}, knows: "
+            "verify that, and keep the file until then."
+        )
+    return _OF_ANOTHER_JOB
 
 
 def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:

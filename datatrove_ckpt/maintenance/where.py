@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.paths import default_mirror, expand_path
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.reading import MirrorReader
@@ -158,7 +158,7 @@ def _named(what: str) -> tuple[Place, str | None]:
         ):
             place.output = str(root / "output")
             raise _not_begun(place, checkpoints)
-    if place.folder.is_dir() and _looks_like_mirror(place.folder):
+    if place.folder.is_dir() and looks_like_mirror(place.folder):
         return place, place.what
     return place, None
 
@@ -167,7 +167,7 @@ def _if_folder(path: Path) -> str | None:
     return str(path) if path.is_dir() else None
 
 
-def _looks_like_mirror(folder: Path) -> bool:
+def looks_like_mirror(folder: Path) -> bool:
     """Whether the ranks' folders hold versions, not files of a checkpoint."""
     with suppress(PermissionError):  # the command says it later
         for number in layout.rank_numbers(folder):
@@ -275,19 +275,15 @@ def _not_begun(place: Place, where: object) -> ConfigError:
 
 
 def _mirror_has_more(local: Path, remote: str) -> bool:
-    """Whether the mirror has ranks that this node lacks, on which other nodes work."""
-    from datatrove_ckpt.mirror.object_store import ObjectStore
+    """Whether other nodes have worked on ranks, so that the mirror has more than this node."""
+    from datatrove_ckpt.mirror.restore import find_outdated
 
-    here: set[int] = set()
-    if local.is_dir():
-        here.update(layout.rank_numbers(local))
-    if not here:
+    if not local.is_dir() or not layout.rank_numbers(local):
         return True
     try:
-        there = {int(name) for name in ObjectStore(remote).names() if layout.is_rank(name)}
-    except (OSError, ConfigError):
+        return bool(find_outdated(remote, local))
+    except (OSError, ConfigError, CheckpointError):  # the folder's own reader reports damage
         return False
-    return not there <= here
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:

@@ -100,17 +100,18 @@ def restore_job(url: str, folder: Path) -> None:
 
     Raises OSError.
     """
-    job = _read_job(ObjectStore(url))
+    job = read_job(url)
     if job:
         (folder / JOB).write_bytes(sealed_json(stamped(job)))
 
 
-def _read_job(store: ObjectStore) -> Json:
+def read_job(url: str) -> Json:
     """Returns the content of ``job.json``; empty if it is missing or damaged.
 
     Raises:
         VersionMismatch: a newer version of this program wrote it.
     """
+    store = ObjectStore(url)
     try:
         return parse_run(f"{store.url}/{JOB}", store.read(JOB, _MAX_BYTES) or b"")
     except CheckpointCorrupt:
@@ -129,7 +130,7 @@ def _compare(
     store = ObjectStore(url)
     names = store.names()
     refuse_resharded(root, names)
-    job = _read_job(store)
+    job = read_job(url)
     if job and not compare(job, identity, with_output=with_output):
         return job, None
     ranks = [int(name) for name in names if is_rank(name)]

@@ -2,8 +2,8 @@
 
 A version is the checkpoint at one instant of the storage thread (``uploads.py``). The mirror has
 its own thread, so a remote that fails or hangs costs only warnings. Only a rank's first output
-waits for the mirror: a rank without a version has published nothing, so output that it finds is
-another job's.
+waits for the mirror, on each node that takes the rank over: a rank without a version has published
+nothing, so output that it finds is another job's.
 
 Two processes may mirror one rank: a lost node that comes back, and its replacement. Each takes
 ownership of the mirror first, and stops with ``Fenced`` if an upload, or the listing before a
@@ -29,7 +29,7 @@ from typing import IO
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import parse_run
+from datatrove_ckpt.checkpoint.identity import parse_run, read_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
@@ -91,6 +91,7 @@ class RemoteMirror:
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
+        self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
         work = copy_context().run  # its lines are in the rank's log
         self._thread = threading.Thread(
             target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True
@@ -113,7 +114,7 @@ class RemoteMirror:
         return self._uploads is not None and self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
-        if first and not self._is_owned:
+        if not self._is_owned and (first or self._was_restored()):
             if not self._wait_for_look(retrying.STORAGE.patience, stopping):
                 raise self._without_version()
             return
@@ -131,6 +132,11 @@ class RemoteMirror:
                 )
             self._answers = False
             self._waived_until = time.monotonic() + _LOOK_SECONDS
+
+    def _was_restored(self) -> bool:
+        """Whether another node had the rank, which must see a new owner before new output."""
+        earlier = read_run(self.folder / RUN)["owner"]["earlier"]
+        return any(number is not None for number in earlier.values())
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
@@ -194,6 +200,8 @@ class RemoteMirror:
                 "mirror keeps the version before it; the local checkpoint is complete."
             )
         self._given_up = True
+        with self._reading:
+            pass  # none begins any more
 
     # the mirror thread ---------------------------------------------------------------------------
 
@@ -291,7 +299,9 @@ class RemoteMirror:
         start = time.monotonic()
         self._begun += 1
         with ExitStack() as stack:
-            snapshot, grown = self._take_snapshot(uploads, stack)
+            with self._reading:
+                self._raise_if_interrupted(last)
+                snapshot, grown = self._take_snapshot(uploads, stack)
             # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
             self._put_job()

@@ -162,7 +162,7 @@ class ObjectStore:
                 data = bytes(
                     self._fs.cat_file(self._path(name), start=0, end=most + 1, **self._streamed)
                 )
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             if s3_code(error) == "InvalidRange":  # of an empty object

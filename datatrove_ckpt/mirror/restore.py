@@ -5,11 +5,13 @@
     nothing        versions                           the newest complete one is restored; if
                                                       there is none: refused
     a folder       nothing, or versions made by       the folder is used: it contains all that
-                   owners of this folder              its mirror does
+                   owners of this folder              its mirror does; if another node owned the
+                                                      mirror since, all output under the rank's
+                                                      names counts as its own
     a folder       more: another node continued       the newest complete version is restored; the
                    this run                           folder is set aside as 00000.replaced-1
-    a folder       another run's checkpoint, or one   refused: neither continues the other
-                   of another first start
+    a folder       another run's checkpoint, or one   refused: neither continues the other, unless
+                   of another first start             this one was killed before its first version
     nothing        cannot be reached                  refused: starting from nothing costs money
     a folder       cannot be reached                  the folder is used, with a warning
     either         a bucket that does not exist       refused: without a mirror, a lost node costs
@@ -25,9 +27,13 @@ that these are not tried again.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
+from itertools import compress
 from pathlib import Path
 
+import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
@@ -36,10 +42,13 @@ from datatrove_ckpt.checkpoint.identity import new_owner, read_run
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
+    HOME,
     LOCK,
+    PUBLISHING,
     RUN,
     last_chunk_of,
     rank_folder,
+    rank_numbers,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
@@ -49,6 +58,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
     Manifest,
+    Ownership,
     Part,
     Version,
     Versions,
@@ -56,8 +66,10 @@ from datatrove_ckpt.mirror.manifests import (
     decode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.mirror.reading import unreadable
+from datatrove_ckpt.mirror.reading import rank_names, unreadable
 
+# Object stores answer each request after tens of milliseconds, and many at once.
+_THREADS = 32
 _WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
 
 
@@ -79,6 +91,64 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
                 restore(f"{url}/{name}/{folder}", root / name / folder)
 
 
+def restore_outdated(url: str, root: Path, needed: Collection[int]) -> None:
+    """Restores the ranks, and their retries, of which the mirror holds more than this node.
+
+    Args:
+        needed: ranks that are restored, too, if this node has no folder of them.
+
+    Raises:
+        StorageFailed: the mirror cannot be read, and this node lacks a needed rank.
+        CheckpointError, ConfigError: see ``restore``.
+    """
+    try:
+        names = find_outdated(url, root, needed)
+    except OSError:  # ``restore`` refuses what is missing; what is here is used as it is
+        folders = [rank_folder(root, rank) for rank in needed]
+        names = [folder.name for folder in folders if not (folder / RUN).exists()]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        list(threads.map(lambda name: restore(f"{url}/{name}", root / name), names))
+
+
+def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -> list[str]:
+    """Returns the folders of the ranks, see ``restore_outdated``. Raises OSError.
+
+    Args:
+        needed: None: all ranks that the mirror has.
+    """
+
+    def is_outdated(name: str) -> bool:
+        owner = _owner_of(root / name)
+        if owner is None:
+            return True
+        ownerships, versions = Versions(f"{url}/{name}").listing()
+        if not versions:
+            return False
+        return not contains_version(owner, versions[-1]) or _has_another_owner(ownerships, owner)
+
+    names = list(rank_names(ObjectStore(url)))
+    if needed is not None:
+        known = set(needed)
+        if root.is_dir():
+            known.update(rank_numbers(root))
+        names = [name for name in names if int(name.rpartition("/")[2]) in known]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(compress(names, threads.map(is_outdated, names)))
+
+
+def _owner_of(folder: Path) -> Json | None:
+    """Returns None for a folder without run.json, which holds no checkpoint."""
+    if not (folder / RUN).exists():
+        return None
+    owner: Json = read_run(folder / RUN).get("owner", {"nonce": ""})
+    return owner
+
+
+def _has_another_owner(ownerships: list[Ownership], owner: Json) -> bool:
+    known = {owner["nonce"], *owner.get("earlier", ())}
+    return bool(ownerships) and ownerships[-1].nonce not in known
+
+
 def restore(url: str, folder: Path) -> None:
     """Restores a rank's folder from its mirror, if the mirror holds what the folder does not.
 
@@ -89,13 +159,10 @@ def restore(url: str, folder: Path) -> None:
         CheckpointLocked: a process works on the folder.
         ConfigError: the bucket does not exist.
     """
-    # A folder without run.json holds no checkpoint.
-    owner: Json | None = None
-    if (folder / RUN).exists():
-        owner = read_run(folder / RUN).get("owner", {"nonce": ""})
+    owner = _owner_of(folder)
     mirrored = Versions(url)
     try:
-        versions = mirrored.all_versions()
+        ownerships, versions = mirrored.listing()
         manifests_lost = owner is None and not versions and bool(mirrored.list_objects())
     except OSError as error:
         if owner is None:
@@ -113,6 +180,9 @@ def restore(url: str, folder: Path) -> None:
     try:
         if owner is not None and contains_version(owner, versions[-1]):
             _look_at_seal(mirrored, versions[-1])
+            # The other node may have published files, and was lost before its first version.
+            if _has_another_owner(ownerships, owner):
+                files.disk.remove(folder / PUBLISHING)
             return
         _restore_newest(mirrored, versions, folder, owner)
     except OSError as error:
@@ -180,12 +250,25 @@ def _refuse_unrelated(
     for version in versions:
         with suppress(Damaged):
             theirs |= set(mirrored.read_manifest(version).run["owner"]["earlier"])
-    if not ours & theirs:
+    if not ours & theirs and not _began_with_mirror(folder):
         raise CheckpointMismatch(
             f"{folder} and its mirror {mirrored.url} were started separately: neither continues "
             "the other. Remove the folder to continue from the mirror, or remove the mirror to "
             "continue from the folder."
         )
+
+
+def _began_with_mirror(folder: Path) -> bool:
+    """Whether a rank without commits was killed before its first version: it published nothing."""
+    root = folder.parent
+    if retry_number(root.name) is not None:
+        root = root.parent
+    home = root / HOME
+    return (
+        home.exists()
+        and orjson.loads(home.read_bytes())["home"] != str(root.absolute())
+        and not read_commits(folder / COMMITS)
+    )
 
 
 def _build_newest(

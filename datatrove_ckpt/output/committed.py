@@ -221,6 +221,7 @@ class OutputCheck:
             writer.output_folder, writer.output_filename.template, Homes(root, mirror, run)
         )
         self.where = str(writer.output_folder.resolve_paths(""))
+        self._mirror = mirror
         self._logging_dir = logging_dir
         self._template = writer.output_filename.template
         self._is_certain = not fields_of_documents(writer.output_filename)
@@ -414,6 +415,8 @@ class OutputCheck:
         if not certain:
             logger.warning(f"{text}.")
             return
+        if self._mirror:  # without it, a folder that another node has continued is used as it is
+            text += f". If the mirror {self._mirror} could not be read, keep them until it can be"
         verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
         raise OutputMismatch(
             f"{text} ({verify} names all of them), and run the same command again."

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 import orjson
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.exact_json import loads
 
 if TYPE_CHECKING:
     import datasets
@@ -94,7 +95,7 @@ class Jsonl(Format):
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
             try:
-                row = orjson.loads(line)
+                row = loads(line)
             except orjson.JSONDecodeError:
                 row = None
             if not isinstance(row, dict) or not line.endswith(b"\n"):

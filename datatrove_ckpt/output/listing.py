@@ -235,9 +235,9 @@ def _scan(
             continue
         with found:
             for entry in found:  # no list: a million take 200 MB
-                path = posixpath.join(name, entry.name)
                 if name == base and not may_be_ours(entry.name):
                     continue
+                path = posixpath.join(name, entry.name)
                 if entry.is_dir(follow_symlinks=False):
                     if everywhere and path != without:
                         waiting.append(path)

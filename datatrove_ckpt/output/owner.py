@@ -6,8 +6,9 @@ disk, a conditional PUT on S3 and Google Cloud Storage, a commit with its parent
 other stores and in buckets of the hub, the file is written, and read again a second later and at
 the first publication: until then, two runs that start within that second may both continue.
 
-The file is not in the folder, because datatrove's readers take every file there for data. If it
-cannot be written, only ``Target.publish`` separates two runs.
+The file is not in the folder, because datatrove's readers take every file there for data. The root
+of a bucket or repository has no place beside it: there the file is hidden in it, and other readers
+skip it. If it cannot be written, only ``Target.publish`` separates two runs.
 
 A file that names another run refuses this run until a person removes the file, except for a removed
 run with checkpoints in this run's place.
@@ -223,6 +224,18 @@ class OutputOwnership:
             "the other run is no more, or its output was moved away, remove its files there, and "
             f"the file that names it, {shlex.quote(self._record.place)}; then run again."
         )
+
+
+def owners_of(folder: DataFolder) -> list[OutputOwner]:
+    """Returns the owners of a folder, one for each template that has a record.
+
+    Raises OSError.
+    """
+    pattern = folder.fs._strip_protocol(_record(folder, f"{OWNER}*").place)
+    with file_system_call():
+        names = folder.fs.glob(pattern)
+    records = (_record(folder, OWNER + name.rpartition(OWNER)[2]) for name in names)
+    return [*filter(None, (record.read() for record in records))]
 
 
 # where the record is -----------------------------------------------------------------------------

@@ -8,9 +8,11 @@ of dataclasses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 
 import numpy as np
+import orjson
 from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.jsonl import JsonlWriter
@@ -49,6 +51,8 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     one dimension.
     """
     is_json = JSONL.is_written_by(writer)
+    if is_json:
+        writer._write = partial(_write_row, writer._write)
     if has_default_adapter(writer) and _has_default_write(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
         if is_json:
@@ -58,17 +62,26 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
         return decode_plain
     if is_json:
         adapt: Callable[[Document], object] = writer.adapter
-        writer.adapter = lambda document: _without_arrays(adapt(document))
+        writer.adapter = lambda document: _for_orjson(adapt(document))
     return decode
 
 
-def _without_arrays(value: object) -> object:
+def _write_row(write: Callable[..., None], row: Row, *place: object) -> None:
+    try:
+        write(row, *place)
+    except TypeError:  # perhaps an integer beyond 64 bits
+        write(_for_orjson(row), *place)
+
+
+def _for_orjson(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _without_arrays(item) for key, item in value.items()}
+        return {key: _for_orjson(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_arrays(item) for item in value]
+        return [_for_orjson(item) for item in value]
     if isinstance(value, np.ndarray):
         return as_json(value)
+    if type(value) is int:
+        return orjson.Fragment(str(value))
     return value
 
 

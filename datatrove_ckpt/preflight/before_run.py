@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -13,6 +12,7 @@ from inspect import Parameter, signature
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
@@ -56,11 +56,12 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.errors.doors import StartOver, setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
+from datatrove_ckpt.generation.finished_from import check_old_runs
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.object_store import bucket_for
-from datatrove_ckpt.mirror.restore import restore_rank
+from datatrove_ckpt.mirror.restore import restore_outdated
 from datatrove_ckpt.output.committed import (
     CommittedFile,
     OutputCheck,
@@ -86,6 +87,7 @@ from datatrove_ckpt.runner import InferenceRunner
 # completion marker in ``logging_dir``, so a finished task never looks at its own checkpoint again.
 #
 #     marker   checkpoint of the rank      what happens
+#     any      older than in the mirror    it is restored, and then compared
 #     any      of another run              refused, see ``checkpoint/job.py``
 #     yes      none, but in the mirror     it is restored, and then compared
 #     yes      none                        refused: its documents may not be in the output
@@ -95,19 +97,26 @@ from datatrove_ckpt.runner import InferenceRunner
 #     no       of this run, or none        the rank runs
 
 
-# Restores mostly wait for a remote.
-_MIRROR_THREADS = 16
+class WrongMarker(NamedTuple):
+    """A completion marker that must be removed. ``text``: what is wrong with it."""
+
+    plan: RunPlan
+    rank: int
+    text: str
 
 
-def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
+def remove_markers(wrong: Iterable[WrongMarker]) -> None:
+    for marker in wrong:
+        logger.warning(f"{marker.text} The marker is removed, so the task runs again.")
+        marker.plan.forget(marker.rank)
+
+
+def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
     """Compares a job, and those that it depends on, with what its folders hold from earlier runs.
-    Starts nothing.
+    Starts nothing, and removes no marker: other checks may refuse the run.
 
     Args:
-        dry_run: remove no marker and restore nothing from a mirror.
-
-    Returns:
-        For each marker that is removed, or would be, what is wrong with it.
+        dry_run: restore nothing from a mirror.
 
     Raises:
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
@@ -116,15 +125,17 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[str]:
     check_step_order(plan.pipeline)
     if plan.tasks < 1:
         raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
-    wrong = []
+    before = []
     if plan.depends is not None:
-        wrong = check_job(plan.depends, dry_run)
+        before = check_job(plan.depends, dry_run)
+    wrong: dict[int, str] = {}
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             _check_tasks(plan)
             continue
-        wrong += _check_runner(runner, dry_run)
-    return wrong
+        skipped = [rank for rank in _skipped(plan) if rank not in wrong]
+        wrong |= _check_runner(runner, skipped, dry_run)
+    return [*before, *(WrongMarker(plan, rank, text) for rank, text in wrong.items())]
 
 
 def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
@@ -227,13 +238,13 @@ def _check_tasks(plan: RunPlan) -> None:
         )
 
 
-def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
+def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict[int, str]:
+    """See ``_find_wrong``."""
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
     use(runner.step.door)
     refuse_resharded(root)
-    skipped = _skipped(plan)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
         for rank in plan.local_ranks:
@@ -244,18 +255,11 @@ def _check_runner(runner: RunnerPlan, dry_run: bool) -> list[str]:
             folder = Path(stack.enter_context(TemporaryDirectory()))
             folders = replace(folders, checkpoint=folder)
         folder = folders.checkpoint
-        missing = [rank for rank in skipped if not (rank_folder(folder, rank) / RUN).exists()]
-        if mirror and missing and dry_run:
-            skipped = [rank for rank in skipped if rank not in missing]
-        elif mirror:
-            with ThreadPoolExecutor(_MIRROR_THREADS) as pool:
-                list(pool.map(partial(restore_rank, mirror, folder, retries=False), missing))
-        wrong = _find_wrong(runner, folders, skipped)
-    for rank, text in wrong.items():
-        if not dry_run:
-            logger.warning(f"{text} The marker is removed, so the task runs again.")
-            plan.forget(rank)
-    return list(wrong.values())
+        if mirror and dry_run:
+            skipped = [rank for rank in skipped if (rank_folder(folder, rank) / RUN).exists()]
+        elif mirror and runner.copy is None:
+            restore_outdated(mirror, folder, skipped)
+        return _find_wrong(runner, folders, skipped)
 
 
 def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dict[int, str]:
@@ -277,6 +281,8 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
         )
 
+    if len(skipped) < len(ranks):
+        check_old_runs(step, identity)
     # A retry takes dead letters with any settings, but each rank its own.
     is_retry = step.retry_dead_letters
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
@@ -369,7 +375,7 @@ def check_before_run(plan: RunPlan) -> None:
     with ExitStack() as stack:
         for runner, root in plan.kept:
             stack.enter_context(naming_mirror(runner.step, root))
-        check_job(plan)
+        wrong = check_job(plan)
         check_inputs_unchanged(plan)
         _check_hub(plan)
         check_output(plan, before=True)
@@ -382,6 +388,7 @@ def check_before_run(plan: RunPlan) -> None:
 
             # No rank will do it: datatrove does not start complete ranks.
             upload_finished_ranks(mirror, root)
+    remove_markers(wrong)
 
 
 def note_workers(workers: int, tasks: int) -> None:
@@ -444,7 +451,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
         TooManyDeadLetters: all documents are dead letters, or all lines of a batch file have an
             error.
     """
-    check_job(plan, dry_run=True)
+    check_job(plan)
     check_inputs_unchanged(plan)
     jobs = check_output(plan, before=False)
     for root, job in jobs.items():

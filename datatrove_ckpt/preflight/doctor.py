@@ -27,6 +27,7 @@ from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
 from datatrove_ckpt.inference.servers.host import check_servers
+from datatrove_ckpt.mirror.restore import find_outdated
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, private_if_made
@@ -98,6 +99,10 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
 
 
 def _check_earlier(plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Finding]:
+    continued = list(about("checkpoints", _continued_elsewhere(plan)))
+    yield from continued
+    if continued:
+        return
     with plan.with_mirrors(dry_run=True) as seen:
         earlier: list[tuple[str, str, Callable[[], object]]] = [
             ("job", "earlier runs", partial(check_job, seen, dry_run=True)),
@@ -111,6 +116,22 @@ def _check_earlier(plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Findin
         for each in earlier:
             found = _compared(*each)
             yield replace(found, message=str(seen.shown(found.message)))
+
+
+def _continued_elsewhere(plan: RunPlan) -> Iterator[Finding]:
+    """Finds ranks that this node has, and that another node has continued."""
+    for runner, root in plan.kept:
+        mirror = runner.step.checkpoints_remote_dir
+        if mirror is None:
+            continue
+        names = within(partial(find_outdated, mirror, root, needed=()), mirror)
+        if names:
+            text = (
+                f"another node has continued {plural(len(names), 'task')} of this node. A run "
+                f"restores from {mirror} first, and then compares the output, which is not "
+                "compared here: leave its files as they are."
+            )
+            yield Finding("warning", "folder", text)
 
 
 def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]:
@@ -353,7 +374,10 @@ def _compared(subject: str, what: str, check: Callable[[], object]) -> Finding:
     if len(found) > 1:
         more = f" There are {len(found)} such tasks."
     return Finding(
-        "warning", what, f"{found[0]} A run removes the marker and runs the task.{more}", subject
+        "warning",
+        what,
+        f"{found[0].text} A run removes the marker and runs the task.{more}",
+        subject,
     )
 
 

@@ -15,6 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.identity import has_shard
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
@@ -31,6 +32,7 @@ from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
 from datatrove_ckpt.readers.inputs import (
     MISSING,
+    InputFolder,
     Inputs,
     list_input,
     options_of,
@@ -169,6 +171,7 @@ def _read_files(
         ):
             return
         one = copy.deepcopy(reader)
+        InputFolder.give(one)
         try:
             with closing(one.run(None, rank=rank, world_size=files)) as documents:
                 for document in documents:
@@ -285,7 +288,7 @@ def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     read = {
         rank: ShardRecord.read(folder / SHARD)
         for rank, folder in folders.items()
-        if is_finished(folder)
+        if is_finished(folder) and has_shard(folder)
     }
     return [(rank, record) for rank, record in read.items() if record is not None]
 
@@ -369,7 +372,8 @@ def _check_reader(
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"]),
-            "\nA finished task is not run again, so its output would stay that of the old input. "
+            f"\n{inputs.about_hidden if inputs else ''}A finished task is not run again, so its "
+            "output would stay that of the old input. "
             "Put the input "
             "back, or "
             "process the new one as another run: with ",

@@ -16,7 +16,7 @@ import select
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -72,6 +72,13 @@ class RankProgress(NamedTuple):
         """
         return self.unit is not None or self.work[0] > 0
 
+    @property
+    def sized_in(self) -> str | None:
+        """The unit of its size; None if the size is not known, or 0."""
+        if self.size:
+            return self.unit
+        return None
+
 
 class ScreenRates(NamedTuple):
     documents: float
@@ -90,6 +97,8 @@ class _Sample(NamedTuple):
 class RunProgress:
     """Where all ranks of one command stand.
 
+    Sums stand for complete ranks: the process that draws a bar hands out thousands of tasks.
+
     Args:
         ranks: with the ranks that earlier commands have completed.
         complete: how many of them are complete.
@@ -106,9 +115,13 @@ class RunProgress:
         self.ranks = ranks
         self._clock = clock
         self._complete = complete
-        self._documents_before = documents
-        self._last: dict[int, RankProgress] = {}
+        self.documents = documents
+        self._at_work: dict[int, RankProgress] = {}
         self._done: set[int] = set()
+        self._elsewhere: set[int] = set()  # complete ranks that another process ran
+        self._with_input = ranks  # the ranks from this one on have no input
+        self._ended = 0  # the other complete ranks
+        self._ended_sizes = Counter[str | None]()  # by unit
         # When each rank was first at work, and its share then.
         self._begun: dict[int, tuple[float, float]] = {}
         self.work = [0, 0, 0]  # documents, requests, tokens
@@ -118,13 +131,20 @@ class RunProgress:
         self._newest_at = clock()  # when something was finished or answered
 
     def update(self, rank: int, progress: RankProgress) -> None:
-        last = self._last.get(rank)
-        self._last[rank] = progress
+        if rank in self._done:
+            return
+        last = self._at_work.get(rank)
+        self._at_work[rank] = progress
         before = (0, 0, 0)
         if last is not None and last.attempt == progress.attempt:
             before = last.work
         else:
             self._begun.pop(rank, None)
+        self.documents += progress.documents
+        if last is not None:
+            self.documents -= last.documents
+        if progress.tasks is not None:
+            self._with_input = min(self._with_input, progress.tasks)
         grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
         self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
         if any(grown):
@@ -152,9 +172,16 @@ class RunProgress:
 
         ``documents``: of a rank that another process has run, and that never reports.
         """
-        if rank not in self._last and rank not in self._done:
-            self._documents_before += documents
+        if rank in self._done:
+            return
         self._done.add(rank)
+        last = self._at_work.pop(rank, None)
+        if last is None:
+            self._elsewhere.add(rank)
+            self.documents += documents
+        elif rank < self._with_input:
+            self._ended += 1
+            self._ended_sizes[last.sized_in] += last.size or 0
         if rank < self._with_input:
             self._gain(rank, 1.0, 0.0)
 
@@ -176,53 +203,41 @@ class RunProgress:
         return _Sample(now, self.work, self._gained)
 
     @property
-    def documents(self) -> int:
-        return self._documents_before + sum(progress.documents for progress in self._last.values())
-
-    @property
     def share(self) -> float | None:
         """Share of the whole input, from 0 to 1. None if a rank does not know its own share.
 
         A rank that has not begun counts as large as the average of the others.
         """
-        begun = self._reading
+        reading = self._reading
         complete = self._complete_elsewhere
-        if not begun:
+        number = self._ended + len(reading)
+        if not number:
             return complete / self.ranks or None
-        sizes = [one.size or 0 for one in begun.values()]
-        if not all(sizes) or len({one.unit for one in begun.values()}) > 1:  # taken for equal
-            sizes = [1] * len(sizes)
-        done = 0.0
-        for rank, size in zip(begun, sizes, strict=True):
-            share = begun[rank].share
-            if rank in self._done:
-                share = 1.0
-            if share is None:
+        units = {*self._ended_sizes, *(one.sized_in for one in reading)}
+        if len(units) == 1 and None not in units:
+            sizes = [one.size or 0 for one in reading]
+            done = float(self._ended_sizes.total())
+        else:  # taken for equal
+            sizes = [1] * len(reading)
+            done = float(self._ended)
+        mean = (done + sum(sizes)) / number
+        for one, size in zip(reading, sizes, strict=True):
+            if one.share is None:
                 return None
-            done += share * size
-        mean = sum(sizes) / len(sizes)
-        ranks = max(self._with_input, complete + len(sizes))
+            done += one.share * size
+        ranks = max(self._with_input, complete + number)
         return min(1.0, (done + complete * mean) / (mean * ranks))
 
     @property
-    def _with_input(self) -> int:
-        """The ranks from this one on have no input."""
-        known = [one.tasks for one in self._last.values() if one.tasks is not None]
-        return min([self.ranks, *known])
-
-    @property
-    def _reading(self) -> dict[int, RankProgress]:
-        """The ranks of this command that have begun."""
-        return {
-            rank: one
-            for rank, one in self._last.items()
-            if rank < self._with_input and (one.has_begun or rank in self._done)
-        }
+    def _reading(self) -> list[RankProgress]:
+        """The ranks at work that have begun."""
+        return [
+            one for rank, one in self._at_work.items() if rank < self._with_input and one.has_begun
+        ]
 
     @property
     def _complete_elsewhere(self) -> int:
-        elsewhere = self._done - self._last.keys()
-        complete = self._complete + sum(rank < self._with_input for rank in elsewhere)
+        complete = self._complete + sum(rank < self._with_input for rank in self._elsewhere)
         return min(complete, self._with_input)
 
     @property
@@ -250,10 +265,11 @@ class RunProgress:
             return None
         rate = (self._gained - first.share) / (now - first.at) / self._with_input
         left = (1.0 - share) / rate
-        for rank, (at, before) in self._begun.items():
-            moved = (self._last[rank].share or 0.0) - before
+        for rank, one in self._at_work.items():
+            at, before = self._begun.get(rank, (now, 0.0))
+            moved = (one.share or 0.0) - before
             # The first answers are no pace.
-            if rank not in self._done and moved > 0 and now - at >= _RATE_SECONDS:
+            if moved > 0 and now - at >= _RATE_SECONDS:
                 left = max(left, (1.0 - before - moved) * (now - at) / moved)
         if now - self._newest_at <= left < _LONGEST_LEFT:
             return left
@@ -263,23 +279,19 @@ class RunProgress:
         return next((sample for sample in self._samples if sample.at >= at), self._samples[-1])
 
     @property
-    def _at_work(self) -> list[RankProgress]:
-        return [progress for rank, progress in self._last.items() if rank not in self._done]
-
-    @property
     def _outages(self) -> list[RankProgress]:
-        return [progress for progress in self._at_work if progress.is_outage]
+        return [progress for progress in self._at_work.values() if progress.is_outage]
 
     @property
     def state(self) -> str:
         """Names a server outage, or the common state of all ranks at work."""
-        if not self._last:
+        if not self._at_work and self._done == self._elsewhere:
             return "starting"
         outages = self._outages
         if outages:
             longest = max(outages, key=lambda progress: progress.seconds)
             return f"{longest.state} for {duration(longest.seconds)}"
-        at_work = self._at_work
+        at_work = self._at_work.values()
         if len({progress.state for progress in at_work}) != 1:
             return ""
         newest = min(at_work, key=lambda progress: progress.seconds)
@@ -295,7 +307,7 @@ class RunProgress:
         share = self.share
         if share is None:
             return ""
-        if len(self._reading) < self._with_input - self._complete_elsewhere:
+        if self._ended + len(self._reading) < self._with_input - self._complete_elsewhere:
             return f"~{percent(share)}"
         return percent(share)
 
@@ -311,7 +323,7 @@ class RunProgress:
         parts.append((1, f"{rates.documents:.1f} doc/s"))
         parts.append((4, f"{rates.requests:.1f} req/s"))
         parts.append((3, f"{rates.tokens:.0f} tok/s"))
-        in_flight = sum(progress.in_flight for progress in self._at_work)
+        in_flight = sum(progress.in_flight for progress in self._at_work.values())
         if in_flight and not self.work[0]:
             parts.append((0, f"{plural(in_flight, 'request')} in flight"))
         if left is not None:

@@ -16,6 +16,7 @@ from datatrove's.
 
 from datatrove_ckpt.readers.base import SeekingReader, Stateful
 from datatrove_ckpt.readers.batch import BatchReader
+from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.jsonl import DamagedLine, JsonlReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
@@ -23,6 +24,7 @@ from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 
 __all__ = [
     "BatchReader",
+    "CSVReader",
     "DamagedLine",
     "HuggingFaceDatasetReader",
     "IpcReader",

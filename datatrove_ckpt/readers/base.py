@@ -77,6 +77,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     shuffle_seed: int | None
     format: ClassVar[str]
+    """The name of the format, in states.
+
+    A class that sets it promises that each document depends on its row alone, so that a resume may
+    seek. A subclass that does not set it may keep state.
+    """
     _order_options: ClassVar[tuple[str, ...]] = (
         "shuffle_seed",
         "skip",
@@ -125,6 +130,23 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def load_state_dict(self, state_dict: State) -> None:
         """Lets the next run resume there. That run checks the input."""
         self._next_state = state_dict
+
+    def may_keep_state(self) -> list[str]:
+        """Returns the names of what may keep state from one document to the next: a class of the
+        user, or an adapter.
+        """
+        kind = type(self)
+        if "format" not in vars(kind):
+            return [kind.__name__]
+        if self._has_default_adapter():
+            return []
+        adapter = getattr(self.adapter, "__func__", self.adapter)
+        name = getattr(adapter, "__qualname__", type(adapter).__name__)
+        return [f"the adapter {name} of {kind.__name__}"]
+
+    def _has_default_adapter(self) -> bool:
+        # datatrove binds an adapter to its reader.
+        return getattr(self.adapter, "__func__", None) is BaseDiskReader._default_adapter
 
     def run(
         self, data: DocumentsPipeline = None, rank: int = 0, world_size: int = 1
@@ -201,7 +223,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return document
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        names = list_input(self, afresh=state is not None, of_rank=True).names
+        listed = list_input(self, afresh=state is not None, of_rank=True)
+        names = listed.names
         if not names and not self.paths_file:
             raise no_files(self.data_folder)
         tasks = min(len(names), world_size)
@@ -211,6 +234,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         # The listing is kept, because a file may change before it is read.
         inputs = Inputs(self.data_folder, names)
         inputs.tasks = tasks
+        inputs.about_hidden = listed.about_hidden
         return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:

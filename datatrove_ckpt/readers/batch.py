@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import copy
-import json
-import re
 from itertools import islice
-from typing import Any
 
 import orjson
 from datatrove.data import Document
@@ -27,7 +24,7 @@ _URLS = (
     *(f"{prefix}/{name}" for name in ("classify", "rerank", "score") for prefix in ("", "/v1")),
     "/v2/rerank",
 )
-_LONG_INTEGER = re.compile(rb"[0-9]{19}")
+_EXTRAS = {"extra_body", "extra_headers", "extra_query"}
 _CHECKED = 100_000  # lines, which takes a second and 10 MB; OpenAI takes 50,000 in a file
 
 
@@ -39,17 +36,8 @@ class BatchReader(JsonlReader):
     the output. The arguments are those of JsonlReader.
     """
 
+    format = JsonlReader.format
     _bad_line_advice = "Correct or remove the line."
-
-    @staticmethod
-    def _loads(line: bytes) -> Any:
-        """Parses a line. Integers of more than 64 bits stay integers, which orjson makes floats
-        of.
-        """
-        data = orjson.loads(line)
-        if _LONG_INTEGER.search(line):
-            data = json.loads(line)
-        return data
 
     def check(self) -> None:
         """Reads the first 100,000 lines of all files together.
@@ -111,6 +99,11 @@ def _problem(data: Row) -> str:
         return f"its url is {data.get('url')!r}, and not one of {', '.join(_URLS)}"
     if not isinstance(body, dict) or not body:
         return "its body is no object with keys"
+    if extras := _EXTRAS & body.keys():
+        return (
+            f"its body has {min(extras)}, which is no part of a request, but of OpenAI's client: "
+            "write the keys of extra_body into the body, and remove the others"
+        )
     if body.get("stream"):
         return "its body asks for a stream, and answers are read as a whole: remove stream"
     return ""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, ClassVar
 import orjson
 from datatrove.data import Document
 from datatrove.pipeline.readers import huggingface
-from datatrove.pipeline.readers.base import BaseReader
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common import JsonObject, datatrove_arguments, retrying
@@ -332,6 +331,3 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
             f"{shown}. Set text_key to one of them{written.or_adapter}."
         )
-
-    def _has_default_adapter(self) -> bool:
-        return getattr(self.adapter, "__func__", None) is BaseReader._default_adapter

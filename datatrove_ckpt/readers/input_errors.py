@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from datatrove.io import DataFolder
@@ -96,6 +96,18 @@ def no_files(folder: DataFolder) -> InputError:
         f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does "
         f"not exist there, or glob_pattern fits none. Correct {written.data_folder} or "
         "glob_pattern."
+    )
+
+
+def refuse_equal_names(names: Sequence[str], file: str, above: str = "") -> None:
+    """Raises InputError if two columns, or two fields of the column ``above``, have one name."""
+    if len({*names}) == len(names):
+        return
+    name = next(one for one in names if names.count(one) > 1)
+    places = ", ".join(str(number) for number, one in enumerate(names, 1) if one == name)
+    raise InputError(
+        f"The input file {file!r} has several columns named {above + name!r}: numbers {places}. "
+        "Rename or remove all but one, and run the same command again."
     )
 
 

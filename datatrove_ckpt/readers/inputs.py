@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from glob import has_magic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from datatrove.io import DataFolder, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.layout import is_ours
+from datatrove_ckpt.checkpoint.layout import is_input, is_ours
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.doors import StartOver, written
@@ -70,6 +70,8 @@ class Inputs:
     """The commit of a dataset on the hub."""
     tasks: int | None = None
     """Ranks from this one on have no files. None: not known."""
+    about_hidden: str = ""
+    """A sentence for a changed input, if ``is_input`` leaves out files."""
 
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None
@@ -193,12 +195,13 @@ class Inputs:
         if current not in map(shorten, self.names):
             raise CheckpointMismatch(
                 f"The input has changed: the file {current!r}, which the position is in, is gone "
-                "or has another name. ",
+                f"or has another name. {self.about_hidden}",
                 remedy(),
             )
         raise CheckpointMismatch(
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
-            f"before {current!r}, and the files before it now are not the same. ",
+            f"before {current!r}, and the files before it now are not the same. "
+            f"{self.about_hidden}",
             remedy(),
         )
 
@@ -318,6 +321,20 @@ def check_reachable(folder: DataFolder) -> None:
                 raise
 
 
+class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
+    """Lists only input, for readers of datatrove."""
+
+    cachable = False
+
+    @classmethod
+    def give(cls, reader: BaseDiskReader) -> None:
+        reader.data_folder = cls(reader.data_folder.path, reader.data_folder.fs)
+
+    def list_files(self, *arguments: Any, **options: Any) -> list[str]:
+        names = super().list_files(*arguments, **options)
+        return [name for name in names if is_input(name, options.get("glob_pattern"))]
+
+
 def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = False) -> Inputs:
     """Lists all files of a reader's input, in datatrove's order.
 
@@ -350,11 +367,17 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         ask = partial(folder.glob, pattern, **options)
     with naming_hub_input(folder):
         listed = retrying.READING.run(ask, f"The input {folder.resolve_paths('')} cannot be listed")
-    files = (name for name, info in listed.items() if info["type"] != "directory")
-    names = sorted(name for name in files if not is_ours(name))
+    files = sorted(name for name, info in listed.items() if info["type"] != "directory")
+    names = [name for name in files if is_input(name, pattern)]
     # A listing does not follow symbolic links, and calls them "other".
     known = {name: listed[name] for name in names if listed[name]["type"] != "other"}
     inputs = Inputs(folder, names, known)
+    for name in files:
+        if not is_input(name, pattern) and not is_ours(name):
+            inputs.about_hidden = (
+                f"Release 0.2.0 read hidden files, too, such as {name!r}: to go on with them, list "
+                "all files in paths_file. "
+            )
     for index, name in enumerate(names):
         if name not in known and not of_rank:
             with suppress(FileNotFoundError):

@@ -31,6 +31,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common import datatrove_arguments
+from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     DocumentError,
@@ -141,7 +142,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         """
         began = time.perf_counter()
         try:
-            data = self._loads(line)
+            data = loads(line)
             if not isinstance(data, dict):
                 # Otherwise a whole file would be one damaged line.
                 if _holds_objects(data):
@@ -164,10 +165,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             return self._damaged(name, id_in_file, error)
         finally:
             self._parsing += time.perf_counter() - began
-
-    @staticmethod
-    def _loads(line: bytes) -> Any:
-        return orjson.loads(line)
 
     def _timed(self, blocks: Iterator[T]) -> Iterator[T]:
         """Yields the blocks, and adds the time of ``_parse`` to the stats by block, because timing

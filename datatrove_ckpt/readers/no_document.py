@@ -118,7 +118,7 @@ def _explain_row(reader: BaseDiskReader, name: str, row: JsonObject | None, dama
 
 def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: bool) -> str:
     if isinstance(reader, CSVReader):
-        lines = codecs.iterdecode(file, "utf-8", "replace")
+        lines = codecs.iterdecode(file, "utf-8-sig", "replace")
         return _explain_row(reader, name, next(csv.DictReader(lines), None), damaged)
     while line := read_line(file, _BLOCK):
         line = line.removeprefix(codecs.BOM_UTF8)

@@ -19,7 +19,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.inputs import list_input, record_reader
+from datatrove_ckpt.readers.inputs import InputFolder, list_input, record_reader
 from datatrove_ckpt.readers.no_document import refuse_file_without_documents
 from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.shard import ReaderRecord, ShardRecord
@@ -131,6 +131,7 @@ class _PlainReader:
     _world_size: int
 
     def start(self) -> None:
+        InputFolder.give(self._reader)
         self._inputs = list_input(self._reader).shard(self._rank, self._world_size)
         for index in range(len(self._inputs.names)):
             self._inputs.size(index)

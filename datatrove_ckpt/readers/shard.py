@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint.lines import SHARD_VERSION, read_shard
+from datatrove_ckpt.checkpoint.lines import SHARD_VERSION, WITHOUT_SHARD, read_shard
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -80,6 +80,5 @@ class ShardRecord:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
-                f" cannot be read ({error!r}). Restore it from a copy, or remove it: then nobody "
-                "notices if the input of this finished task changes.",
+                f" cannot be read ({error!r}). {WITHOUT_SHARD}",
             ) from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,7 +29,7 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.input_errors import naming_hub_input
+from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class _TableReader(SeekingReader):
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
         for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
+            refuse_equal_fields(batch.schema, name)
             documents: list[ReadResult] = []
             with self.track_time("batch"):
                 for data in batch.to_pylist():
@@ -158,6 +159,15 @@ class _TableReader(SeekingReader):
                     row += 1
                     documents.append((document or Skipped.WITHOUT_TEXT, (group, row, number)))
             yield from documents
+
+
+def refuse_equal_fields(fields: Iterable[pa.Field], file: str, above: str = "") -> None:
+    columns = list(fields)
+    refuse_equal_names([column.name for column in columns], file, above)
+    for column in columns:
+        kind = column.type
+        inner = map(kind.field, range(kind.num_fields))
+        refuse_equal_fields(inner, file, f"{above}{column.name}.")
 
 
 def _fitting(most: int, rows: int, size: int) -> int:

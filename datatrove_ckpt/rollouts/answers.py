@@ -39,6 +39,14 @@ _MANY_BLANKS = 64
 _FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 
 
+_CUT_OFF = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded"})
+
+
+def is_cut_off(finish_reason: str | None) -> bool:
+    """Whether an answer reached max_tokens, or the end of the model's context."""
+    return finish_reason is not None and finish_reason.lower() in _CUT_OFF
+
+
 class InvalidAnswer(ValueError):
     """No answer to a request had the form that was asked for."""
 

@@ -16,6 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts.answers import is_cut_off
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
 from datatrove_ckpt.rollouts.settings import ReadyMade
 from datatrove_ckpt.rollouts.source import prompt_source
@@ -201,7 +202,7 @@ class ChunkedRollout(ReadyMade):
         reasons = [result.finish_reason for result in results]
         return InferenceResult(
             text=self.separator.join(result.text for result in results),
-            finish_reason="length" if "length" in reasons else reasons[-1],
+            finish_reason=next(filter(is_cut_off, reasons), reasons[-1]),
             usage=sum_usage(result.usage for result in results),
             reasoning=self.separator.join(
                 result.reasoning for result in results if result.reasoning

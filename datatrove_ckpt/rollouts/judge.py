@@ -11,7 +11,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.answers import CANNED
+from datatrove_ckpt.rollouts.answers import CANNED, is_cut_off
 from datatrove_ckpt.rollouts.chunked import sum_usage
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
@@ -188,7 +188,7 @@ class JudgeRollout(PromptRollout):
 
     def _read_score(self, answer: InferenceResult) -> tuple[str, str]:
         said = str(answer.text)
-        if answer.finish_reason == "length":
+        if is_cut_off(answer.finish_reason):
             return said, "it is cut off; the judge needs more max_tokens"
         score = self._score(said)
         if score is None and self.score_pattern is None:

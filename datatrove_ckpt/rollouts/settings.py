@@ -21,6 +21,7 @@ from datatrove_ckpt.rollouts.answers import (
     InvalidAnswer,
     ends_in_blanks,
     engine_of,
+    is_cut_off,
 )
 from datatrove_ckpt.rollouts.interface import Generate, Payload
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
@@ -311,10 +312,11 @@ class OneRequest(WholeText):
             if not problem:
                 result.text = text
                 return result
-            if result.finish_reason == "length" and ends_in_blanks(result.text):
+            cut_off = is_cut_off(result.finish_reason)
+            if cut_off and ends_in_blanks(result.text):
                 problem = "it ends in blanks up to max_tokens"
             last = f"{problem} (finish_reason {result.finish_reason})"
-            if shows and result.finish_reason != "length":
+            if shows and not cut_off:
                 payload = _with_error(payload, str(result.text), problem)
         if self.invalid_answer == "fail":
             raise InvalidAnswer(

@@ -5,6 +5,7 @@ Only the template is parsed, never a document, so braces in a document have no m
 
 from __future__ import annotations
 
+import json
 import re
 from functools import lru_cache
 from string import Formatter
@@ -142,7 +143,10 @@ def _lookup(name: str, key: str, document: Document, text: str, others: dict[str
             f'Document {document.id!r}: {key} is null; the prompt has "None" there, and is sent.'
         )
     if isinstance(value, dict | list):  # no model should read Python
-        return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+        try:
+            return orjson.dumps(value, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+        except TypeError:  # an integer beyond 64 bits
+            return json.dumps(value, default=str, ensure_ascii=False, separators=(",", ":"))
     return str(value)
 
 

@@ -13,6 +13,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.inputs import remedy
 from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.tables import refuse_equal_fields
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -91,6 +92,7 @@ class TableFile(BlockFile):
         """Reads so many rows of a part from ``row`` on, with at least these columns."""
 
     def index_of(self, groups: Iterable[Group]) -> FileIndex:
+        refuse_equal_fields(self._schema, self._name)
         # Without what pandas or Spark have written beside the schema.
         return FileIndex(tuple(groups), schema=bytes(self._schema.remove_metadata().serialize()))
 

@@ -83,6 +83,7 @@ from datatrove_ckpt.torch.dataset import epoch_of, restore
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import (
     METADATA,
+    States,
     check_fits,
     contents_of,
     give,
@@ -91,8 +92,8 @@ from datatrove_ckpt.torch.sharded import (
     outline,
     save_parts,
 )
-from datatrove_ckpt.torch.snapshot import StateSnapshot, random_state, set_random_state
-from datatrove_ckpt.torch.stateful import StatefulIterable
+from datatrove_ckpt.torch.snapshot import StateSnapshot, hashes, random_state, set_random_state
+from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.workers import keep_workers, seed_workers
 
@@ -201,6 +202,7 @@ class TrainingCheckpoints:
         self._write_seconds = 0.0
         self._begin_counting()
         self._has_looked = self._has_claimed = False
+        self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
         self._longest_step = 0.0
         self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
@@ -397,9 +399,9 @@ class TrainingCheckpoints:
 
         Raises:
             ConfigError: a state has no ``state_dict``; the shape of a tensor, a number or a text in
-                it differs between ranks; it holds what no restore takes; there is a writer or FSDP,
-                and nodes have folders of their own; the step is before the last one; or folder or
-                remote hold steps, and nothing was restored.
+                it differs between ranks, or at the first save a parameter; it holds what no restore
+                takes; there is a writer or FSDP, and nodes have folders of their own; the step is
+                before the last one; or folder or remote hold steps, and nothing was restored.
             CheckpointLocked: another process saves into the folder.
         """
         began = time.monotonic()
@@ -429,7 +431,7 @@ class TrainingCheckpoints:
                 "save: a writer, or a state of FSDP, needs a folder that all nodes share."
             )
         own_input = self._input_state(loader)
-        generators, inputs, save = self._gather(own_input, alike, parts)
+        generators, inputs, save = self._gather(own_input, states, alike, parts)
         if not self._agree(partial(self._begin, name), name):
             return
 
@@ -458,13 +460,15 @@ class TrainingCheckpoints:
         self._writing.start(self._write, name, *copies, numbers, save)
 
     def _gather(
-        self, own_input: Contents | None, alike: Contents, parts: Contents
+        self, own_input: Contents | None, states: States, alike: Contents, parts: Contents
     ) -> tuple[list[Any], list[Any], str]:
         """Returns random states and input states of all ranks, and what identifies the save.
 
         Raises ConfigError if a state is refused, or differs between the ranks.
         """
         outlines = {key: outline(content) for key, content in alike.items()}
+        if not self._has_compared:
+            outlines |= hashes(states)
         problem = ""
         if self._only_plain:
             problem = not_plain({"loader": own_input, **alike, **parts})
@@ -472,6 +476,7 @@ class TrainingCheckpoints:
         gathered = [list(each) for each in zip(*self._ranks.gather(own), strict=True)]
         generators, inputs, others, problems, saves = gathered
         _check_alike(outlines, others, problems)
+        self._has_compared = True
         return generators, inputs, saves[0]
 
     def _warn_of_first(self, metrics: Mapping[str, float], input_state: Contents | None) -> None:
@@ -490,6 +495,7 @@ class TrainingCheckpoints:
     def _input_state(self, loader: DataLoader | None) -> Contents | None:
         if loader is None:
             return None
+        refuse_shuffled(loader)
         epoch = epoch_of(loader)
         if epoch is None:
             epoch = self._told_epoch
@@ -911,6 +917,7 @@ class TrainingCheckpoints:
 
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
+            refuse_shuffled(loader)
             keep_workers(loader)
             seed_workers(
                 loader,
@@ -932,10 +939,13 @@ class TrainingCheckpoints:
         self._restored_input = (name.step, found)
         self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
-        if isinstance(getattr(loader, "dataset", None), StatefulIterable):
-            self._epoch = restore(loader, states)
-        elif len(found) == self._ranks.size:
+        of_all_ranks = len(found) == self._ranks.size
+        if of_all_ranks:
             own = states[self._ranks.rank]
+            states.insert(0, own)  # ranks that read the same rows have equal states
+        if is_counted(getattr(loader, "dataset", None)):
+            self._epoch = restore(loader, states)
+        elif of_all_ranks:
             has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
             if not has_ended:
                 loader.load_state_dict(own)
@@ -1102,11 +1112,12 @@ def _check_alike(
             "Save plain values and tensors, or set only_plain=False."
         )
     for other in others:
-        for key in other.keys() | own.keys():
+        for key in {**own, **other}:
             if other.get(key) != own.get(key):
                 raise ConfigError(
-                    f"save: {key} differs between the ranks, in the shape of a tensor, a number or "
-                    "a text. Give what belongs to one to a writer."
+                    f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
+                    "text or the values of a parameter, and rank 0's alone would be kept. Make "
+                    "DTensors of the parts of a tensor, or give what belongs to one to a writer."
                 )
 
 

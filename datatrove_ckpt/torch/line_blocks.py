@@ -14,6 +14,7 @@ from typing import IO
 import numpy as np
 import orjson
 
+from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import Row
@@ -105,7 +106,7 @@ class LineBlocks(BlockFile):
 
     def _row(self, line: bytes, number: int) -> Row | None:
         try:
-            row = orjson.loads(line)
+            row = loads(line)
             if type(row) is dict and "media" not in row:
                 return row
         except orjson.JSONDecodeError:

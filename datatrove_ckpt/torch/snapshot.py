@@ -11,9 +11,11 @@ import torch
 
 # Not DefaultStager, which in torch 2.11 can be used only once.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.tensor import DTensor
+from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.torch.sharded import leaves
+from datatrove_ckpt.torch.sharded import States, leaves
 
 _T = TypeVar("_T")
 
@@ -50,6 +52,24 @@ def _is_view_or_sparse(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (
         value.layout is not torch.strided or value.is_quantized or value.is_conj() or value.is_neg()
     )
+
+
+def hashes(states: States) -> dict[str, str]:
+    """Hashes the parameters of models, and the tensors of dicts. Buffers of a model may differ
+    between ranks, as those of BatchNorm.
+    """
+    found = {}
+    for key, state in states.items():
+        if isinstance(state, torch.nn.Module):
+            state = dict(state.named_parameters())
+        tensors = leaves(state, key) if isinstance(state, dict) else ()
+        for name, tensor in tensors:
+            if _is_view_or_sparse(tensor) or isinstance(tensor, DTensor) or "running_" in name:
+                continue
+            if isinstance(tensor, torch.Tensor):
+                data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+                found[name] = xxh3_64_hexdigest(data.numpy())
+    return found
 
 
 def random_state() -> JsonObject:

@@ -367,6 +367,7 @@ class StatefulWrapper(StatefulIterable):
     def __init__(self, sources: Sequence[Source]) -> None:
         super().__init__()
         for number, source in enumerate(sources):
+            refuse_shuffled(source)
             if not isinstance(source, Stateful):
                 raise ConfigError(
                     f"Source {number} of {type(self).__name__} ({type(source).__name__}) has no "
@@ -488,6 +489,30 @@ def end_state(source: Source) -> State | None:
     if not hasattr(source, "check_state"):
         return None
     return source.state_dict()
+
+
+def is_counted(source: object) -> bool:
+    """Whether all rows are counted, so that the states of all ranks can be merged."""
+    if isinstance(source, StatefulWrapper):
+        return all(map(is_counted, source._sources))
+    return isinstance(source, StatefulIterable)
+
+
+def refuse_shuffled(source: object) -> None:
+    """Raises ConfigError for a shuffled stream of ``datasets``, also in a loader: its state lacks
+    the rows in its buffer.
+    """
+    parts = [source]
+    for part in parts:
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            raise ConfigError(
+                "A shuffled stream of datasets loses the rows in its buffer at each resume. Give "
+                "the files to ReaderDataset(ParquetReader(...), shuffle_seed=...), or shuffle the "
+                "dataset before it is a stream."
+            )
+        names = ("dataset", "_ex_iterable", "ex_iterable")
+        inner = [getattr(part, name, None) for name in names] + getattr(part, "ex_iterables", [])
+        parts += [one for one in inner if one is not None]
 
 
 def place_of(source: object) -> tuple[int, int] | None:

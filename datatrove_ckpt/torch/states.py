@@ -141,18 +141,18 @@ def check_same(
 
 
 def in_order(slots: Sequence[Slot], states: Sequence[_T]) -> list[_T]:
-    """Sorts the states of all slots: all ranks' first workers, then all ranks' second ones.
+    """Sorts the states of all slots: all ranks' first workers, then all ranks' second ones. Ranks
+    that read the same rows, as those of tensor parallelism, have equal states.
 
     Raises:
-        CheckpointMismatch: a state is missing, or there twice.
+        CheckpointMismatch: a state is missing, or two of one slot differ.
     """
     found: dict[Slot, _T] = {}
     for slot, state in zip(slots, states, strict=True):
-        if slot in found:
+        if found.setdefault(slot, state) != state:
             raise CheckpointMismatch(
                 f"There are two states of {slot}. Give one state of each rank."
             )
-        found[slot] = state
     _, ranks, _, workers = slots[0]
     wanted = [
         Slot(number % ranks, ranks, number // ranks, workers) for number in range(ranks * workers)

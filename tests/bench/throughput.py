@@ -66,7 +66,9 @@ def main():
     parser = tables.parser(__doc__)
     parser.add_argument("--jobs", nargs="*", default=[""], help="parts of their names; all")
     parser.add_argument("--against", default="HEAD", metavar="COMMIT", help="for `before`, `best`")
-    parser.add_argument("--systems", nargs="*", default=["ours", "before", "best", "loop", "datatrove"])
+    parser.add_argument(
+        "--systems", nargs="*", default=["ours", "before", "best", "loop", "datatrove"]
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     with ExitStack() as stack:

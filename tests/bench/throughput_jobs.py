@@ -187,7 +187,12 @@ def labels(documents):
     return rows
 
 
-SMALL_MODEL = {"base": 3e-3, "per_prompt_token": 4e-6, "per_cached_token": 1.2e-8, "blocks": 100_000}
+SMALL_MODEL = {
+    "base": 3e-3,
+    "per_prompt_token": 4e-6,
+    "per_cached_token": 1.2e-8,
+    "blocks": 100_000,
+}
 FP8 = {"base": 4.5e-3, "per_prompt_token": 1.7e-5, "per_cached_token": 2.8e-8, "blocks": 53_000}
 
 JOBS = {
@@ -215,9 +220,7 @@ JOBS = {
     "prompts of 20,000 tokens, 8 servers": Job(
         8, rewriting(1_000, prompt=20_000, answer=300), one_call, best=(8, 12, 16, 24, 32)
     ),
-    "max-num-seqs 128, rewriting, 8 servers": Job(
-        8, rewriting(16_000), one_call, {"places": 128}
-    ),
+    "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(16_000), one_call, {"places": 128}),
     "max-num-batched-tokens 2048, 3 calls, 8 servers": Job(
         8, calls(8_000, 3), in_sequence, {"budget": 2048}
     ),

@@ -1,9 +1,9 @@
 """One job on one system, in a process of its own: arguments as JSON, the result as JSON on stdout.
 
-    ideal      all documents are at the engines at once, each call at the one with the fewest
-    ours       datatrove_ckpt.InferenceRunner, which believes that it has launched the engines
-    datatrove  datatrove's own InferenceRunner; one server only
-    loop       a plain aiohttp loop, each request to the next server in turn
+ideal      all documents are at the engines at once, each call at the one with the fewest
+ours       datatrove_ckpt.InferenceRunner, which believes that it has launched the engines
+datatrove  datatrove's own InferenceRunner; one server only
+loop       a plain aiohttp loop, each request to the next server in turn
 """
 
 import asyncio
@@ -12,9 +12,7 @@ import random
 import sys
 import time
 import types
-from collections import deque
 from itertools import count, cycle
-from pathlib import Path
 
 from tests.bench.throughput_jobs import JOBS
 from tests.simulated_engine import Engine
@@ -139,7 +137,11 @@ def ours(job, seed, at_once):
         **settings,
     )
     runner = InferenceRunner(
-        rollout_of(job), config, writer(), checkpoints_local_dir="checkpoints", records_per_chunk=1000
+        rollout_of(job),
+        config,
+        writer(),
+        checkpoints_local_dir="checkpoints",
+        records_per_chunk=1000,
     )
     runner.run(documents(job, seed), 0, 1)
     return servers

@@ -109,7 +109,7 @@ def crash(number, folder, server, client, counted):
         attempt(folder, server)
     for thread in threading.enumerate():  # a dead process sends nothing more
         if thread.name in ("datatrove-ckpt upload", "datatrove-ckpt mirror", "datatrove-ckpt hub"):
-            thread.join(60)
+            thread.join(300)
     gc.collect()
     crashed = client.disk.crashed_at
     if crashed is not None:

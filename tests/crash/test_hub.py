@@ -90,7 +90,7 @@ def wait_for_requests_in_flight():
     """
     for thread in threading.enumerate():
         if thread.name in ("datatrove-ckpt upload", "datatrove-ckpt hub"):
-            thread.join(60)
+            thread.join(300)
 
 
 @pytest.mark.matrix

@@ -10,18 +10,21 @@ from collections import Counter
 import pytest
 from loguru import logger
 
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import storage
-from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror import uploads
 from datatrove_ckpt.mirror.manifests import Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.uploads import Uploads
+from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import documents, runner
+from tests.jobs import documents, rejects, runner
 from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, up_to
+from tests.yaml_jobs import write_input
 
 
 async def one_pass():
@@ -225,3 +228,72 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
         CheckpointCorrupt, match="There is no version at all, but there are objects"
     ):
         prove(folder, lose_the_node, False, 2)
+
+
+# another node ------------------------------------------------------------------------------------
+
+
+def prove_with_another_node(folder, after_crash, step):
+    """All runs make the checks of ``run``. ``after_crash`` gets a function that runs the job."""
+    with FakeServer() as server:
+        known = Counter()
+
+        def run(folder):
+            server.asked.clear()
+            executor(folder, server).run()
+            assert not known & server.asked, (
+                f"asked again for what a version holds: {known & server.asked}"
+            )
+            known.clear()
+
+        def note(folder):
+            known.update(in_newest_version(folder))
+            after_crash(folder, run)
+            known.update(in_newest_version(folder))
+
+        return assert_same_output_after_every_crash(
+            run, folder, after_crash=note, counted=ALL, step=step
+        )
+
+
+def executor(folder, server):
+    reader = JsonlReader(str(folder / "input"))
+    logs = str(folder / "logs")
+    return LocalPipelineExecutor([reader, mirrored(folder, server)], 1, 1, logging_dir=logs)
+
+
+def leave_the_node(folder):
+    (folder / "checkpoints").mkdir(exist_ok=True)  # a crash before the first effect left none
+    (folder / "checkpoints").rename(folder / "other")
+
+
+def go_back(folder, run=None):
+    lose_the_node(folder)
+    (folder / "other").rename(folder / "checkpoints")
+
+
+def finish_on_another_node(folder, run):
+    leave_the_node(folder)
+    run(folder)
+    go_back(folder)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("step", [50, 1])
+def test_killed_at_every_effect_finished_on_another_node_and_run_again_is_complete(folder, step):
+    write_input(folder, [f"text {n}" for n in range(3)])
+    print(prove_with_another_node(folder, finish_on_another_node, step))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_crash", [go_back, finish_on_another_node])
+def test_another_node_is_killed_at_every_effect_and_the_first_or_a_third_one_goes_on(
+    folder, after_crash
+):
+    write_input(folder, [f"text {n}" for n in range(4)])
+    with FakeServer(status=rejects(["text 3"], 403)) as server, pytest.raises(CkptError):
+        executor(folder, server).run()
+    leave_the_node(folder)
+    if after_crash is finish_on_another_node:
+        shutil.rmtree(folder / "other")
+    print(prove_with_another_node(folder, after_crash, step=1))

@@ -17,6 +17,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import rows
+from tests.kept import until_kept
 
 CHAT = "/v1/chat/completions"
 
@@ -139,6 +140,8 @@ REFUSED = [
     (request("1", url="/v1/chat"), "line 2: its url is '/v1/chat', and not one of /v1/chat/"),
     (request("1", method="GET"), "line 2: its method is 'GET'"),
     (request("1", stream=True), "line 2: its body asks for a stream"),
+    (request("1", extra_body={"top_k": 3}), "line 2: its body has extra_body, which is no part"),
+    (request("1", extra_headers={}), "line 2: its body has extra_headers"),
     ({**request("1"), "body": "text"}, "line 2: its body is no object with keys"),
     (request("1", seed=-(2**63) - 1), "line 2: its body cannot be sent as it is written: Integer"),
     (request("0"), "line 2: an earlier line has the custom_id '0', too"),
@@ -168,6 +171,14 @@ def test_beyond_the_lines_that_are_checked_such_a_line_has_its_error(server, com
         assert why.partition("line 2: ")[2] in line["error"]["message"]
         assert line["response"] is None
     assert len(server.payloads) == 2
+
+
+def test_a_file_is_a_batch_file_whose_first_lines_are_blank_or_damaged(server, command):
+    write("", '{"custom_id": "torn', '{"comment": "of a tool"}', request("0", model="fake"))
+    assert "line 2: " in command(*flags(server), code=2).error
+    write("", request("0", model="fake"))
+    command(*flags(server))
+    assert [line["custom_id"] for line in results()] == ["0"]
 
 
 def test_the_model_of_the_first_line_is_that_of_the_run_and_what_is_set_fills_what_is_missing(
@@ -221,25 +232,26 @@ def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(se
 
 
 IN_FLIGHT = 16
-WRITE_GROUP = 64
 
 
 @pytest.mark.parametrize("number", [600, pytest.param(50_000, marks=pytest.mark.full)])
 def test_a_batch_file_killed_twice_has_each_request_once_in_order_and_none_is_paid_twice(number):
-    """kill -9. But for what was in flight, and for the answers of the last write group."""
+    """kill -9, once all answers are kept but for what is in flight."""
     write(*(request(f"request-{n}", model="fake") for n in range(number)))
     due = [number // 3, 2 * number // 3]
     paid = []
+    checkpoints = Path("runs/x/checkpoints").absolute()
 
     def answer(payload, times):
         question = payload["messages"][0]["content"]
         paid.append(question)
         if due and len(paid) >= due[0]:
+            until_kept(checkpoints, len(set(paid)) - IN_FLIGHT)
             due.pop(0)
             os.killpg(process.pid, signal.SIGKILL)
         return f"answer to {question}"
 
-    with FakeServer(answer, delay=lambda payload, times: 0.005) as server:
+    with FakeServer(answer) as server:
         more = ["--max-concurrent-generations", str(IN_FLIGHT), "--records-per-chunk", "100"]
         start = [sys.executable, "-m", "datatrove_ckpt", *flags(server, *more)]
         for _ in range(2):
@@ -253,5 +265,5 @@ def test_a_batch_file_killed_twice_has_each_request_once_in_order_and_none_is_pa
     texts = [line["response"]["body"]["choices"][0]["message"]["content"] for line in found]
     assert texts == [f"answer to ask request-{n}" for n in range(number)]
     assert len(set(paid)) == number
-    assert len(paid) - number <= 2 * (IN_FLIGHT + WRITE_GROUP)
+    assert len(paid) - number <= 2 * IN_FLIGHT
     assert len(outputs(Path("runs/x/output"))) == number // 100

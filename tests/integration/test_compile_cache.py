@@ -60,7 +60,7 @@ def node(here, monkeypatch):
         runner.run(iter(jobs.documents(1)), rank=0)
         for thread in threading.enumerate():
             if thread.name == "datatrove-ckpt compiled":
-                thread.join(60)
+                thread.join(300)
         assert len(jobs.rows(here / f"job {number}")) == 1
         assert [path.name for path in home.iterdir()] == ["torch_compile_cache"]
         return Path("starts").read_text().split(), sorted(Path("shared").iterdir())

@@ -10,7 +10,8 @@ Who means to change something writes them anew, and reads the difference:
 
     DATATROVE_CKPT_WRITE_GOLDEN=1 python -m pytest -n 0 -m "" tests/integration/test_contracts.py
 
-What old checkpoints and queued tasks rely on is in test_releases.py and test_queued_tasks.py.
+What old checkpoints and queued tasks rely on is in test_releases.py, test_files_on_disk.py (the keys
+of every file) and test_queued_tasks.py.
 """
 
 import argparse

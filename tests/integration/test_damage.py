@@ -298,7 +298,7 @@ def test_all_damage_is_refused_or_does_not_matter(half, server, said):
     [
         ("00000/run.json", read_run, "start this task over: move its folder away"),
         ("job.json", read_run, "Remove it: the next start makes it again"),
-        ("00000/shard.json", read_shard, "Restore it from a copy, or remove it"),
+        ("00000/shard.json", read_shard, "write {} into it"),
     ],
 )
 def test_every_damaged_byte_is_damage_and_no_other_setting(half, file, read, advice):

@@ -5,6 +5,8 @@
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
+from datatrove_ckpt.maintenance.read_state import read_run_state
+from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, rows, runner
 
@@ -71,3 +73,24 @@ def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
         server.refuses = ""
         with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
             runner(tmp_path, server, config=ACCEPTS).run(documents(4))
+
+
+def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_attempts(tmp_path):
+    reasons = ["xyz", "xyz", "repetition", "content_filter", "End_Turn"]
+    reasons += ["MAX_TOKENS", "max_tokens", "Length", "model_context_window_exceeded"]
+    plan = {f"text {index}": [reason] for index, reason in enumerate(reasons)}
+    with Server(plan, refuses="text 6") as server:
+        with pytest.raises(ServerRefused, match="401"):
+            runner(tmp_path, server, config=ONE_BY_ONE, records_per_chunk=4).run(documents(9))
+        server.refuses = ""
+        runner(tmp_path, server, config=ONE_BY_ONE, records_per_chunk=4).run(documents(9))
+        assert server.asked.total() == 10
+    given = [row["metadata"]["rollout_results"][0]["finish_reason"] for row in rows(tmp_path)]
+    assert given == reasons
+    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    counts = read_run_state(place).together.counts
+    assert (counts.answers, counts.cut_off) == (9, 4)
+    assert counts.odd_answers.endswith(
+        ' Answers ended with finish_reason "xyz" 2 times, "repetition" 1 time, "content_filter" '
+        "1 time."
+    )

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from datatrove.data import Document
@@ -25,6 +24,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     TooManyDeadLetters,
 )
+from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, ids, runner
@@ -58,14 +58,25 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
 def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
     tmp_path, server, monkeypatch
 ):
+    """Each chunk is written once the next document waits for that, or all are asked for."""
     asked = []
+    held = threading.Event()
     write_chunk = ChunkOutput.write_chunk
+    next_change = Scheduler.next_change
+
+    async def watched(self, at_most_seconds=None):
+        if at_most_seconds is not None:
+            held.set()
+        await next_change(self, at_most_seconds)
+        if at_most_seconds is not None:
+            held.clear()
 
     def slow(self, *args):
-        time.sleep(0.1)
+        until(lambda: held.is_set() or server.asked.total() == 6)
         asked.append(server.asked.total())
         return write_chunk(self, *args)
 
+    monkeypatch.setattr(Scheduler, "next_change", watched)
     monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
     monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
     runner(tmp_path, server, records_per_chunk=1, config={"max_concurrent_documents": 1}).run(

@@ -274,6 +274,20 @@ def test_other_default_metadata_is_refused_for_finished_ranks(job, tmp_path):
     assert "default_metadata: {'a': 1, 'b': [1]} -> {'a': 2, 'b': [1]}" in said
 
 
+def test_a_finished_rank_without_its_record_of_the_input_is_refused_and_the_advice_works(
+    job, tmp_path
+):
+    job()
+    record = tmp_path / "checkpoints/00000/shard.json"
+    record.unlink()
+    (tmp_path / "documents/0.jsonl").write_text(lines(7, 8))
+    said = job(code=1).err
+    assert f"{record} is missing. Restore it from a copy." in said
+    assert "write {} into it" in said
+    record.write_text("{}")
+    job()
+
+
 def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     """Task 0 is finished. Rank 1 stops in its second file, which is then corrected."""
     second = tmp_path / "documents/3.jsonl"

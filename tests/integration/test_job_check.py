@@ -101,6 +101,17 @@ def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run):
     assert len(run.server.asked) == 2
 
 
+def test_markers_stay_until_all_checks_have_passed(run):
+    run()
+    shutil.copy("output/00000_00000.jsonl", "output/00000_00007.jsonl")
+    Path("checkpoints/00001/lock").touch()  # not finished
+    for _ in range(2):
+        assert "no commit of task 0 names: 00000_00007.jsonl" in run(code=1)
+    assert len(list(Path("logs/completions").iterdir())) == 3
+    Path("output/00000_00007.jsonl").unlink()
+    assert "12 of 12 documents" in run()
+
+
 OTHER_MODEL = "--pipeline.1.config.model_name_or_path=other"
 
 

@@ -237,11 +237,11 @@ def test_an_interrupted_coordinator_leaves_its_jobs_and_the_next_one_waits_for_t
 
     def held(payload, times):
         began.set()
-        go_on.wait(60)
+        go_on.wait(300)
         return answer(payload, times)
 
     def interrupt():
-        began.wait(60)
+        began.wait(300)
         os.kill(os.getpid(), signal.SIGTERM)
 
     with FakeServer(held) as server:
@@ -327,7 +327,8 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
             hub.tokens[hub.token].expired = True
         return answer(payload, times)
 
-    with FakeServer(expires, delay=lambda payload, times: 0.05) as server:
+    # It stops by then: later requests are never answered.
+    with FakeServer(expires, delay=lambda payload, times: 0.05, hold_after=140) as server:
         write_job(hub, server.url, 1, 300)
         records = "--pipeline.1.records_per_chunk=300"
         said = command("run", "job.yaml", records, code=1)
@@ -337,7 +338,7 @@ def test_a_job_whose_token_expires_stops_instead_of_paying_for_what_its_disk_los
         )
         until(lambda: not jobs.running)
         assert "refuses this job's token" in jobs.all[0].log
-        assert server.asked.total() < 150
+        server.release()
         hub.tokens[hub.token].expired = False
         command("run", "job.yaml", records)
     assert len(ids_of(written(hub))) == len({*ids_of(written(hub))}) == 300

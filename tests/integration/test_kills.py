@@ -23,6 +23,8 @@ from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.histories import read_history
+from tests.kept import answers_kept
+from tests.patience import until
 from tests.yaml_jobs import write_tasks
 
 JOB = """
@@ -59,9 +61,9 @@ if __name__ == "__main__":
 DOCUMENTS = 120  # of each rank
 QUESTIONS = 2 * DOCUMENTS
 IN_FLIGHT = 8  # of each rank
-# More than a write group has here: the storage thread may wait half a second for a processor. Still
-# less than a rank is answered between two kills.
-WRITE_GROUP = 36
+# Answers that may wait to be written down: the server waits for the others after each EVERY answers.
+EVERY = 12
+WRITE_GROUP = 2 * IN_FLIGHT + EVERY
 # Answers of each rank between two kills: were they lost, far more would be requested again than may
 # be.
 APART = (60, 75)
@@ -102,7 +104,9 @@ class Life:
     and even after the next one has started.
     """
 
-    def __init__(self, watch, kill_at):
+    def __init__(self, watch, checkpoints, kill_at):
+        self._checkpoints = checkpoints
+        self._kept_before = None
         self.asked = []
         self.answered = []
         self.process = None
@@ -133,6 +137,7 @@ class Life:
     def _answer(self, payload, times):
         """Just before an answer is sent. Tells it without depending on when it is asked for."""
         question = payload["messages"][-1]["content"]
+        self._let_answers_be_kept()
         with self._lock:
             # The dead receive no answers.
             if not self.killed.is_set() or self._watch.number != signal.SIGKILL:
@@ -143,6 +148,15 @@ class Life:
         self._watch.answered(question)
         return f"answer to {question}"
 
+    def _let_answers_be_kept(self):
+        """However slow its disk is, a kill then loses few answers."""
+        if self._kept_before is None:
+            self._kept_before = answers_kept(self._checkpoints)
+        if len(self.answered) % EVERY == 0:
+            in_flight = self._watch.tasks * IN_FLIGHT
+            due = self._kept_before + len(self.answered) - in_flight
+            until(lambda: self.killed.is_set() or answers_kept(self._checkpoints) >= due)
+
 
 class Watch:
     """The attempts of a job, and what the server of each does: it kills its attempt at a number of
@@ -151,6 +165,7 @@ class Watch:
 
     def __init__(self, seed, tasks, number=signal.SIGKILL):
         self.lives = []
+        self.tasks = tasks
         self.number = number
         self.all_answered = threading.Event()
         self.first_question = 0.0
@@ -165,8 +180,8 @@ class Watch:
     def __exit__(self, *error):
         self._servers.close()
 
-    def begin(self, kill_at=float("inf")):
-        self.lives.append(Life(self, kill_at))
+    def begin(self, job, kill_at=float("inf")):
+        self.lives.append(Life(self, job.folder / "checkpoints", kill_at))
         self._servers.enter_context(self.lives[-1].server)
         return self.lives[-1]
 
@@ -221,7 +236,7 @@ def undisturbed(
             with Watch("undisturbed", tasks) as watch:
                 job = Job(tmp_path_factory.mktemp("undisturbed") / "job", "", kind, tasks)
                 begun = time.monotonic()
-                assert job.finish(watch.begin().start(job.start)) == 0, job.log
+                assert job.finish(watch.begin(job).start(job.start)) == 0, job.log
             known[kind, tasks] = outputs(job.folder / "output"), watch.first_question - begun
         return known[kind, tasks]
 
@@ -269,19 +284,19 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
     with Watch(f"delays {seed}", tasks, number) as watch:
         job = Job(ram / "killed", "", kind, tasks)
         for seconds, answers in plan:
-            life = watch.begin(answers)
+            life = watch.begin(job, answers)
             process = life.start(job.start)
             life.killed.wait(min(seconds, 300))
             life.kill()
             assert job.finish(process) != 0, job.log
 
-        life = watch.begin()
+        life = watch.begin(job)
         process = life.start(job.start)
         assert watch.all_answered.wait(400)
         time.sleep(after_the_last_answer)
         life.kill()  # it may have ended a moment before
         if job.finish(process) != 0:
-            assert job.finish(watch.begin().start(job.start)) == 0, job.log
+            assert job.finish(watch.begin(job).start(job.start)) == 0, job.log
 
     assert outputs(job.folder / "output") == expected
     for rank in range(tasks):

@@ -132,11 +132,11 @@ def test_the_next_start_on_the_node_ends_what_a_killed_run_has_left(run, log):
 
 
 @pytest.mark.slow
-def test_a_record_from_another_host_is_left_alone(run, monkeypatch):
+def test_a_record_from_another_boot_or_pid_namespace_is_left_alone(run, monkeypatch):
     run.kill()
     (path,) = records()
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("socket.gethostname", lambda: "another")
+        elsewhere.setattr(node, "process_place", lambda: "another")
         lease()
     assert run.alive() == {*OURS, "stranger"}
     assert records() == [path]

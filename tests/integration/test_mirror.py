@@ -19,6 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
@@ -388,7 +389,7 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, se
     uploads.
     """
     failed = []
-    with FakeServer(hold_after=5, delay=lambda payload, times: 0.05) as server:
+    with FakeServer(hold_after=5) as server:
 
         def first_node():
             try:
@@ -399,6 +400,7 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, se
         first = threading.Thread(target=first_node)
         first.start()
         until(lambda: sum(server.asked.values()) == 6)
+        until(lambda: list((job.folder / "remote/00000").glob("generation*")))
         with FakeServer() as another_server:
             job.on_another_node().run(another_server)
         committed = {path: path.stat() for path in (job.folder / "output").glob("0*")}
@@ -438,6 +440,65 @@ def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_oth
                 two.run(server)
             assert not server.asked
         one.run(server)
+
+
+class WithoutVersions(object_store.Effects):
+    """A remote that can be owned, and takes no version."""
+
+    def put(self, fs, path, data):
+        if "/generation-" in path:
+            raise ConnectionError("503")
+        super().put(fs, path, data)
+
+
+def test_what_another_node_published_before_its_first_version_belongs_to_the_run(
+    job, expected, monkeypatch, server
+):
+    job.run_until("text 4")
+    with monkeypatch.context() as patched:
+        patched.setattr(object_store, "effects", WithoutVersions())
+        job.on_another_node().run(server)
+    assert outputs(job.folder / "output") == expected
+    server.asked.clear()
+    job.run(server)
+    assert not up_to("text 4") & server.asked
+    assert outputs(job.folder / "output") == expected
+
+
+class OwnedLate(object_store.Effects):
+    """A remote that lets no process own it until one publishes, or waits before it does."""
+
+    def __init__(self, folder, monkeypatch):
+        self.was_published = False
+        self._waits = threading.Event()
+        self._folder = folder
+        wait = mirror.RemoteMirror._wait_for_look
+
+        def noted(mirrored, *arguments):
+            self._waits.set()
+            return wait(mirrored, *arguments)
+
+        monkeypatch.setattr(mirror.RemoteMirror, "_wait_for_look", noted)
+
+    def put(self, fs, path, data):
+        if "/claim-" in path:
+            until(lambda: self._waits.is_set() or self._is_published())
+            self.was_published |= self._is_published()
+        super().put(fs, path, data)
+
+    def _is_published(self):
+        return len(outputs(self._folder)) > 1
+
+
+def test_a_node_that_took_a_task_over_owns_its_mirror_before_it_publishes(
+    job, expected, monkeypatch, server
+):
+    job.run_until("text 4")
+    late = OwnedLate(job.folder / "output", monkeypatch)
+    monkeypatch.setattr(object_store, "effects", late)
+    job.on_another_node().run(server)
+    assert not late.was_published
+    assert outputs(job.folder / "output") == expected
 
 
 class FailingOnce(object_store.Effects):
@@ -504,8 +565,9 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
                 and (job.folder / "output/00000_chunk_00000.jsonl").exists()
             )
         )
-        monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
+        # In this order: no slow look of before may count as one without an answer.
         monkeypatch.setattr(object_store.ObjectStore, "names", down)
+        monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
         server.release()
         running.join(300)
     assert outputs(job.folder / "output") == expected
@@ -584,23 +646,23 @@ def test_an_object_that_may_not_be_replaced_stays(tmp_path, monkeypatch):
 def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch, policy):
     """It would fence the rank's next process, which may have started."""
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
-    asked, release, put = threading.Event(), threading.Event(), []
+    asked, put = threading.Event(), []
     take = OpenCheckpoint.snapshot
 
     def late(checkpoint, since):
         snapshot = take(checkpoint, since)
         asked.set()
-        release.wait(1200)
+        until(lambda: mirrors[0]._given_up)
         return snapshot
 
     monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
     monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))
-    threads = []
+    mirrors = []
     start = mirror.RemoteMirror.start
     monkeypatch.setattr(
         mirror.RemoteMirror,
         "start",
-        lambda self, source: threads.append(self._thread) or start(self, source),
+        lambda self, source: mirrors.append(self) or start(self, source),
     )
     policy("STORAGE", patience=0.2)
     with (
@@ -609,10 +671,41 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
     ):
         job.run(server)
     assert asked.is_set()
-    release.set()
-    threads[0].join(300)
-    assert not threads[0].is_alive()
+    mirrors[0]._thread.join(300)
+    assert not mirrors[0]._thread.is_alive()
     assert put == []
+
+
+def test_the_files_of_a_rank_are_closed_once_its_mirror_reads_none_of_them(
+    job, monkeypatch, server, log
+):
+    """SQLite ends a process in which one thread reads what another one closes."""
+    order = []
+    mirrors = []
+    start = mirror.RemoteMirror.start
+    take, close = RankFiles.snapshot, RankFiles.close
+
+    def slow(rank, since):
+        snapshot = take(rank, since)
+        if mirrors[0]._stopping:
+            until(lambda: "The last upload to the mirror" in "".join(log))
+            order.append("read")
+        return snapshot
+
+    def watched(rank, completed):
+        order.append("closed")
+        close(rank, completed)
+
+    monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(
+        mirror.RemoteMirror,
+        "start",
+        lambda self, source: mirrors.append(self) or start(self, source),
+    )
+    monkeypatch.setattr(RankFiles, "snapshot", slow)
+    monkeypatch.setattr(RankFiles, "close", watched)
+    job.run(server)
+    assert order == ["read", "closed"]
 
 
 def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(

@@ -56,7 +56,6 @@ UNWRITABLE = {
     "bytes": meta(b"x"),
     "recursive": meta(RECURSIVE),
     "deep": meta(nested(3000)),
-    "beyond 64 bits": meta(2**70),
     "mute error": raises(Mute()),
 }
 
@@ -109,7 +108,7 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(tmp
         runner(tmp_path, server).run(odd_input())
     runner(tmp_path, server, on_document_error="dead_letter").run(odd_input())
     found = letters(tmp_path)
-    assert [letter["ordinal"] for letter in found] == [1, 2, 3]
+    assert sorted(letter["ordinal"] for letter in found) == [1, 2, 3]
     assert len(rows(tmp_path)) == 9 - 3
 
     async def cleans(document, generate):

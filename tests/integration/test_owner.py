@@ -301,7 +301,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
             has_begun.set()
             import asyncio
 
-            await asyncio.to_thread(may_end.wait, 60)
+            await asyncio.to_thread(may_end.wait, 300)
         return found
 
     failed = []
@@ -314,7 +314,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
 
     thread = threading.Thread(target=first)
     thread.start()
-    has_begun.wait(60)
+    has_begun.wait(300)
     log = tmp_path / "a/checkpoints/00000/commits.jsonl"
     is_later = isinstance(place, HubPlace) and place.kind == "dataset"  # its commit waits
     while not is_later and not (log.exists() and log.read_bytes()):
@@ -328,7 +328,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
     assert {name: place.files()[name] for name in before} == before
     between = place.files()
     may_end.set()
-    thread.join(60)
+    thread.join(300)
     assert len(failed) + len(ended) >= 1
     assert {name: place.files()[name] for name in between} == between
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import shutil
 import signal
+from codecs import BOM_UTF8
 from collections import defaultdict
 from unittest.mock import Mock, patch
 
@@ -16,10 +18,13 @@ from aiohttp import web
 from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import batch_log, files
+from datatrove_ckpt.checkpoint.batch_log import read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES_FOLDER
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused, WaitsForBatches
 from datatrove_ckpt.generation import provider_passes
+from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import disk_in_place
@@ -223,7 +228,8 @@ def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tm
 
 def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
     with FakeProvider() as provider:
-        provider.refuse = lambda batch: [{"code": "model_not_found", "message": "no such model"}]
+        errors = [{"code": "model_not_found", "message": "no such model"}]
+        provider.refuse = lambda batch: {"data": errors}
         with pytest.raises(Exception, match="no such model"):
             runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
         provider.refuse = lambda batch: []
@@ -286,19 +292,29 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
 
 @pytest.mark.matrix
 @FORMS
-def test_the_wait_for_missing_answers_goes_on_in_the_next_process(tmp_path, form, rollout, config):
+def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
+    tmp_path, monkeypatch, form, rollout, config
+):
+    now = [1e9]
+    for module in (batch_log, provider_passes):
+        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
     with form() as provider:
         provider.hidden = "half"
-        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 1})
+        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
         step.no_wait = True
 
-        def wait():
-            for _ in range(60):
-                with pytest.raises(WaitsForBatches):
-                    step.run(documents(3))
+        def waits():
+            with pytest.raises(WaitsForBatches):
+                step.run(documents(3))
 
-        with pytest.raises(ServerRefused):
-            wait()
+        while not provider.reads:
+            waits()
+        for _ in range(2):
+            now[0] += 29
+            waits()
+        now[0] += 2
+        with pytest.raises(ServerRefused, match="which were paid for"):
+            step.run(documents(3))
 
 
 @FORMS
@@ -326,6 +342,363 @@ def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, 
         runner(tmp_path, provider, rollout, config=config).run(documents(3))
     assert len(rows(tmp_path)) == 3
     assert len(provider.payloads) == 3
+
+
+# what a provider forgets, and what it sends ------------------------------------------------------
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Moves the clock on which the rest of a batch is awaited."""
+    now = [1e9]
+
+    def move(seconds):
+        now[0] += seconds
+
+    for module in (batch_log, provider_passes):
+        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
+    return move
+
+
+def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
+    here, command, later, monkeypatch
+):
+    monkeypatch.setenv("THE_KEY", "k")
+    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
+    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    with FakeProvider() as provider:
+        provider.steps = 10**9
+        job = ["run", "--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
+        job += ["--prompt={text}", "--run-folder=job", "--tasks=1", "--api-key-env=THE_KEY"]
+        job += ["--server-patience-seconds=60", "--no-wait"]
+        batches = [*job, "--provider-batches=true"]
+        command(*batches, code=75)
+        provider.forgotten.add("batch_2")
+        assert "Run the same command again" in command("batches", "cancel", "job", code=1)
+        command(*batches, code=75)  # perhaps it is only missing for a while
+        later(61)
+        for more in (batches, [*batches, "--accept-changes=true"], job):
+            said = command(*more, code=1).error
+            assert "has no batch batch_2 (HTTP 404" in said
+            assert f"batches cancel {here / 'job' / 'checkpoints'}, then run" in said
+            assert "network" not in said
+        assert len(provider.batches) == 1
+        said = command("batches", "cancel", str(here / "job" / "checkpoints"))
+        assert "forgotten batch_2. It is given up" in said
+        assert "No batch is open" in command("batches", "list", "job")
+        provider.steps = 0
+        command(*batches)
+    assert len(rows(here / "job")) == 4
+    assert len(provider.batches) == 2
+    assert set(provider.billed.values()) == {2}
+
+
+@FORMS
+def test_a_batch_that_is_missing_for_a_while_is_awaited(tmp_path, later, form, rollout, config):
+    """And it was not missing since then when its answers come late."""
+    with form() as provider:
+        step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
+        step.no_wait = True
+        provider.steps = 10**9
+
+        def look():
+            with pytest.raises(WaitsForBatches):
+                step.run(documents(3))
+
+        look()
+        provider.forgotten |= provider.batches.keys()
+        look()
+        provider.forgotten.clear()
+        later(61)
+        look()
+        provider.steps = 0
+        provider.hidden = "file"
+        look()
+        provider.hidden = ""
+        later(30)
+        step.no_wait = False
+        step.run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert set(provider.billed.values()) == {1}
+
+
+@pytest.mark.slow
+def test_a_forgotten_batch_of_a_mirror_is_given_up_there(tmp_path, command, later):
+    mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
+    config = {**BATCHES, "server_patience_seconds": 60}
+    with FakeProvider() as provider:
+        provider.steps = 10**9
+        for number in range(3):
+            step = runner(tmp_path / str(number), provider, config=config, **mirror)
+            step.accept_changes = True  # another output folder
+            step.no_wait = True
+            with pytest.raises(ServerRefused if number == 2 else WaitsForBatches):
+                step.run(documents(3))
+            provider.forgotten |= provider.batches.keys()
+            later(61)
+        assert "It is given up" in command("batches", "cancel", str(tmp_path / "mirror"))
+        provider.steps = 0
+        step.run(documents(3))
+    assert len(rows(tmp_path / "2")) == 3
+    assert set(provider.billed.values()) == {2}
+
+
+@pytest.mark.slow
+def test_a_kill_while_a_batch_is_given_up_sends_nothing_twice(tmp_path, later):
+    """A kill before each effect on the disk."""
+    folder = tmp_path / "job"
+    config = {**BATCHES, "server_patience_seconds": 60}
+    reports = CrashReport()
+    with FakeProvider() as provider:
+        step = runner(folder, provider, config=config)
+        step.no_wait = True
+        provider.steps = 10**9
+        with pytest.raises(WaitsForBatches):
+            step.run(documents(2))
+        provider.forgotten.add("batch_2")
+        with pytest.raises(WaitsForBatches):
+            step.run(documents(2))
+        later(61)
+        provider.steps = 0
+        state = provider.state()
+        disk = CopyingDisk(folder)
+        rank = folder / "checkpoints" / "00000"
+        with disk_in_place(disk):
+            batch_log.give_up(rank, 1)
+        for _, where in disk.left():
+            if not reports.is_new(folder, 0):
+                continue
+            provider.restore(state)
+            if read_batches(rank)[0][1].is_open:
+                with pytest.raises(ServerRefused, match="batches cancel"):
+                    step.run(documents(2))
+                batch_log.give_up(rank, 1)
+            step.no_wait = False
+            step.run(documents(2))
+            assert len(rows(folder)) == 2, where
+            assert set(provider.billed.values()) == {2}, where
+    assert len(reports.states) > 2
+
+
+def of_the_list(provider):
+    """Batches of others, a day and more ago: more than two pages."""
+    for number in range(250):
+        name = f"old_{number}"
+        provider.batches[name] = {"id": name, "status": "completed", "created_at": number}
+        provider._listed[name] = 0.0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("oldest_first", "ignores_after", "loses", "pages"),
+    [
+        (True, False, FakeProvider, 3),
+        (False, False, LosesCreation, 1),
+        (False, True, LosesCreation, 1),
+        (True, True, LosesCreation, 2),
+    ],
+)
+def test_a_batch_is_found_in_a_list_of_any_order(
+    tmp_path, oldest_first, ignores_after, loses, pages
+):
+    """Only a list that shows newer batches first ends before its last page; a page that comes twice
+    ends it, too.
+    """
+    with loses() as provider:
+        of_the_list(provider)
+        provider.oldest_first = oldest_first
+        provider.ignores_after = ignores_after
+        asked = []
+        listed = provider._list
+
+        async def count(request):
+            asked.append(request.query.get("after"))
+            return await listed(request)
+
+        provider._list = count
+        provider.lose["/v1/batches"] = loses is FakeProvider
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert set(provider.billed.values()) == {1}
+    assert provider.effects.count("create") == 1
+    repeated = asked[:pages]
+    assert asked == repeated * (len(asked) // pages)
+
+
+def changed(content, change):
+    """The lines of a file, each changed."""
+    lines = []
+    for line in content.splitlines():
+        found = orjson.loads(line)
+        change(found)
+        lines.append(orjson.dumps(found))
+    return b"\n".join(lines) + b"\n"
+
+
+def no_status(line):
+    del line["response"]["status_code"]
+
+
+def text_status(line):
+    line["response"] |= {"status_code": "200"}
+    line["error"] = {"code": None, "message": None}
+
+
+def no_body(line):
+    line["response"] = line["response"]["body"]
+
+
+def lines_of_a_file(change):
+    return lambda provider: setattr(provider, "write", lambda content: changed(content, change))
+
+
+def bytes_of_a_file(change):
+    return lambda provider: setattr(provider, "write", change)
+
+
+def state_of_a_batch(**states):
+    def describe(batch):
+        changes = {"status": states.get(batch["status"], batch["status"])}
+        counts = batch["request_counts"]
+        if "counts" in states:
+            changes["request_counts"] = {name: str(number) for name, number in counts.items()}
+        return {**batch, **changes}
+
+    return lambda provider: setattr(provider, "describe", describe)
+
+
+def a_failure_too(content):
+    """As the file of errors may have it, of an earlier attempt of the provider."""
+
+    def fail(line):
+        line["response"] = FAILED
+
+    return content + changed(content, fail)
+
+
+ODD = {
+    "no status": lines_of_a_file(no_status),
+    "a text as status": lines_of_a_file(text_status),
+    "no body": lines_of_a_file(no_body),
+    "a failure, too": bytes_of_a_file(a_failure_too),
+    "a mark of the byte order": bytes_of_a_file(lambda content: BOM_UTF8 + content),
+    "blank lines": bytes_of_a_file(lambda content: b"\r\n" + content.replace(b"\n", b"\r\n\r\n")),
+    "half a character": bytes_of_a_file(lambda content: content.replace(b"text 0", b"\\ud83d")),
+    "capitals": state_of_a_batch(completed="COMPLETED", in_progress="IN_PROGRESS"),
+    "an unknown state": state_of_a_batch(completed="Done", in_progress="Waiting", counts=1),
+    "a file that is not seen yet": lambda provider: setattr(provider, "unseen", 1),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("odd", ODD)
+def test_what_was_paid_for_is_read_however_it_is_written(tmp_path, odd):
+    with FakeProvider() as provider:
+        ODD[odd](provider)
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert len(provider.batches) == 1
+    assert set(provider.billed.values()) == {1}
+
+
+def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path):
+    """A server that dies may send one, too, so the requests are sent once more."""
+
+    def other(line):
+        line["response"]["body"] = {"output": "text"}
+
+    with FakeProvider() as provider:
+        provider.write = lambda content: changed(content, other)
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"after 2 batches.*the answer has no choices"):
+                runner(tmp_path, provider, config=BATCHES).run(documents(6))
+    assert len(provider.batches) == 2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("errors", "cause"),
+    [
+        (None, "as a whole: it names no cause"),
+        ("no credit", "as a whole: no credit"),
+        ([["no", 1]], r"\['no', 1\]"),
+        ({"data": [{"code": 7, "message": "no credit"}]}, "'message': 'no credit'"),
+    ],
+    ids=["none", "text", "list", "dict"],
+)
+def test_why_a_batch_failed_is_shown_in_any_form(tmp_path, errors, cause):
+    with FakeProvider() as provider:
+        provider.refuse = lambda batch: ["no credit"]
+        provider.describe = lambda batch: {**batch, "errors": errors}
+        with pytest.raises(ServerRefused, match=cause):
+            runner(tmp_path, provider, config=BATCHES).run(documents(1))
+
+
+def test_a_batch_that_failed_after_some_answers_keeps_them(tmp_path):
+    lost = ["lost"]
+    with FakeProvider() as provider:
+        provider.status = "failed"
+        provider.outcome = lambda request: lost.pop() if lost else None
+        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    assert len(rows(tmp_path)) == 3
+    assert len(provider.batches) == 2
+    assert set(provider.billed.values()) == {1}
+
+
+def test_what_a_provider_writes_is_one_line_without_the_key(here, command, later, monkeypatch):
+    """Its ids, states and errors. An id that was changed by that is none, and nothing is paid for
+    twice.
+    """
+    key = "the-key-of-a-test"
+    monkeypatch.setenv("THE_KEY", key)
+    (here / "input.jsonl").write_bytes(b'{"text": "a", "id": "a"}\n')
+    with FakeProvider() as provider:
+
+        def describe(batch):
+            said = f"{batch['id']}\nchunks 9 of 9 {key}\x1b[2J"
+            return {**batch, "id": said, "status": f"in a\nmood {key}", "errors": said}
+
+        provider.describe = describe
+        job = ["run", "--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
+        job += ["--prompt={text}", "--run-folder=job", "--tasks=1", "--api-key-env=THE_KEY"]
+        job += ["--provider-batches=true", "--no-wait", "--server-patience-seconds=60"]
+        said = command(*job, code=75)
+        assert "batch_2 chunks 9 of 9 ***" in said
+        provider.batches["batch_2 chunks 9 of 9 ***\\u001b[2J"] = provider.batches.pop("batch_2")
+        command(*job, code=75)
+        status = command("status", "job")
+        assert "\nchunks 9 of 9" not in status
+        command("report", "job")
+        provider.batches.clear()
+        command(*job, code=75)
+        later(61)
+        assert "may have been paid for" in command(*job, code=1).error
+    for path in (here / "job").rglob("*"):
+        assert path.is_dir() or key.encode() not in path.read_bytes()
+    assert provider.effects.count("create") == 1
+
+
+async def test_values_of_any_type_are_no_traceback():
+    provider = BatchProvider(HiddenUrl("http://a"), None, False)
+    odd = [None, 7, "text", True, [], ["a"], {}, {"a": [1]}, [[{"b": None}]]]
+    names = ("id", "status", "errors", "request_counts", "output_file_id", "error", "response")
+    for name, value in itertools.product(names, odd):
+        for place in ({name: value}, {"id": 1, name: value}, {"response": {"body": value}}):
+            try:
+                provider._batch(place)
+            except RetryableError:
+                assert not place.get("id")
+            assert isinstance(provider._answer({**place, "custom_id": value}).status, int)
+        pages = [{"data": value}, {"data": [value, {"id": value, "created_at": value}]}]
+        for page in pages:
+
+            async def ask(*arguments, page=page, **more):
+                return page
+
+            provider._ask = ask
+            batch = Mock(tag="t", file="f", at=0.0)
+            assert await provider.find(batch, set()) is None
+    await provider.close()
 
 
 def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path):
@@ -517,7 +890,7 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
 
 
 async def test_another_batch_of_this_task_is_not_waited_for():
-    provider = MessageBatches(Mock(), None, False)
+    provider = MessageBatches(HiddenUrl("http://a"), None, False)
     await provider._is({"id": "a"}, Mock(requests=0), {"a"})
     assert not provider._undecided
     await provider.close()

@@ -399,7 +399,7 @@ usual = rank._Run.lead
 def lead(run):
     if run.rank == 1:
         open("waits", "w").close()
-        time.sleep(100)
+        time.sleep(3600)
     usual(run)
 rank._Run.lead = lead
 """
@@ -409,7 +409,7 @@ rank._Run.lead = lead
             os.kill(process.pid, signal.SIGTERM)
             until(lambda: b"SIGTERM" in Path("logs/logs/task_00000.log").read_bytes())
             server.release()
-            assert process.wait(90) in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            assert process.wait(300) in (-signal.SIGTERM, 128 + signal.SIGTERM)
         with job(server) as process:
             assert ends_well(process)
         assert set(server.asked.values()) == {1}
@@ -442,7 +442,7 @@ def test_a_task_that_ends_after_the_event_loop_of_a_stopped_process_is_no_error(
 
     def run(rank):
         preemption.shutdown.request("SIGTERM")
-        assert left.wait(10)
+        assert left.wait(300)
         preemption.shutdown.check()
 
     threads = rank_threads.RankThreads(2, preemption, LeftServers, run, TaskList([0], ignore))

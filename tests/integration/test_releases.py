@@ -215,30 +215,3 @@ def test_a_mirror_whose_job_is_of_a_newer_version_is_refused(tmp_path, server):
         assert f"{folder}/mirror/job.json {REFUSAL}" in str(refused.value)
     assert not server.asked
     assert job.read_bytes() == mirrored
-
-
-def test_what_this_version_writes_has_the_fields_of_its_fixture(tmp_path, server):
-    """Who adds or removes a field here asks: can the releases before this one go on with it?
-
-    If not, raise FORMAT.
-    """
-    write_input(tmp_path / "input")
-    run(tmp_path, server.url, 2)
-    run(tmp_path, server.url, 1)
-    now, then = (folder / "checkpoints" for folder in (tmp_path, RELEASES / NEWEST))
-    for name in ("job.json", "00001/run.json"):
-        assert content_of(now / name).keys() == content_of(then / name).keys()
-    first = [
-        (folder / "00001/commits.jsonl").read_bytes().splitlines(keepends=True)[0]
-        for folder in (now, then)
-    ]
-    assert fields(first[0]) == fields(first[1])
-
-
-def fields(line):
-    content = orjson.loads(unseal(line) or b"")
-    return {
-        *content,
-        *(f"files.{name}" for file in content["files"] for name in file),
-        *content["tally"],
-    }

@@ -4,6 +4,7 @@ anything is paid.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import math
@@ -316,3 +317,19 @@ def test_a_result_may_stand_for_one_of_datatroves(tmp_path, server):
     (found,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert list(found) == ["copy", "text", "finish_reason", "usage", "reasoning"]
     assert list(found["copy"]) == list(found)[1:]
+
+
+def test_a_payload_that_the_rollout_changes_while_it_waits_is_sent_as_it_was(tmp_path, server):
+    """Its hash, by which the answer is kept, is of the same moment."""
+
+    async def rollout(document, generate):
+        message = {"role": "user", "content": ""}
+        waiting = []
+        for turn in range(3):
+            message["content"] = f"turn {turn}"
+            waiting.append(asyncio.ensure_future(generate({"messages": [message]})))
+            await asyncio.sleep(0)  # it begins
+        return [answer.text for answer in await asyncio.gather(*waiting)]
+
+    runner(tmp_path, server, rollout).run(documents(1))
+    assert server.asked == {"turn 0": 1, "turn 1": 1, "turn 2": 1}

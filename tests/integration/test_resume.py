@@ -7,10 +7,11 @@ import itertools
 import json
 
 import pytest
+from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
-from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.readers import JsonlReader, SeekingReader
 from datatrove_ckpt.testing.disks import EFFECTS
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, ids, runner
@@ -209,6 +210,38 @@ def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, s
     assert ids(folder) == [one for one in expected if name is not None or one != "id 1"]
     assert any("finished documents by seeking" in line for line in log) is (name is None)
     assert name is None or any(f"because {name} may keep state" in line for line in log)
+
+
+class ReaderOfTheRecipe(SeekingReader, OriginalJsonl):
+    """A format of its own, as "How to add a reader" says; its place is the number of a line."""
+
+    format = "lines"
+    read = 0
+
+    def _read(self, name, at):
+        self._file_extent.per = 40.0
+        (first,) = at or (0,)
+        lines = self.data_folder.open(name, "rb").read().splitlines()
+        for number, line in enumerate(lines[first:], first):
+            type(self).read += 1
+            yield self.get_document_from_dict(json.loads(line), name, number), (number + 1,)
+
+
+def test_a_reader_that_is_made_by_the_recipe_seeks_at_a_resume(folder, server, log):
+    rollout = StopsAt("id 15", folder)
+    step = runner(
+        folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1}
+    )
+    with pytest.raises(DocumentFailed):
+        step.run(documents(folder, ReaderOfTheRecipe))
+    rollout.state["bad"] = ""
+    done = committed(folder)
+    ReaderOfTheRecipe.read = 0
+    step.run(documents(folder, ReaderOfTheRecipe))
+    assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
+    assert done >= 4
+    assert ReaderOfTheRecipe.read == NUMBER - done
+    assert any(f"Skipped {done} finished documents by seeking" in line for line in log)
 
 
 def twice(data):

@@ -180,9 +180,19 @@ async def complete(config):
         await client.complete(BODY)
 
 
-async def complete_with_a_timeout_of_the_rollout(config):
-    async with asyncio.timeout(0.05):
-        await complete(config)
+@pytest.fixture
+def once_asked(monkeypatch):
+    """Functions that are called when the silent endpoint has a request."""
+    url, _ = LAYERS["silent"]
+    functions = []
+
+    async def silent(server, writer):
+        for function in functions:
+            asyncio.get_running_loop().call_soon(function)
+        await never(server, writer)
+
+    monkeypatch.setitem(LAYERS, "silent", (url, silent))
+    return functions
 
 
 def check(error, said):
@@ -229,10 +239,14 @@ async def test_no_failure_shows_a_secret(act, layer, user, said):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
-async def test_a_rollout_that_gives_up_waiting_shows_no_secret(user, said):
+async def test_a_rollout_that_gives_up_waiting_shows_no_secret(user, said, once_asked):
+    async def give_up():
+        async with endpoint("silent", user) as config, asyncio.timeout(None) as limit:
+            once_asked.append(lambda: limit.reschedule(0.0))
+            await complete(config)
+
     with pytest.raises(TimeoutError) as caught:
-        async with endpoint("silent", user, 0.3) as config:
-            await complete_with_a_timeout_of_the_rollout(config)
+        await give_up()
     assert any("client.py" in line for line in said + list(_files(caught.value)))
     check(caught.value, said)
 
@@ -247,15 +261,15 @@ def _files(error):
 
 
 @pytest.mark.parametrize("over", ["plain", "aiohttp"])
-def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(over, said):
+def test_an_interrupt_in_the_middle_of_a_request_shows_no_secret(over, said, once_asked):
     async def play():
-        async with endpoint("silent", over == "aiohttp", 0.3) as config:
-            asyncio.get_running_loop().call_later(0.05, interrupt)
+        async with endpoint("silent", over == "aiohttp") as config:
             await complete(config)
 
     def interrupt():
         raise KeyboardInterrupt
 
+    once_asked.append(interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         asyncio.run(play())
     check(caught.value, said)

@@ -23,7 +23,7 @@ from tests import processes
 from tests.clients import client_of
 from tests.integration.test_supervision import SERVE
 from tests.jobs import started_server
-from tests.patience import Patience
+from tests.patience import Patience, until_async
 from tests.processes import is_alive
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
@@ -167,14 +167,14 @@ async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed()
     began = time.monotonic()
     with all_gone_within(family(), 0.1):
         await running.stop()
-    assert 0.3 <= time.monotonic() - began < 120
+    assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.slow
 @linux_only
 async def test_signals_to_the_whole_job_do_not_end_the_guardian():
     async with started_server(custom(SERVER, {"family": True}), 0) as running:
-        guardian_pid, engine, _ = family()
+        guardian_pid, engine, orphan = family()
         for number in (
             signal.SIGTERM,
             signal.SIGINT,
@@ -185,17 +185,17 @@ async def test_signals_to_the_whole_job_do_not_end_the_guardian():
             os.kill(guardian_pid, number)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             os.kill(engine, number)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(running.watch(), 0.3)
+        os.kill(orphan, signal.SIGKILL)  # which its guardian reaps, once it has had the signals
+        await until_async(lambda: not Path(f"/proc/{orphan}").exists())
+        assert await server.answers(f"{running.url}/v1/models", running.headers, 300.0)
+        assert running.is_running
 
 
 async def test_a_script_that_exits_at_once_fails_at_once_with_its_log():
     config = custom(
         "import sys; print('first\\nthe cause'); sys.exit(3)", server_start_max_retries=2
     )
-    began = time.monotonic()
-    text = await failed_start(config)
-    assert time.monotonic() - began < 200  # the window is longer
+    text = await failed_start(config)  # the window is longer than a test may take
     for words in ("exited with code 3", "  the cause", "Command:", "script.py --port"):
         assert words in text
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.bench.guard import costs, ratio
 
-# 1.4 to 1.5 when it was set, and 1.9 at the release that was 40 % slower than the first one
-# (2a486fe).
-MOST = 1.68
+# 0.97 to 1.07 in four measurements on two cores that twenty other processes shared. With 43 us more
+# for a document, a quarter: 1.28 to 1.37.
+MOST = 1.2
 
 
 @pytest.mark.alone

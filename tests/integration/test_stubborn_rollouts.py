@@ -108,6 +108,8 @@ FORKS = {
 FORKING = """
 import asyncio, os, sys, time
 
+forked = asyncio.Event()
+
 async def fork():
     child = os.fork()
     if child == 0:
@@ -119,9 +121,11 @@ async def fork():
 
 async def ask(document, generate):
     answer = await generate({"messages": [{"role": "user", "content": document.text}]})
-    if document.id == "id 1" and await WHERE(fork()):
-        return answer
-    await asyncio.sleep(0.2)
+    if document.id == "id 1":
+        if await WHERE(fork()):
+            return answer
+        forked.set()
+    await forked.wait()
     return answer
 """
 

@@ -63,6 +63,7 @@ def test_a_run_goes_on_without_the_tier_that_was_its_only_parameter(tmp_path):
         runner(tmp_path, server, **of_prompt(None)).run(documents(2))
 
 
+@pytest.mark.usefixtures("sleeps")
 def test_a_request_takes_the_next_tier_when_the_first_one_is_full_for_half_of_the_patience(
     tmp_path,
 ):
@@ -76,7 +77,7 @@ def test_a_request_takes_the_next_tier_when_the_first_one_is_full_for_half_of_th
         runner(
             tmp_path,
             server,
-            config={"default_generation_params": params, "server_patience_seconds": 2.0},
+            config={"default_generation_params": params, "server_patience_seconds": 1000.0},
         ).run(documents(4))
     assert tiers[:4] == ["flex"] * 4
     assert tiers.count("default") == 4 == len(rows(tmp_path))

@@ -64,7 +64,13 @@ def test_the_tutorial_runs_as_typed(here):
     lines = [line for block in blocks("bash", TUTORIAL) for line in block.lines]
     assert set(ENDS_WITH) <= set(lines)
     said = {line: type_in(line, ENDS_WITH.get(line, 0)) for line in lines}
-    assert '-> "Give this text a title: {text}"' in said[REFUSED]
+    shown = next(
+        line.strip()
+        for line in (ROOT / TUTORIAL).read_text().splitlines()
+        if line.endswith('-> "Give this text a title: {text}"')
+    )
+    for part in shown.split("[...]"):
+        assert part in said[REFUSED]
     for name, count in {"facts": 8, "titles": 8, "checked": 4}.items():
         rows = [
             row

@@ -212,7 +212,7 @@ def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_ra
     numbers._status = budget = Budget()
     budget.left = 1
     config = {"max_concurrent_documents": 1}
-    with pytest.raises(CkptError, match="403"):
+    with pytest.raises(CkptError, match="401"):
         runner(tmp_path, numbers, ask, config=config).run(documents(1))
     budget.left = 9
     numbers.paths = {"/v1/embeddings": lambda payload: {"data": [{"index": 0, "embedding": [0.5]}]}}

@@ -107,6 +107,13 @@ def test_a_finished_run_has_no_problem(job, said, options):
     assert outputs(job) == before, "it only reads"
 
 
+def test_an_owners_record_in_the_output_folder_is_not_foreign_to_it(job, said):
+    """As at the root of a bucket, or where another run has a folder below as its output."""
+    for name in (".datatrove-ckpt-owner-0123456789abcdef", ".b.datatrove-ckpt-owner-0"):
+        (job / "output" / name).write_text("{}")
+    said("verify", job, "--full")
+
+
 def test_a_checkpoint_inside_the_output_folder_is_not_foreign_to_it(tmp_path, server, said):
     output = JsonlWriter(str(tmp_path), "${rank}_${chunk_index}.jsonl", compression=None)
     runner(tmp_path, server, output_writer=output).run(documents(1))
@@ -154,10 +161,10 @@ def share_a_file(job):
 
 
 def lose_a_commit(job):
-    """So that nothing else names it, and the file that could is damaged."""
+    """So that no other file names it."""
     (job / "checkpoints/00000/publishing.jsonl").write_text("{}\n{}\n")
     (job / "checkpoints/last_chunk/00000.txt").unlink()
-    (job / "checkpoints/00000/shard.json").unlink()
+    (job / "checkpoints/00000/shard.json").write_text("{}")
     edit_commits(job, lambda commit: None if commit["chunk_index"] in (1, 2) else commit)
 
 
@@ -205,6 +212,10 @@ OTHER_DAMAGE = {
     "corrupt settings": (
         lambda job: (job / "checkpoints/00001/run.json").write_text("{"),
         ["task 1: ", "run.json does not hold a run"],
+    ),
+    "input unknown": (
+        lambda job: (job / "checkpoints/00000/shard.json").unlink(),
+        ["shard.json is missing. Restore it from a copy."],
     ),
     "identity": (
         lambda job: edit_settings(

@@ -19,6 +19,7 @@ from datatrove.pipeline.readers import JsonlReader
 from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.inference.servers import server, warm
+from datatrove_ckpt.inference.servers.guardian import process_table
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
 from datatrove_ckpt.testing import outputs
 from tests import jobs
@@ -99,14 +100,20 @@ def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one():
 def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     number, monkeypatch, policy, log
 ):
+    kill = server.InferenceServer.kill
+
+    async def kill_and_have_patience(self):
+        monkeypatch.setattr(server, "_PROBE_TIMEOUT", 300.0)
+        await kill(self)
+
     run(0)
+    monkeypatch.setattr(server.InferenceServer, "kill", kill_and_have_patience)
     monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.2)
+    policy("RELAUNCH", first=0.0)
+    (guardian,) = [each.parent for each in process_table() if each.pid == engines()[0]]
     os.kill(engines()[0], number)
     if number == signal.SIGKILL:
-        policy("RELAUNCH", first=10.0)
-        until(lambda: not running())  # its guardian may tell us later: before the second try
-    else:
-        policy("RELAUNCH", first=0.0)
+        until(lambda: not is_alive(guardian))
     run(1)
     assert len(engines()) == 2
     assert running() == engines()[1:]
@@ -116,7 +123,6 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     what = "has ended" if number == signal.SIGKILL else "does not answer"
     assert line.startswith("WARNING")
     assert line.endswith(f"it {what}. It is started anew.\n")
-    monkeypatch.setattr(server, "_PROBE_TIMEOUT", 300.0)  # now a slow answer is one
     run(2)
     assert len(engines()) == 2
     assert "takes over the server that task 1 started" in log[-1] + "".join(log)

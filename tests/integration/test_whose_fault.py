@@ -1,5 +1,5 @@
-"""Whose fault is it? A server that is away never costs a document, and nobody's sys.exit ends a
-rank in success.
+"""Whose fault is it? A server that is away never costs a document, a document that always fails
+never ends a run, and nobody's sys.exit ends a rank in success.
 """
 
 import asyncio
@@ -120,28 +120,100 @@ def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path, sta
     assert letters(tmp_path) == []
 
 
+# documents ---------------------------------------------------------------------------------------
+
+
+async def embeds(document, generate):
+    await generate.embed(document.text)
+    return {"text": "fine"}
+
+
+def refuses(text, fault):
+    """A server that always fails in one way for one text."""
+    nan = {"data": [{"index": 0, "embedding": [0.5, None]}]}
+    fine = {"data": [{"index": 0, "embedding": [0.5, 0.5]}]}
+
+    def plays(payload):
+        if payload["input"] != text:
+            return fine
+        if fault == "NaN":
+            return nan
+        return {"error": {"message": "upstream", "code": 500}}
+
+    by_status = rejects([text], fault)
+    server = FakeServer(status=by_status if isinstance(fault, int) else lambda payload, times: None)
+    server.paths["/v1/embeddings"] = plays
+    return server
+
+
+FAULTS = [500, 504, 403, 451, "error", "NaN"]
+AT_FAULT = {"request_max_attempts": 2, "max_concurrent_generations": 4}
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("rollout", [ask, gives_up])
-def test_a_request_that_only_fails_while_others_are_answered_stops_the_rank_by_name(
-    tmp_path, rollout
-):
-    config = {
-        "max_concurrent_generations": 4,
-        "request_max_attempts": 2,
-        "server_patience_seconds": 0.3,
-    }
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_document_that_always_fails_while_others_are_answered_is_set_aside(tmp_path, fault):
+    """First it stops the run by name. The next run has nothing to compare it with."""
+    rollout = ask if isinstance(fault, int) else embeds
+    dead = {"on_document_error": "dead_letter", "config": AT_FAULT}
+    retry = {**dead, "retry_dead_letters": True}
+
+    def asked():
+        return sum("'text 1'" in str(payload) for payload in server.payloads)
+
+    with refuses("text 1", fault) as server:
+        named = r"'id 1' \(number 1 .* after \d attempts: .* as dead letters"
+        with pytest.raises(DocumentFailed, match=named) as caught:
+            runner(tmp_path, server, rollout, config=AT_FAULT).run(documents(90))
+        assert "Check the server" not in str(caught.value)
+        before = asked()
+        for settings in (dead, retry):
+            runner(tmp_path, server, rollout, **settings).run(documents(90))
+        assert asked() == before + 4
+        assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
+        assert [letter["attempts"] for letter in letters(tmp_path, "retry-00001")] == [2]
+        assert len(ids(tmp_path)) == 89
+    with FakeServer() as server:
+        server.paths["/v1/embeddings"] = lambda payload: {
+            "data": [{"index": 0, "embedding": [0.5, 0.5]}]
+        }
+        runner(tmp_path, server, rollout, **retry).run(documents(90))
+    assert sorted(ids(tmp_path)) == sorted(all_of(90))
+
+
+def test_if_too_many_documents_fail_the_server_is_at_fault(tmp_path):
+    """As one that fails at long prompts."""
+    bad = {f"text {number}" for number in range(0, 200, 20)}
+    config = {**AT_FAULT, "server_patience_seconds": 0.2}
+    with FakeServer(status=rejects(bad, 500)) as server, pytest.raises(CkptError) as caught:
+        runner(tmp_path, server, on_document_error="dead_letter", config=config).run(documents(200))
+    assert isinstance(caught.value, DocumentFailed | ServerUnavailable)
+    assert len(letters(tmp_path)) <= 2
+
+
+def test_a_document_that_fails_where_few_others_are_left_stops_the_run_by_name(tmp_path):
+    """Nothing shows that the server would answer others."""
+    others = asyncio.Event()
+    answered = []
+
+    async def rollout(document, generate):
+        if document.id == "id 1":
+            await others.wait()
+        result = await ask(document, generate)
+        answered.append(document.id)
+        if len(answered) == 5:
+            others.set()
+        return result
+
+    settings = {"on_document_error": "dead_letter", "config": STOPS_SOON}
     failed = pytest.raises(
-        DocumentFailed, match=r"'id 1' \(number 1 .*Given up .*HTTP 500.*return None for it"
+        ServerUnavailable, match=r"'id 1' \(number 1 of this task\) has no answer"
     )
-    with (
-        FakeServer(status=rejects(["text 1"], 500), delay=lambda payload, times: 0.03) as server,
-        failed,
-    ):
-        runner(tmp_path, server, rollout, on_document_error="dead_letter", config=config).run(
-            documents(400)
-        )
+    with FakeServer(status=rejects(["text 1"], 500)) as server, failed as caught:
+        runner(tmp_path, server, rollout, **settings).run(documents(6))
+    assert "5 other requests had answers" in str(caught.value)
+    assert "Check the server and the network" not in str(caught.value)
     assert letters(tmp_path) == []
-    assert "id 1" not in ids(tmp_path)
 
 
 def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path):

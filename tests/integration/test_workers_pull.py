@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,9 @@ from datatrove_ckpt.common.formatting import ranges
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
+from tests.integration.test_signals import Process
 from tests.patience import until
+from tests.unit.test_claims import grow_old
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_tasks
 
 TASKS, DOCUMENTS = 8, 5
@@ -40,7 +41,7 @@ async def rollout(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 """
 
-# A disk without locks, where a process without a beat for a second is dead.
+# A disk without locks.
 WITHOUT_LOCKS = """
 import errno, fcntl, os, sys
 
@@ -48,9 +49,6 @@ def flock(fd, how):
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 fcntl.flock = flock
-from datatrove_ckpt.claims.stores import DiskClaims
-
-DiskClaims.beat_seconds = 0.2
 from datatrove_ckpt.cli.main import main
 
 sys.exit(main())
@@ -78,15 +76,24 @@ def write(server, tasks=TASKS, at_once=2, more=""):
     write_tasks(Path.cwd(), tasks, DOCUMENTS)
 
 
+COMMAND = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"]
+
+
 def worker(*words, program=""):
-    start = ["-c", program] if program else ["-m", "datatrove_ckpt"]
-    return processes.start([sys.executable, *start, "run", "job.yaml", *(words or ["--worker"])])
+    start = [sys.executable, "-c", program, *COMMAND[3:]] if program else COMMAND
+    return processes.start([*start, *(words or ["--worker"])])
 
 
 def ended(process, code=0):
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=500)
     assert process.returncode == code, text
     return text
+
+
+def is_stopped(process):
+    """Whether no thread of it works any more."""
+    threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
+    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
 
 def is_known(process):
@@ -162,8 +169,9 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, 
     first = worker(program=WITHOUT_LOCKS)
     until(lambda: server.asked.total() > 3)
     os.kill(first.pid, signal.SIGSTOP)
+    until(lambda: is_stopped(first))
+    grow_old(Path("logs/claims"), 1000.0)
     server.release()
-    time.sleep(1.5)
     ended(worker(program=WITHOUT_LOCKS))
     assert len(complete()) == TASKS
     os.kill(first.pid, signal.SIGCONT)
@@ -182,10 +190,9 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     mine = {int(path.name.split("-")[0]) for path in Path("logs/claims").glob("*-*")}
     # As if it had that, too.
     Path("logs/claims/00003-000001").write_text(json.dumps([first_owner(), {}]))
-    run = worker("--fail-on-dead-letters")
-    until(lambda: len(complete()) == TASKS - len(mine | {3}))
-    time.sleep(1)
-    assert run.poll() is None
+    run = Process([*COMMAND, "--fail-on-dead-letters"], Path.cwd())
+    run.until(f"of other processes: {ranges(mine | {3})} by pid {first.pid} on ")
+    assert len(complete()) == TASKS - len(mine | {3})
     told = json.loads(command("status", "checkpoints", "--json").out)
     assert sorted(told["workers"][0]["ranks"] + told["workers"][1]["ranks"]) == sorted(mine | {3})
     Path("logs/claims/00003-000002").write_text(
@@ -198,10 +205,9 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     )
     os.kill(first.pid, signal.SIGCONT)
     ended(first, 3)
-    text = ended(run, 1)
-    assert f"of other processes: {ranges(mine | {3})} by pid {first.pid} on " in text
-    assert f"1 of {TASKS} tasks are not complete, because they were given up" in text
-    assert "task 3: DocumentFailed: bad" in text
+    assert run.end() == 1
+    assert f"1 of {TASKS} tasks are not complete, because they were given up" in run.log
+    assert "task 3: DocumentFailed: bad" in run.log
 
 
 def first_owner():

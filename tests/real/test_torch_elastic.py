@@ -254,11 +254,12 @@ def test_after_the_end_of_an_epoch_the_next_one_follows(folder, make, workers):
 def test_states_that_cannot_be_merged_are_refused(folder):
     read, states = stopped(lambda place: packed(folder, place), (2, 2), 3)
     assert read, "no sample came before the states"
+    _, earlier = stopped(lambda place: packed(folder, place), (2, 2), 2)
     one = loader(packed(folder))
     with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
         restore(one, states[:1])
     with pytest.raises(CheckpointMismatch, match=r"two states of rank 0"):
-        restore(one, [states[0], states[0], states[1]])
+        restore(one, [states[0], earlier[0], states[1]])
     with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
         restore(loader(Pack(rows(folder, "rows", (0, 1), tokens_of), 17)), states)
     other = ReaderDataset(

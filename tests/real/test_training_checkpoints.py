@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -45,7 +46,7 @@ from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.disks import crash_at
-from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, TrainingCheckpoints
 from datatrove_ckpt.torch.sharded import _Metadata
 from tests.patience import Patience, until
 from tests.real import train as script
@@ -1481,6 +1482,14 @@ def other_shapes(rank, run):
         saved.save(1, stage=nn.Linear(2 + rank, 2))
     with pytest.raises(ConfigError, match="sampler differs between the ranks"):
         saved.save(1, sampler={"seen": [1, {"place": 10 * rank}]})
+    parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.zeros_(parts[0].bias)
+    nn.init.constant_(parts[0].weight, 1.0)
+    nn.init.constant_(parts[1].weight, 1.0 + rank * 2**-20)  # as of Megatron
+    with pytest.raises(ConfigError, match=r"save: model/1\.weight differs between the ranks"):
+        saved.save(1, model=parts)
+    with pytest.raises(ConfigError, match=r"save: all/model/1\.weight differs"):
+        saved.save(1, all={"model": parts.state_dict()})
     model = nn.BatchNorm1d(2)
     nn.init.constant_(model.running_mean, rank)  # of DDP, they differ
     with saved:
@@ -1490,6 +1499,61 @@ def other_shapes(rank, run):
 
 def test_a_state_of_one_rank_is_refused(tmp_path, ranks):
     ranks.call(other_shapes, 2, str(tmp_path))
+
+
+def tensor_parallel(rank, run, documents, made):
+    """Ranks 2n and 2n+1 read the same rows."""
+    dataset = ReaderDataset(JsonlReader(documents), rank // 2, 2, shuffle_seed=1)
+    source = dataset
+    if made == "Mix":
+        source = Mix([dataset], [1])
+    loader = StatefulDataLoader(source, batch_size=2, num_workers=1)
+    with checkpoints(run, every_steps=1) as saved:
+        step = saved.restore(loader=loader) or 0
+        for batch in itertools.islice(loader, 3):
+            step += 1
+            with Path(run, f"seen-{rank}").open("a") as file:
+                file.write("".join(f"{name}\n" for name in batch["id"]))
+            saved.save(step, loader=loader)
+
+
+@pytest.mark.parametrize("made", ["ReaderDataset", "Mix"])
+def test_ranks_that_read_the_same_rows_resume_with_their_own_states(
+    documents, tmp_path, ranks, made
+):
+    for _ in range(3):
+        ranks.call(tensor_parallel, 4, str(tmp_path / "run"), documents, made)
+    seen = [Path(tmp_path / "run", f"seen-{rank}").read_text().split() for rank in range(4)]
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert len({*seen[0], *seen[2]}) == 2 * len(seen[0]) == 2 * 3 * 3 * 2
+
+
+@pytest.mark.parametrize("wrap", [Pack, lambda stream, length: Mix([stream], [1])])
+def test_a_wrapped_stream_of_datasets_resumes(tmp_path, wrap):
+    rows = datasets.Dataset.from_dict({"input_ids": [[number] * 2 for number in range(40)]})
+    seen = []
+    for _ in range(3):
+        stream = rows.to_iterable_dataset(num_shards=2)
+        loader = StatefulDataLoader(wrap(stream, 2), batch_size=2, num_workers=1)
+        with checkpoints(tmp_path, every_steps=1) as saved:
+            step = saved.restore(loader=loader) or 0
+            for batch in itertools.islice(loader, 4):
+                step += 1
+                column = batch["input_ids"]
+                seen += (column[:, 0] if torch.is_tensor(column) else column[0]).tolist()
+                saved.save(step, loader=loader)
+    assert seen == list(range(24))
+
+
+def test_a_shuffled_stream_is_refused_at_the_restore_and_at_a_save(tmp_path):
+    stream = datasets.Dataset.from_dict({"a": [*range(40)]}).to_iterable_dataset().shuffle(1)
+    loader = StatefulDataLoader(stream)
+    with checkpoints(tmp_path) as saved:
+        with pytest.raises(ConfigError, match="loses the rows in its buffer"):
+            saved.restore(loader=loader)
+        with pytest.raises(ConfigError, match="loses the rows in its buffer"):
+            saved.save(1, loader=loader)
 
 
 SPAWNED = """

@@ -49,6 +49,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
 )
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
+from datatrove_ckpt.process import open_files
 
 # lines -------------------------------------------------------------------------------------------
 
@@ -95,6 +96,30 @@ def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path):
         list(journal.read_in_order())
 
 
+def test_a_journal_is_read_in_megabytes_whatever_the_order_in_which_documents_finished(
+    tmp_path, monkeypatch
+):
+    """Each read lets another thread wait for the interpreter's lock."""
+    journal = ChunkJournal(tmp_path / "journal", 0)
+    for ordinal in reversed(range(200)):
+        journal.append([finished(ordinal)])
+    reads = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: reads.append(given) or pread(*given))
+    assert [one.ordinal for one in journal.read_in_order()] == [*range(200)]
+    assert len(reads) == 1
+
+
+def test_what_the_system_writes_in_parts_is_written_whole(tmp_path, monkeypatch):
+    """A signal, a pipe or a disk that is nearly full cuts a write short."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data[:7])))
+    files.disk.append(tmp_path / "log", b"0123456789" * 3)
+    files.disk.replace(tmp_path / "file", b"0123456789")
+    assert (tmp_path / "log").read_bytes() == b"0123456789" * 3
+    assert (tmp_path / "file").read_bytes() == b"0123456789"
+
+
 def test_what_a_fenced_process_added_meanwhile_shifts_nothing_and_counts_once(
     tmp_path,
 ):
@@ -117,11 +142,14 @@ def test_another_document_in_the_place_of_one_is_corrupt(tmp_path):
 
 
 def test_more_journals_than_open_files_are_all_written(tmp_path, monkeypatch):
+    assert files.MAX_OPEN_FILES < open_files._FILES, "what a task makes room for"
     monkeypatch.setattr(files, "MAX_OPEN_FILES", 2)
+    open_before = len(os.listdir("/dev/fd"))  # noqa: PTH208 (which opens the folder)
     journals = [ChunkJournal(tmp_path / f"journal {index}", index) for index in range(5)]
     for turn in range(3):
         for index, journal in enumerate(journals):
             journal.append([finished(index + turn)])
+    assert len(os.listdir("/dev/fd")) <= open_before + 2  # noqa: PTH208
     for index, journal in enumerate(journals):
         journal.file.sync()
         assert [line.ordinal for line in journal.read_in_order()] == [index, index + 1, index + 2]

@@ -1,6 +1,7 @@
 """Claims: a crash at each effect, and workers that join, die, sleep and wake up in any order."""
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -8,8 +9,10 @@ import time
 from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
+import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
@@ -18,6 +21,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
 from datatrove_ckpt.claims.claims import LAUNCH, Claims, claimants, given_up
 from datatrove_ckpt.claims.stores import DiskClaims, Mark, ObjectClaims, new_owner, open_reader
+from datatrove_ckpt.errors import CheckpointLocked
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 
 RANKS = 4
@@ -196,6 +200,14 @@ def test_a_rank_is_given_up_after_attempts_without_progress_of_any_processes(job
     assert second.take_rank(0)
 
 
+def test_a_worker_takes_any_rank_so_that_not_all_try_the_same_one(job, monkeypatch):
+    monkeypatch.setattr("random.shuffle", list.reverse)
+    assert Process(job).take() == 0
+    worker = Process(job)
+    worker.claims._is_worker = True
+    assert worker.take() == RANKS - 1
+
+
 def test_progress_begins_the_count_anew(job):
     process = Process(job, alone=True)
     for attempt in range(1, 5):
@@ -334,13 +346,13 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(j
 
 # Botocore and httpx have errors that have no base in common with OSError.
 @pytest.mark.parametrize("error", [None, RuntimeError("no route to the store")])
-def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
+def test_a_process_beats_and_then_sees_what_others_have_completed_also_after_an_error(
     job, monkeypatch, error
 ):
-    looks = SimpleQueue()
+    done = SimpleQueue()
 
     def incomplete():
-        looks.put(1)
+        done.put("look")
         if error:
             raise error
         return []
@@ -348,8 +360,28 @@ def test_after_each_beat_what_others_have_completed_is_seen_also_after_an_error(
     monkeypatch.setattr(job, "incomplete", incomplete)
     for store in (DiskClaims, ObjectClaims):
         monkeypatch.setattr(store, "beat_seconds", 0.01)
+        monkeypatch.setattr(store, "beat", lambda store: done.put("beat"))
     Process(job)
-    assert [looks.get(timeout=30) for _ in range(2)] == [1, 1]
+    while (first := done.get(timeout=300)) != "look":
+        assert first == "beat"  # of the store that was made
+    assert [done.get(timeout=300) for _ in range(4)] == ["beat", "look"] * 2
+
+
+@pytest.mark.parametrize("where", [on_disk, in_bucket])
+def test_a_beat_keeps_a_process_of_another_host_alive_however_long_it_works(
+    tmp_path, monkeypatch, where
+):
+    monkeypatch.setattr(stores, "has_ended", lambda owner: False)
+    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    job = Job(where(tmp_path))
+    late = Process(job)
+    other = Process(job)
+    for seconds, is_alive in ((0.0, True), (10_000.0, False), (10_000.0, False)):
+        grow_old(tmp_path, seconds)
+        other.store.beat()
+        assert (late.owner in other.store.look().alive) == is_alive
+        late.store.beat()
+        assert late.owner in other.store.look().alive
 
 
 def test_a_process_whose_file_a_power_loss_has_cut_has_no_name():
@@ -379,14 +411,88 @@ def test_a_process_of_this_host_that_has_ended_is_dead_at_once_on_object_stores(
     assert Process(job).claims.free().ranks == [1, 2, 3]
 
 
+def test_a_lock_of_another_pid_namespace_with_this_pid_and_host_name_is_no_lock_of_this_process(
+    tmp_path, monkeypatch
+):
+    lock = files.Lock(tmp_path / "lock")
+    with pytest.raises(CheckpointLocked, match="This very process"):
+        files.Lock(lock.path)
+    monkeypatch.setattr(files, "process_place", lambda: "another")
+    with pytest.raises(CheckpointLocked, match=f"pid {os.getpid()} on {socket.gethostname()}"):
+        files.Lock(lock.path)
+    lock.release()
+
+
+IN_A_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+HOLDS_ITS_NAME = (
+    "import sys; from datatrove_ckpt.claims.stores import new_owner; "
+    "print(new_owner(), flush=True); sys.stdin.read()"
+)
+
+
+def test_a_process_of_another_pid_namespace_with_this_host_name_keeps_its_ranks(tmp_path):
+    """As in containers with a fixed name: its id, looked up here, is another process or none."""
+    trial = shlex.join([*IN_A_NAMESPACE, "true"])
+    if subprocess.run(["sh", "-c", trial], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make PID namespaces")
+    with subprocess.Popen(
+        [*IN_A_NAMESPACE, sys.executable, "-c", HOLDS_ITS_NAME],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as there:
+        owner = there.stdout.readline().strip()
+        assert list(is_alive_here(owner, tmp_path)) == [True, False]
+        there.stdin.close()
+
+
+def is_alive_here(owner, folder):
+    """Yields whether this process takes an owner for alive: at its first beat, and long after."""
+    here = Process(Job(in_bucket(folder)))
+    here.job.make_store(owner)
+    for seconds in (0.0, 1000.0):
+        grow_old(folder, seconds)
+        here.store.beat()
+        yield owner in here.store.look().alive
+
+
+def test_where_boot_and_namespace_are_unknown_only_beats_show_a_death(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "process_place", lambda: "")
+    assert list(is_alive_here(new_owner(), tmp_path)) == [True, False]
+
+
+def test_an_owner_of_an_earlier_release_with_a_host_name_is_judged_by_its_beats(tmp_path):
+    host = xxhash.xxh32(socket.gethostname().encode()).hexdigest()
+    gone = f"{host}{2**22 + 1:08x}{7:016x}{1:08x}"
+    assert list(is_alive_here(gone, tmp_path)) == [True, False]
+
+
 def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
     first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
     assert first.store.put(Mark(0, 1, first.owner), b"{}") is True
     assert second.store.put(Mark(0, 1, second.owner), b"{}") is False
 
 
+def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(
+    tmp_path, monkeypatch
+):
+    """Both have written their mark before either looks again."""
+    first, second = (Process(Job(in_bucket(tmp_path))) for _ in range(2))
+    monkeypatch.setattr(first.store, "_settle_seconds", 5.0)
+    won = []
+
+    def other_writes_meanwhile(seconds):
+        if seconds == 5.0:
+            won.append(second.store.put(Mark(0, 1, second.owner), b"{}"))
+
+    clock = SimpleNamespace(time=time.time, sleep=other_writes_meanwhile)
+    monkeypatch.setattr(stores, "time", clock)
+    won.append(first.store.put(Mark(0, 1, first.owner), b"{}"))
+    assert sorted(won) == [False, True]
+
+
 def test_four_beats_may_be_late_on_object_stores_and_not_five(tmp_path, monkeypatch):
-    monkeypatch.setattr(stores, "has_ended", lambda owner: False)  # of another host
+    monkeypatch.setattr(stores, "has_ended", lambda owner: False)  # of another kernel
     late = Process(Job(in_bucket(tmp_path)))
     late.die()
     beats = tmp_path / "claims"
@@ -554,7 +660,7 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, m
     here = Process(job)
     assert here.take() == 0
     monkeypatch.setattr(files, "lock_holder", lambda path: None)
-    monkeypatch.setattr(stores.socket, "gethostname", lambda: "another")
+    monkeypatch.setattr(stores, "process_place", lambda: "another".rjust(16))
     there = Process(job)
     assert there.claims.free().ranks == [1, 2, 3]
     for _ in range(3):

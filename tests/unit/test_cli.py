@@ -10,6 +10,7 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
+from tests.rank_folders import write_rank
 from tests.yaml_jobs import job_yaml, write_job
 
 _INFERENCE = "      - class_path: InferenceRunner\n"
@@ -195,6 +196,48 @@ _OF_A_RUN = {
 }
 _OF_A_FILE = {"datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}
 _COMMAND = "from datatrove_ckpt.cli.main import main; main({})"
+
+
+_NAMES = """
+import sys
+before = set(sys.modules)
+from datatrove_ckpt.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as ended:
+    assert not ended.code
+print("imported", *set(sys.modules) - before)
+"""
+# What errors, secrets and lines of files need.
+_LIGHT = {"datatrove_ckpt", "orjson", "xxhash"}
+_CODECS = {"cramjam", "isal", "lz4", "snappy", "zstandard"}  # fsspec's, as far as they are there
+_OF_STATUS = _LIGHT | {"fsspec", "loguru", *_CODECS}
+# Of Python itself; each takes 10 ms or more.
+_SLOW = {"asyncio", "email", "http.client", "multiprocessing", "sqlite3", "ssl", "subprocess"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packages", "later"),
+    [
+        (["--version"], _LIGHT, _SLOW),
+        (["run", "--help"], _LIGHT, _SLOW),
+        (["status", "checkpoints"], _OF_STATUS, {"http.client"}),
+    ],
+)
+def test_a_command_imports_what_it_needs_and_no_more(tmp_path, arguments, packages, later):
+    """So ``--version`` takes a tenth of a second, and ``status`` two of them."""
+    write_rank(tmp_path / "checkpoints", chunks=1, finished=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", _NAMES, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = set(ended.stdout.rpartition("imported ")[2].split())
+    tops = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert {name for name in tops if not name.startswith("_")} <= packages  # _: of Python's build
+    assert not imported & later
 
 
 @pytest.mark.matrix

@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from datatrove.pipeline.readers import HuggingFaceDatasetReader as Original
 
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, InputError
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, PositionedDocument, position_state
 from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.torch import Mix, Pack
 from tests.unit.tables import write_table
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
@@ -276,3 +277,29 @@ def test_a_damaged_record_of_a_commit_is_an_error(tmp_path):
 
 
 # How much of the input is done -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda shuffled: shuffled,
+        lambda shuffled: shuffled.map(dict).filter(bool).take(5),
+        "interleave_datasets",
+        "concatenate_datasets",
+    ],
+)
+def test_a_shuffled_stream_is_no_source_as_a_resume_loses_its_buffer(make):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"input_ids": [[1]] * 9})
+    stream = rows.to_iterable_dataset(3)
+    shuffled = stream.shuffle(seed=1, buffer_size=4)
+    if isinstance(make, str):
+        shuffled = getattr(datasets, make)([stream, shuffled])
+    else:
+        shuffled = make(shuffled)
+    for wrap in (lambda source: Pack(source, 2), lambda source: Mix([source], [1])):
+        wrap(stream)
+        wrap(rows.shuffle(seed=1).to_iterable_dataset(3))
+        with pytest.raises(ConfigError, match=r"loses the rows in its buffer.*ReaderDataset"):
+            wrap(shuffled)

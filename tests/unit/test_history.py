@@ -2,6 +2,8 @@
 bounded.
 """
 
+from types import SimpleNamespace
+
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
@@ -17,6 +19,7 @@ from datatrove_ckpt.checkpoint.history_records import (
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.generation import progress
 from tests.histories import History, read_history
 
 
@@ -124,3 +127,25 @@ def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path):
     skipped = SkippedLines(damaged=3, without_text=4)
     HistoryLog(tmp_path / "history.jsonl", 1).append([Progress(at=1.0, skipped=skipped)])
     assert HistoryLog(tmp_path / "history.jsonl", 2).skipped == skipped
+
+
+async def test_an_attempt_adds_lines_ever_more_rarely_and_at_last_one_each_minute(monkeypatch):
+    """A day has 1,440 of them, and a file of 900 kB some thousand."""
+    pauses = []
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 24:
+            raise EOFError
+
+    monkeypatch.setattr(progress, "asyncio", SimpleNamespace(sleep=sleep))
+    noted = []
+    reporter = SimpleNamespace(
+        _checkpoint=SimpleNamespace(note=noted.append),
+        progress=lambda: "progress",
+        spread=lambda: "spread",
+    )
+    with pytest.raises(EOFError):
+        await progress.RankReporter._keep(reporter)
+    assert pauses == [1, 2, 4, 8, 16, 32, *[60] * 18]
+    assert noted == [*(["progress"] * 10 + ["spread"]) * 2, *["progress"] * 3]

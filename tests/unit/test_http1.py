@@ -2,6 +2,8 @@
 at random.
 """
 
+import gzip
+
 import pytest
 
 from datatrove_ckpt.inference.client import body as body_limits
@@ -17,8 +19,19 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EMPTY = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 # What the server sends; the answer; whether the connection can be used again.
 ANSWERS = {
-    "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", Response(200, b"hello"), True),
-    "no reason": (b"HTTP/1.1 200\r\ncontent-length:5\r\n\r\nhello", Response(200, b"hello"), True),
+    "length": (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[1,2]", Response(200, b"[1,2]"), True),
+    "no reason": (b"HTTP/1.1 200\r\ncontent-length:2\r\n\r\n{}", Response(200, b"{}"), True),
+    "no JSON": (
+        b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\nContent-Length: 5\r\n\r\nhello",
+        Response(200, b"hello", form="a/b"),
+        True,
+    ),
+    "gzip": (
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: GZip\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(gzip.compress(b"hello")), gzip.compress(b"hello")),
+        Response(200, b"hello", form="GZip"),
+        True,
+    ),
     "spaces": (
         b"HTTP/1.1 200 A B\r\nContent-Length: \t 5 \t\r\nX:\r\n\r\nhello",
         Response(200, b"hello"),
@@ -64,7 +77,6 @@ BAD = {
     "a space before the colon": b"HTTP/1.1 200 OK\r\nContent-Length : 1\r\n\r\nx",
     "two lengths": b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxy",
     "too long": b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n",
-    "compressed": b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
     "gzip in chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
     "chunked twice": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
     "chunks in HTTP/1.0": b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",

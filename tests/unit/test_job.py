@@ -2,10 +2,12 @@
 
 import json
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, job
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.job import compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
@@ -39,13 +41,16 @@ class Rank:
         self.lock.release(remove=True)
 
 
-def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path):
+def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
     first, second = Rank(tmp_path, 0), Rank(tmp_path, 1)
     errors = []
-    waits = threading.Event()
+    looks = threading.Semaphore(0)
+
+    def sleep(seconds):
+        looks.release()
+        time.sleep(seconds)
 
     def start_second():
-        waits.set()
         try:
             second.start(identity(tasks=4))
         except CheckpointMismatch as error:
@@ -53,11 +58,11 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path):
 
     thread = threading.Thread(target=start_second)
     claim = RunClaim(first.folder, identity())
+    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
     with join_job(tmp_path, 0, identity(), False, lambda: None):
         thread.start()  # between job.json and run.json of the first
-        waits.wait()
-        thread.join(0.1)
-        assert thread.is_alive(), "it must wait until the first has said what it is"
+        for _ in range(2):
+            assert looks.acquire(timeout=300), "it must wait until the first has said what it is"
         claim.take()
     thread.join()
     assert [str(error).splitlines()[1] for error in errors] == ["  tasks: 3 -> 4"]

@@ -17,8 +17,7 @@ from datatrove_ckpt.generation import code_text
 from datatrove_ckpt.generation.step import Step
 from tests.unit.test_plain_statements import packed
 
-# The package is parsed once, for seconds.
-pytestmark = [pytest.mark.xdist_group("layers"), pytest.mark.slow]
+pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
 
 PACKAGE = Path(datatrove_ckpt.__file__).parent
 

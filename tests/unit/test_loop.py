@@ -11,6 +11,7 @@ import pytest
 from datatrove_ckpt.process import event_loop, preemption
 from datatrove_ckpt.process.preemption import LoopWatch
 from datatrove_ckpt.process.shutdown import Shutdown
+from tests.patience import until_async
 
 
 def test_a_signal_that_is_raised_in_the_loop_leaves_nothing_to_complain_about_later(
@@ -39,6 +40,11 @@ class Watch(LoopWatch):
     def __init__(self, shutdown):
         super().__init__(shutdown, lambda: None, lambda: 1)
         self.ended = threading.Event()
+        self.left = threading.Event()
+
+    def _watch(self):
+        super()._watch()
+        self.left.set()
 
     def _end(self):
         self.ended_at = time.monotonic()
@@ -71,13 +77,22 @@ async def test_a_loop_that_answers_and_does_not_end_is_ended_too(fast):
     assert await asyncio.to_thread(watch.ended.wait, 300)
 
 
-async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end():
+async def test_servers_and_storage_may_take_longer_and_the_time_counts_from_their_end(monkeypatch):
+    looks = []
+
+    def sleep(seconds):
+        looks.append(time.monotonic())
+        time.sleep(seconds)
+
+    monkeypatch.setattr(preemption, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     shutdown = Shutdown(0)
     with shutdown.closing():
         watch = await stopping(shutdown)
         with shutdown.closing():
             pass
-        assert not await asyncio.to_thread(watch.ended.wait, 0.6)
+        over = time.monotonic() + 0.2
+        await until_async(lambda: len([look for look in looks if look > over]) > 2)
+        assert not watch.ended.is_set()
     assert await asyncio.to_thread(watch.ended.wait, 300)
     assert watch.ended_at >= shutdown.closed_at + 0.2
 
@@ -90,4 +105,5 @@ async def test_a_loop_that_ends_in_time_is_left_alone(monkeypatch):
     watch = await stopping(Shutdown(0))
     watch.close()
     late.set()
-    assert not await asyncio.to_thread(watch.ended.wait, 0.5)
+    assert await asyncio.to_thread(watch.left.wait, 300)
+    assert not watch.ended.is_set()

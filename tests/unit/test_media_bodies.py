@@ -90,16 +90,18 @@ def test_a_body_arrives_whole_at_a_server_that_reads_slowly_and_the_connection_s
     over,
 ):
     came, connections = [], []
+    made, expected = body()
 
     async def serve(reader, writer):
         connections.append(1)
-        for _ in range(3):
-            await asyncio.sleep(0.05)  # the socket's buffers are full by then
+        for size in (len(expected), 2, len(expected)):
+            while size > 2 and not reader._paused:
+                await asyncio.sleep(0)
+            for _ in range(20):  # now the socket's buffers fill
+                await asyncio.sleep(0)
             came.append(await read_request(reader))
             writer.write(ANSWER)
         writer.close()
-
-    made, expected = body()
 
     async def use(sending):
         for one in (made, b"{}", made):

@@ -6,17 +6,19 @@ import errno
 import fcntl
 import itertools
 import threading
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
-from datatrove_ckpt.checkpoint import identity, ledger
+from datatrove_ckpt.checkpoint import identity, ledger, rank_files
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
 from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
@@ -80,10 +82,13 @@ def opened(
     folder,
     write=write_chunk,
     placement=None,
+    records_per_chunk=2,
     **changes,
 ):
-    identity = RunIdentity({"records_per_chunk": 2, "tasks": 1})
-    settings = CheckpointManager(folder, 0, 2, identity, nothing, nothing, **changes)
+    identity = RunIdentity({"records_per_chunk": records_per_chunk, "tasks": 1})
+    settings = CheckpointManager(
+        folder, 0, records_per_chunk, identity, nothing, nothing, **changes
+    )
     output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
     return OpenCheckpoint(settings, settings.take(), output)
 
@@ -102,10 +107,67 @@ def run(checkpoint, number):
         checkpoint.finish(slot, Finished(slot.ordinal, outcome, f"input {ordinal}", b"{}"))
     checkpoint.end_of_input()
     while not checkpoint.all_committed:
-        assert changed.wait(30)
+        assert changed.wait(300)
         changed.clear()
         checkpoint.raise_failure()
     assert threading.current_thread() not in readers
+
+
+# writing --------------------------------------------------------------------------------------------
+
+
+def answer_and_finish(checkpoint, ordinal):
+    slot = checkpoint.admit(f"input {ordinal}")
+    checkpoint.put_answer(slot, f"id {ordinal}", AnswerKey(0, "f" * 32, 0), Answer(b"{}", None))
+    checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
+
+
+@contextmanager
+def as_one_group(checkpoint):
+    """The disk is busy while the block hands documents over."""
+    is_busy = threading.Event()
+    is_free = threading.Event()
+    checkpoint.change_later(lambda rank_files: is_busy.set() or is_free.wait(60))
+    assert is_busy.wait(60)
+    yield
+    is_free.set()
+    until_written(checkpoint)
+
+
+def until_written(checkpoint):
+    """Returns when all that was handed over is written, and synced if a sync was due."""
+    for _ in range(2):
+        checkpoint.change(lambda rank_files: None)
+
+
+def of_documents(disk):
+    """The effects on the journal and the answers of the first chunk."""
+    names = (journal_name(0), *CACHE_FILES)
+    return [label for label in disk.happened if label.endswith(names)]
+
+
+def test_what_is_written_is_synced_once_in_sync_seconds_and_not_once_in_a_group(
+    tmp_path, monkeypatch
+):
+    """On a slow disk a sync takes 200 milliseconds, and a group comes each few milliseconds."""
+    now = [0.0]
+    monkeypatch.setattr(rank_files, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    checkpoint = opened(tmp_path, records_per_chunk=100, sync_seconds=600.0)
+    until_written(checkpoint)
+    written = ["commit replay.sqlite3", "write chunk_00000.jsonl"]
+    synced = ["sync chunk_00000.jsonl", "sync replay.sqlite3-wal"]
+    happened = []
+    with disk_in_place(disk := WatchedDisk()):
+        for ordinal, seconds in enumerate([0, 1, 2, 599, 600, 601, 1199, 1200, 1201]):
+            now[0] = float(seconds)
+            with as_one_group(checkpoint):
+                answer_and_finish(checkpoint, ordinal)
+            happened.append((seconds, of_documents(disk)))
+            disk.happened.clear()
+        checkpoint.close()
+    # The seconds count from the first write after a sync; here also from the history's first line.
+    expected = {600: synced + written, 1200: synced + written}
+    assert happened == [(seconds, expected.get(seconds, written)) for seconds, _ in happened]
 
 
 def no_locks(fd, how):
@@ -278,7 +340,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
     may_publish, changed, reads = threading.Event(), threading.Event(), 0
 
     def write_later(index, documents):
-        assert index == 0 or may_publish.wait(30)
+        assert index == 0 or may_publish.wait(300)
         return write_chunk(index, documents)
 
     def reading(read, *given, **named):
@@ -286,7 +348,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
         if reads == moment:
             may_publish.set()
             while checkpoint.publishing:
-                assert changed.wait(30)
+                assert changed.wait(300)
                 changed.clear()
         reads += 1
         return read(*given, **named)

@@ -2,7 +2,10 @@
 aborted.
 """
 
+import errno
+import os
 import threading
+import time
 from types import SimpleNamespace
 
 import fsspec
@@ -12,14 +15,17 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
-from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed
+from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch, StorageFailed
+from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.targets import RemoteTarget, S3Target
+from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 
 
 class Breaking(MemoryFileSystem):
@@ -345,3 +351,81 @@ def test_options_that_are_no_secrets_are_fine():
     check_options({"token": "anon"}, "gs://b", "data_folder")
     with pytest.raises(ConfigError, match="'private_key'"):
         check_options({"token": {"private_key": "x"}}, "gs://b", "data_folder")
+
+
+# Local files -------------------------------------------------------------------------------------
+
+
+def staged_files(folder, **contents):
+    """Files of a chunk that are written and closed, as a writer of gzip makes them."""
+    manager = JsonlWriter(str(folder / "output"), compression="gzip").output_mg
+    staged = StagedFiles(folder / "staging", manager)
+    for name, content in contents.items():
+        file = staged.get_file(name)
+        file.write(content if "b" in manager.mode else content.decode())
+        file.close()
+    return staged
+
+
+def test_the_bytes_of_a_compressed_file_do_not_depend_on_the_time(tmp_path, monkeypatch):
+    hashes = set()
+    for seconds in (0.0, 1e9):
+        monkeypatch.setattr(time, "time", lambda: seconds)  # noqa: B023 (in this turn)
+        staged = staged_files(tmp_path / f"{seconds}", a=b"content")
+        hashes.add(staged.finished["a"].hexdigest())
+    assert len(hashes) == 1
+
+
+def test_a_chunk_with_a_file_of_another_run_leaves_none_of_its_files(tmp_path):
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "b").write_bytes(b"of another run")
+    staged = staged_files(tmp_path, a=b"content", b=b"content", c=b"content")
+    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
+    with pytest.raises(OutputMismatch):
+        target.publish(0, staged, Intents(tmp_path))
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == {"b": b"of another run"}
+
+
+def test_a_file_in_a_folder_that_a_group_shares_belongs_to_the_group(tmp_path, monkeypatch):
+    output = tmp_path / "output"
+    output.mkdir()
+    group = os.getgid()
+    changed = []
+    monkeypatch.setattr(os, "chown", lambda path, *owner: changed.append((path.name, owner)))
+    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
+    target.publish(0, staged_files(tmp_path, a=b"content"), Intents(tmp_path))
+    assert changed == []
+    output.chmod(0o2770)
+    target.publish(1, staged_files(tmp_path, b=b"content"), Intents(tmp_path))
+    assert changed == [("b", (-1, group))]
+
+
+class TwoFileSystems(WatchedDisk):
+    """A disk on which nothing in a staging folder can be linked to elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def before(self, name, args, label):
+        if name == "write":
+            self.largest = max(self.largest, len(args[1]))
+        if name == "link" and args[0].parent.name == "staging":
+            raise StorageFailed from OSError(errno.EXDEV, "elsewhere")
+
+
+def test_a_file_on_another_file_system_is_copied_in_parts_and_synced_before_it_has_its_name(
+    tmp_path,
+):
+    output = tmp_path / "output"
+    output.mkdir()
+    staged = staged_files(tmp_path, a=os.urandom(3 << 20))
+    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
+    with disk_in_place(disk := TwoFileSystems()):
+        target.publish(0, staged, Intents(tmp_path))
+    copied = disk.happened.index("link a")
+    effects = [label.split(" ")[0] for label in disk.happened[copied - 6 : copied + 2]]
+    assert effects == ["create", *["write"] * 4, "sync", "link", "sync"]
+    assert disk.largest <= 1 << 20
+    assert (output / "a").stat().st_size > 3 << 20

@@ -49,7 +49,6 @@ def imported():
     return found - sys.stdlib_module_names - {"datatrove_ckpt"}
 
 
-@pytest.mark.slow
 def test_what_is_imported_is_declared_and_a_plain_dependency_is_imported():
     distributions, found = packages_distributions(), imported()
     by_name = {

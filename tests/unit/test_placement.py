@@ -31,7 +31,7 @@ def finish_chunks(checkpoint, held, number):
         slot = checkpoint.admit(f"input {ordinal}")
         checkpoint.finish(slot, Finished(slot.ordinal, "written", f"input {ordinal}", b"{}"))
     for _ in range(number):
-        assert held.arrived.acquire(timeout=60)
+        assert held.arrived.acquire(timeout=300)
 
 
 def free(monkeypatch, share):
@@ -54,7 +54,7 @@ def test_chunks_wait_in_any_number_and_are_committed_in_any_order(tmp_path, monk
     assert checkpoint.publishing == MAX_PUBLISHING + 1
     assert not held.hurried.is_set()
     checkpoint.end_of_input()
-    assert held.hurried.wait(60)
+    assert held.hurried.wait(300)
     checkpoint.close()
     again = opened(tmp_path, placement=Held(), placed_later=True)
     assert sorted(again.resumed.done) == [1, 3]

@@ -121,7 +121,9 @@ async def test_requests_of_other_clients_fill_the_cache_too():
 async def test_the_oldest_document_goes_first():
     made = router(1, 1)
     target = await made.acquire(request())
-    tasks = dict(zip("cab", await waiting(made, *(request(order=n) for n in (3, 1, 2))), strict=True))
+    tasks = dict(
+        zip("cab", await waiting(made, *(request(order=n) for n in (3, 1, 2))), strict=True)
+    )
     for name in "abc":
         made.release(target, Request())
         await settle()

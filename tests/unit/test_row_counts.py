@@ -98,10 +98,10 @@ def test_one_process_counts_and_the_others_wait_for_it(folder, cache, counted):
     with counts.counting():
         other = threading.Thread(target=lambda: found.append(rows(folder)))
         other.start()
-        assert waits.wait(120)
+        assert waits.wait(300)
         for number in range(3):
             counts.put(number, first._index[number])
-    other.join(120)
+    other.join(300)
     logger.remove(handler)
     assert found == [6]
     assert counted == []

@@ -23,6 +23,7 @@ from tests.rank_folders import (
     HERE,
     done,
     failed,
+    finish,
     minute,
     minutes,
     start,
@@ -236,5 +237,5 @@ def test_an_unfinished_rank_needs_attention_when_nothing_runs(tmp_path, hold):
     folder = write_rank(tmp_path, 1, [start(T, host=HERE), minute(T, 0)])
     hold(folder)
     assert read(tmp_path).troubled == []
-    (folder / layout.LOCK).unlink()
+    finish(folder)
     assert [rank.trouble for rank in read(tmp_path).troubled] == ["unfinished"]

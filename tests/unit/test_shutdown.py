@@ -70,12 +70,15 @@ async def test_a_request_that_a_blocked_event_loop_has_not_seen_is_unnoticed():
     assert not shutdown.is_unnoticed
 
 
+LONG = 3600.0  # longer than a test may take
+
+
 @pytest.mark.parametrize(
     ("changes", "running", "draining"),
     [
-        ((), 0.0, 600.0),
+        ((), 0.0, LONG),
         ((lambda shutdown: shutdown.request("SIGTERM"),), None, 0.05),
-        ((lambda shutdown: shutdown.request("SIGTERM"), Shutdown.fast_stop), None, 600.0),
+        ((lambda shutdown: shutdown.request("SIGTERM"), Shutdown.fast_stop), None, LONG),
     ],
     ids=["running", "draining", "fast stop"],
 )
@@ -87,9 +90,7 @@ def test_a_thread_is_waited_for_no_longer_than_the_state_allows(changes, running
             one(shutdown)
 
     threading.Timer(0.02, change).start()
-    began = time.monotonic()
     assert not shutdown.join(queue.SimpleQueue(), running, draining)
-    assert time.monotonic() - began < 200
 
 
 def test_a_thread_that_ends_is_seen_at_once():

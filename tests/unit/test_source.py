@@ -2,11 +2,17 @@
 
 import asyncio
 import threading
+from contextlib import nullcontext
 
 import pytest
+from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
+from datatrove_ckpt.errors import CheckpointMismatch
+from datatrove_ckpt.generation import prefetch
+from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.prefetch import DocumentSource
+from datatrove_ckpt.output.documents import fingerprint
 
 
 @pytest.mark.parametrize("steps", range(6))
@@ -36,3 +42,63 @@ async def test_no_moment_of_an_arrival_swallows_a_cancellation(steps):
     blocked.set()
     await asyncio.wait([reading])
     assert reading.cancelled()
+
+
+async def test_what_was_read_meanwhile_is_taken_at_once():
+    """A change of threads for each document would cost more than its reading."""
+    number = 50
+    all_read = threading.Event()
+
+    def documents():
+        for index in range(number):
+            yield Document(text=f"text {index}", id=f"{index}")
+        all_read.set()
+
+    async def read(source):
+        return [len(batch) async for batch in source.batches(ResumePoint())]
+
+    reading = asyncio.create_task(read(DocumentSource(documents())))
+    await asyncio.sleep(0)  # its thread has started
+    assert all_read.wait(60)  # and this loop takes nothing meanwhile
+    # The last document waits for the end of the input.
+    assert await reading in ([number], [number - 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("limit", "text", "held"),
+    [(("_BUFFER_DOCUMENTS", 10), "", 10), (("_BUFFER_BYTES", 1000), "x" * 600, 2)],
+)
+async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
+    monkeypatch, limit, text, held
+):
+    monkeypatch.setattr(prefetch, *limit)
+    is_full = threading.Event()
+
+    def documents():
+        for index in range(1000):
+            if index == held + 1:  # one waits for the next one
+                is_full.set()
+            yield Document(text=text, id=f"{index}")
+
+    batches = DocumentSource(documents()).batches(ResumePoint())
+    first = asyncio.create_task(anext(batches))
+    await asyncio.sleep(0)
+    assert is_full.wait(60)
+    sizes = [len(await first)]
+    async for batch in batches:
+        sizes.append(len(batch))
+    assert sum(sizes) == 1000
+    assert max(sizes) in (held, held + 1)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+async def test_a_reader_that_cannot_seek_compares_the_last_document_of_each_chunk(is_changed):
+    documents = [Document(text=f"text {index}", id=f"{index}") for index in range(6)]
+    milestones = {ordinal: fingerprint(as_read(documents[ordinal]).data) for ordinal in (1, 3)}
+    if is_changed:
+        documents[1].text = "another text"
+    source = DocumentSource(documents)
+    point = ResumePoint(next_chunk=2, next_ordinal=4, milestones=milestones)
+    with pytest.raises(CheckpointMismatch, match="Document 1 of") if is_changed else nullcontext():
+        left = [one.id async for batch in source.batches(point) for one in batch]
+        assert left == ["4", "5"]

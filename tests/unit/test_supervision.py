@@ -7,6 +7,7 @@ import errno
 import itertools
 import subprocess
 import sys
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -16,7 +17,7 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
+from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.probes import (
     Metrics,
@@ -87,6 +88,27 @@ async def test_the_least_busy_server_is_next_and_its_limit_holds():
     assert await late is made.targets[1]
 
 
+async def test_a_server_whose_connection_failed_gets_a_request_only_when_no_other_can():
+    made, near = router(2), {}
+    failed, other = made.targets
+    assert await made.acquire(Request(near=near)) is failed
+    failed.cooldown_until = time.monotonic() + 1000
+    assert [await made.acquire(Request(near=near)) for _ in range(4)] == [other] * 4
+    other.up = False
+    assert await made.acquire(Request(near=near)) is failed
+
+
+async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():
+    made = router(limit=1)
+    target = await made.acquire(Request())
+    cancelled, next_one = acquire(made), acquire(made)
+    await settle()
+    made.release(target, Request())  # which gives the place on
+    cancelled.cancel()
+    await settle()
+    assert (cancelled.cancelled(), next_one.done(), made.in_flight) == (True, True, 1)
+
+
 async def test_requests_of_the_rank_that_started_first_go_first():
     made = router(limit=1)
     first, second = Sender(order=0), Sender(order=1)
@@ -105,6 +127,17 @@ async def test_requests_of_the_rank_that_started_first_go_first():
     assert (first.in_flight, second.in_flight) == (1, 0)
     made.release(target, Request(first))
     await late
+
+
+async def test_a_rank_that_stops_gets_no_place_even_if_one_is_free():
+    made = router(limit=1)
+    sender = Sender(Shutdown())
+    sender.shutdown.request("test")
+    assert made.take(Request(sender)) is None
+    waiting = acquire(made, Request(sender))
+    await settle()
+    assert (waiting.done(), made.in_flight) == (False, 0)
+    waiting.cancel()
 
 
 @pytest.mark.parametrize("is_quarantined", [False, True])

@@ -220,7 +220,8 @@ def test_what_cannot_be_merged_is_named(parquet):
     with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2, worker 1 .* is missing"):
         merge(states[:3])
     with pytest.raises(CheckpointMismatch, match=r"two states of rank 0 .*worker 1"):
-        merge([*states, states[1]])
+        merge([*states, states_of(parquet, (2, 2), samples=2)[1]])
+    assert merge([*states, states[1]]) == merge(states)  # ranks of one slot read the same rows
     with pytest.raises(CheckpointMismatch, match="epoch is 0 in one and 1 in another"):
         merge([*states[:3], *states_of(parquet, (2, 2), number=1)[3:]])
     with pytest.raises(CheckpointMismatch, match="topology"):

@@ -73,9 +73,37 @@ def test_no_more_processes_are_started_than_there_are_tasks_and_a_large_result_c
     assert [len(value) for _, value in done] == [3_000_000] * tasks
 
 
-def several(work, count=1):
+def several(work, count=1, passes=None):
     """Workers that take several tasks before one is done."""
-    return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, 2)
+    return Workers(multiprocess.get_context("fork"), count, work, NUMBERS, 2, screen=passes)
+
+
+class Passes:
+    """Stands in for the screen: counts, for all processes, how often tasks were handed out."""
+
+    has_bar = False
+
+    def __init__(self):
+        self._number = multiprocess.get_context("fork").RawValue("i", 0)
+
+    def tick(self):
+        self._number.value += 1
+
+    async def has_come(self, waiting):
+        """Whether a worker that waits for a task gets one when tasks are handed out."""
+        await asyncio.sleep(0)  # it waits now
+        begun = self._number.value
+        while not waiting.done() and self._number.value < begun + 2:
+            await asyncio.sleep(0.001)
+        for _ in range(10):  # what was sent is read
+            await asyncio.sleep(0)
+        return waiting.done()
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    monkeypatch.setattr(module, "TICK_SECONDS", 0.01)
+    return Passes()
 
 
 def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_counts(
@@ -105,16 +133,16 @@ def test_the_tasks_of_a_worker_that_dies_are_tried_alone_and_only_a_death_alone_
     assert tried == ["[0, 1, 2]", "[0]", "[1]", "[1]", "[2]", "[3]"]
 
 
-def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path):
+def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path, passes):
     """The process that has one is ready for more, and there is more."""
 
     def work(slot, tasks):
         if not (tmp_path / "first").exists():
             (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
             os._exit(1)
-        asyncio.run(takes_what_comes(tasks, {0}, {1}, {2, 3, 4, 5}))
+        asyncio.run(takes_what_comes(tasks, passes, {0}, {1}, {2, 3, 4, 5}))
 
-    with several(work) as workers:
+    with several(work, passes=passes) as workers:
         done = dict(workers.run(range(6)))
     assert (tmp_path / "first").read_text() == "0 1"
     assert done == {
@@ -127,14 +155,15 @@ def test_a_task_that_is_tried_alone_has_no_neighbour(tmp_path):
     }
 
 
-async def takes_what_comes(tasks, *wanted):
-    """Takes tasks until it has one of these sets and no more come for a while; ends what it has."""
+async def takes_what_comes(tasks, passes, *wanted):
+    """Takes tasks until it has one of these sets and is given no more; ends what it has."""
     while (task := await tasks.wait_for_next()) is not None:
         mine = {task}
         waiting = asyncio.create_task(tasks.wait_for_next())
-        while (await asyncio.wait([waiting], timeout=0.5 if mine in wanted else 60))[0] and (
-            more := waiting.result()
-        ) is not None:
+        while mine not in wanted or await passes.has_come(waiting):
+            more = await waiting
+            if more is None:
+                break
             mine.add(more)
             waiting = asyncio.create_task(tasks.wait_for_next())
         for task in mine:
@@ -143,18 +172,18 @@ async def takes_what_comes(tasks, *wanted):
         await asyncio.wait([waiting])
 
 
-def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done():
+def test_a_worker_that_waits_beside_its_tasks_gets_none_once_they_are_done(passes):
     def work(slot, tasks):
         async def one():
             task = await tasks.wait_for_next()
             waiting = asyncio.create_task(tasks.wait_for_next())
-            assert not (await asyncio.wait([waiting], timeout=0.2))[0]
+            assert not await passes.has_come(waiting)
             tasks.done(task, "done")
             assert await waiting is None
 
         asyncio.run(one())
 
-    with several(work) as workers:
+    with several(work, passes=passes) as workers:
         assert dict(workers.run([7])) == {7: "done"}
 
 
@@ -190,16 +219,14 @@ def test_a_task_that_is_given_back_does_not_wait_for_a_worker_that_ends(tmp_path
         assert sorted(slot for _, slot in workers.run(range(2))) == [0, 1]
 
 
-def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(
-    tmp_path,
-):
+def test_the_tasks_of_a_worker_that_is_stopped_by_a_signal_are_not_tried_alone(tmp_path, passes):
     def work(slot, tasks):
         if not (tmp_path / "first").exists():
             (tmp_path / "first").write_text(f"{tasks.next()} {tasks.next()}")
             signal.raise_signal(signal.SIGTERM)
-        asyncio.run(takes_what_comes(tasks, {0, 1}))
+        asyncio.run(takes_what_comes(tasks, passes, {0, 1}))
 
-    with several(work) as workers:
+    with several(work, passes=passes) as workers:
         assert dict(workers.run(range(2))) == {0: {0, 1}, 1: {0, 1}}
 
 
@@ -286,9 +313,18 @@ def test_one_signal_lets_all_tasks_drain_and_a_second_one_ends_them(tmp_path, mo
     # Else a busy machine would make two events of one.
     monkeypatch.setattr(module, "SAME_EVENT", 600.0)
 
+    receive = Workers._receive
+    received = []
+
+    def count(workers, number):
+        receive(workers, number)
+        received.append(number)
+
+    monkeypatch.setattr(Workers, "_receive", count)
+
     def signal_again():
         os.kill(os.getpid(), signal.SIGTERM)  # of the same event
-        time.sleep(0.2)
+        until(lambda: len(received) == 2)
         if second:
             monkeypatch.setattr(module, "SAME_EVENT", 0.0)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -350,7 +386,8 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(tmp_pa
         for number in NUMBERS:
             signal.signal(number, signal.SIG_IGN)
         (tmp_path / "started").touch()
-        time.sleep(600)
+        while True:
+            signal.pause()
 
     workers = group(run)
     thread = in_thread(
@@ -360,11 +397,9 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(tmp_pa
         lambda: until(lambda: workers.signal is not None),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
-    began = time.monotonic()
     with workers:
         list(workers.run([0]))
     thread.join()
-    assert time.monotonic() - began < 200
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -428,13 +463,11 @@ def test_a_thread_that_a_task_left_behind_keeps_nobody_waiting(
     monkeypatch.setattr(module, "_TO_EXIT", 0.2)
 
     def run(slot, task):
-        threading.Thread(target=time.sleep, args=(600,)).start()
+        threading.Thread(target=threading.Event().wait).start()
         return task
 
-    began = time.monotonic()
     with group(run) as workers:
         assert dict(workers.run([1])) == {1: 1}
-    assert time.monotonic() - began < 200
 
 
 def test_no_worker_outlives_its_parent(tmp_path):

@@ -7,6 +7,7 @@ values are corrected before they are cached.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
@@ -19,12 +20,18 @@ from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
-# In lower case; any other reason ends an answer.
-_UNFINISHED = frozenset(
+# The reasons of most answers. Any other that is no failure ends an answer, too, and is counted.
+ENDINGS = frozenset(
     """
-    abort aborted canceled cancelled error failed in_progress incomplete interrupted none null
-    timeout unknown
+    complete completed end_turn eos eos_token function_call stop stop_sequence tool_call tool_calls
+    tool_use
     """.split()  # noqa: SIM905
+)
+"""Reasons of whole answers, in lower case."""
+_FAILURE = re.compile(
+    r"error|fail|abort|cancel|timeout|timed_out|resource|unavailable|not_finished|load|incomplete"
+    r"|in_progress|interrupt|^\s*(?:none|null|unknown)\s*$",
+    re.IGNORECASE,
 )
 _CONTENT = (str, list)
 _REASON = (str, type(None))
@@ -76,6 +83,7 @@ class RetryableError(Exception):
         unreachable: there was no complete HTTP answer.
         unsent: there was no connection, so the request was not sent.
         status: the HTTP status; 0 if there was none, or if it was 2xx.
+        refusal: what to raise if the server refuses other requests, too.
         quoted: a part of the answer, which may hold secrets.
         quoted_as: how to write it once its secrets are hidden, which escapes would not let be seen.
     """
@@ -87,6 +95,7 @@ class RetryableError(Exception):
     unsent: bool = False
     status: int = 0
     timed_out: bool = False
+    refusal: ServerRefused | None = None
     quoted: str = ""
     quoted_as: Callable[[str], str] = str
 
@@ -121,11 +130,18 @@ class RetryableError(Exception):
 
 
 class UnknownForm(RetryableError):
-    """An answer with status 200 has another form than its way. A dying server may send one, too."""
+    """An answer with status 200 has another form than its way.
+
+    A server that has sent no other answer for ``seconds`` is refused.
+    """
+
+    seconds = 0.0
 
 
-class WebPage(UnknownForm):
-    """The answer is no JSON at all."""
+class NoReason(UnknownForm):
+    """The answer lacks a finish_reason. A server that stops, and is gone soon, may send it."""
+
+    seconds = 60.0  # Slurm kills after 30
 
 
 class Way(NamedTuple):
@@ -317,7 +333,7 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
         _refuse_error("the answer's choice", choice["error"])
     text, reasoning, tool_calls, refusal = read(choice)
     reason = choice.get("finish_reason")
-    if isinstance(reason, str) and reason.strip().lower() in _UNFINISHED:
+    if isinstance(reason, str) and reason not in ENDINGS and _FAILURE.search(reason):
         raise unfinished(reason)
     if not (
         isinstance(text, _CONTENT) and isinstance(reason, _REASON) and isinstance(reasoning, str)
@@ -329,7 +345,7 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     if tool_calls:
         if not (isinstance(tool_calls, list) and all(map(_has_name, tool_calls))):
             raise RetryableError("the answer's tool_calls are not a list of calls with names")
-        calls = tool_calls
+        calls = [_with_text(call) for call in tool_calls]
     if reason == "tool_calls" and not calls and not text:
         raise RetryableError("the answer's finish_reason is 'tool_calls', and it has no tool_calls")
     completion = Completion(text, reason, usage, reasoning, calls)
@@ -347,6 +363,14 @@ def _has_name(call: object) -> bool:
         isinstance(part, dict) and part.get("name") and isinstance(part["name"], str)
         for part in parts
     )
+
+
+def _with_text(call: JsonObject) -> JsonObject:
+    """Makes the text that most servers send of arguments that came as an object."""
+    for part in call.values():
+        if isinstance(part, dict) and isinstance(part.get("arguments"), dict):
+            part["arguments"] = json.dumps(part["arguments"], ensure_ascii=False)
+    return call
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -442,15 +466,16 @@ def _answer(raw: bytes) -> JsonObject:
 def read_json(raw: bytes) -> object:
     """Parses an answer. Raises: RetryableError: it is no JSON, or an error."""
     try:
-        answer = _parse(raw)
+        answer = parse_json(raw)
     except UnicodeDecodeError:
         # Replacement characters would corrupt a text that looks complete.
-        raise RetryableError(
-            "the answer holds bytes that are not UTF-8, which JSON must be"
+        raise UnknownForm(
+            "the answer holds bytes that are not UTF-8, which JSON must be", quoted_as=repr
         ) from None
-    except (ValueError, RecursionError):
-        kind: type[RetryableError] = WebPage
-        if raw.lstrip()[:1] in (b"", b"{", b"["):  # perhaps cut off
+    except (ValueError, RecursionError) as error:
+        kind: type[RetryableError] = UnknownForm
+        is_lines = str(error).startswith("Extra data")
+        if raw.lstrip()[:1] in (b"", b"{", b"[") and not is_lines:  # perhaps cut off
             kind = RetryableError
         raise kind(
             "the answer is not JSON",
@@ -468,11 +493,12 @@ def _refuse_error(place: str, error: object) -> NoReturn:
     )
 
 
-def _parse(raw: bytes) -> object:
+def parse_json(raw: bytes) -> object:
+    """Raises ValueError or RecursionError."""
     try:
         return orjson.loads(memoryview(raw))  # orjson takes no subclass of bytes
     except orjson.JSONDecodeError:
         # Python's parser accepts more: NaN becomes null, a lone surrogate U+FFFD.
-        found = json.loads(bytes(raw).decode(), parse_constant=lambda name: None)
+        found = json.loads(bytes(raw).decode("utf-8-sig"), parse_constant=lambda name: None)
         text = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
         return orjson.loads(text.decode("utf-16", "replace"))

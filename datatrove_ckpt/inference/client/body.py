@@ -6,6 +6,7 @@ encodes them piece by piece, as fast as the server takes them.
 
 from __future__ import annotations
 
+import zlib
 from binascii import b2a_base64
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -73,15 +74,40 @@ LARGE_ANSWER_BYTES = 1 << 20
 
 
 class LargeAnswer:
-    """An answer of more than 1 MiB that is arriving.
+    """An answer that is arriving.
 
-    All in this process share an eighth of its memory.
+    All of more than 1 MiB in this process share an eighth of its memory.
+
+    Args:
+        coding: gzip and deflate are decompressed.
     """
 
     _sizes: ClassVar[dict[int, int]] = {}
 
+    def __init__(self, coding: str = "") -> None:
+        self._is_compressed = coding.lower() in ("gzip", "x-gzip", "deflate")
+        self._stream: zlib._Decompress | None = None
+
     def __del__(self) -> None:
         self._sizes.pop(id(self), None)
+
+    def append(self, body: bytearray, data: bytes) -> str:
+        """Appends bytes to the body. Returns why it is refused, or ""."""
+        for start in range(0, len(data), _PIECE):  # 1 MB may become a gigabyte
+            piece = data[start : start + _PIECE]
+            body += self._decompressed(piece) if self._is_compressed else piece
+            if reason := self.refusal(len(body)):
+                return reason
+        return ""
+
+    def _decompressed(self, data: bytes) -> bytes:
+        if self._stream is None:
+            has_head = data[0] in b"\x1f\x78"  # some servers send deflate without one
+            self._stream = zlib.decompressobj(zlib.MAX_WBITS | 32 if has_head else -zlib.MAX_WBITS)
+        try:
+            return self._stream.decompress(data)
+        except zlib.error:  # it is not compressed
+            return data
 
     def refusal(self, size: int) -> str:
         """Returns why an answer of ``size`` bytes is refused, or "". The oldest may use the whole

@@ -9,10 +9,12 @@
                                                                      is answered), or
     two answers to one; finish_reason null, "abort" and the like     RequestFailed (others are);
                                                                      both stop the run
-    a form that is not known, or a finish_reason null from a         ServerRefused, with path and
-    server that has never sent another one, again and again          body
+    a form that is not known, three times in a row, or for a minute  ServerRefused, with path and
+    finish_reason null, from a server that has sent nothing else     body
     401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
-                                                                     this run succeeds
+                                                                     this run succeeds. 403, 406,
+                                                                     451 are retried while others
+                                                                     are answered
     bytes without a request, for the third time                      ServerRefused: answers may be
                                                                      exchanged
     the server we launched died, or hangs                            sent again, without using up an
@@ -38,6 +40,9 @@ Two clocks end the retries; both run for ``server_patience_seconds``:
     a request's clock  adds up the time in which this request fails while others are answered. At
                        its end, and after ``request_max_attempts`` such failures, the request has
                        failed (``RequestFailed``).
+
+A request that failed ``request_max_attempts`` times, while the same servers answered 50 others, is
+its document's fault (``RequestFailed.is_documents``), unless too many are (``Sender``).
 
 Many requests may compete for a small rate, so failures of a busy server (429, 498, 503, 529) have
 ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
@@ -72,10 +77,10 @@ from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
     Completion,
+    NoReason,
     RetryableError,
     UnknownForm,
     Way,
-    WebPage,
     unfinished,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, in_tier
@@ -97,9 +102,9 @@ _DEFAULT_TIMEOUT = 3600.0  # seconds
 # Seconds for which other URLs are preferred after a failed connection: a dead server fails at once,
 # has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
-# Seconds. A stopping server is gone by then: Slurm kills after 30.
-_STOPPING = 60.0
 _MAX_UNASKED = 3
+_MAX_UNREAD = 3
+_OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
 _SHOWN_CAUSE = 300
@@ -239,9 +244,9 @@ class Outage:
         if waited >= self.patience:
             raise ServerUnavailable(
                 f"No request was answered for {waited:.0f} s "
-                f"(server_patience_seconds={self.patience:g}). The last failure: {failure}. Check "
-                "the server and the network, and run the same command again: finished work is "
-                "saved, and no document is blamed for its server."
+                f"(server_patience_seconds={self.patience:g}). The last failure: {failure}.",
+                " Check the server and the network, and run the same command again: finished work "
+                "is saved, and no document is blamed for its server.",
             )
         self.show(str(failure))
 
@@ -297,20 +302,26 @@ class RequestClock:
     _began_at: float
     _answers: int
     _tiers: Sequence[str]
+    _request: Request
     _attempts: int = 0
     beside: int = 0
     _seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self._at = self._began_at
+        # How many requests each server had answered at each failure.
+        self._failures: dict[Target, list[int]] = {}
 
-    def failed(self, failure: RetryableError, max_attempts: int) -> int:
+    def failed(self, failure: RetryableError, target: Target, max_attempts: int) -> int:
         """Counts a failure and returns the number of failures.
 
         Raises:
             RequestFailed: this request has used up its patience or attempts.
+            ServerRefused: see ``_judge``.
         """
         self._attempts += 1
+        if not (failure.unsent or failure.server_is_limited):
+            self._judge(failure, target, max_attempts)
         now = self._outage.clock()
         if self._outage.answers > self._answers:
             self.beside += 1
@@ -324,6 +335,35 @@ class RequestClock:
                 f"server_patience_seconds={self._outage.patience:g}). Last cause: {failure}"
             )
         return self._attempts
+
+    def _judge(self, failure: RetryableError, target: Target, max_attempts: int) -> None:
+        """Compares a failure with the other requests of its server.
+
+        Raises:
+            ServerRefused: the server refuses this request, and answers no other.
+            RequestFailed: the servers that fail at this request answer others.
+        """
+        request = self._request
+        failures = self._failures.setdefault(target, [])
+        answers_before = 0
+        if len(failures) > 1:
+            answers_before = failures[-2]
+        answers_others = target.attempts or target.answers > answers_before
+        if failure.refusal is not None and not answers_others and not request.is_suspect:
+            raise failure.refusal
+        failures.append(target.answers)
+        counted = sum(
+            len(answers)
+            for server, answers in self._failures.items()
+            if request.is_suspect or server.answers - answers[0] >= _OTHERS
+        )
+        if counted >= max_attempts and (request.is_suspect or request.sender.may_blame):
+            error = RequestFailed(
+                f"Given up after {self._attempts} attempts: the server fails at this request, and "
+                f"answers others (request_max_attempts={max_attempts}). Last cause: {failure}"
+            )
+            error.is_documents = True
+            raise error
 
     def next_way(self, way: Way, failure: RetryableError) -> Way:
         """Returns the way of the next attempt; the tiers share the patience equally."""
@@ -531,9 +571,9 @@ class CompletionClient:
                 if request.may_not_be_sent:
                     self.stats.resent += 1
                     continue
-                clock = clock or RequestClock(self.outage, began_at, answers, way.tiers)
+                clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
                 failure = error
-                delay = self._delay(error, clock)
+                delay = self._delay(error, clock, target)
             finally:
                 self._router.release(target, request)
             self.stats.retries += not failure.unsent
@@ -546,10 +586,10 @@ class CompletionClient:
                 self.stats.pausing -= 1
             way = clock.next_way(way, failure)
 
-    def _delay(self, failure: RetryableError, clock: RequestClock) -> float:
-        """Raises RequestFailed or ServerUnavailable if there will be no further attempt."""
+    def _delay(self, failure: RetryableError, clock: RequestClock, target: Target) -> float:
+        """Raises RequestFailed or a ServerError if there will be no further attempt."""
         self.outage.failed(failure, self.servers.oldest_in_flight)
-        failures = clock.failed(failure, self._config.request_max_attempts)
+        failures = clock.failed(failure, target, self._config.request_max_attempts)
         asked = min(failure.asked_wait or 0.0, clock.left(failure))
         return retrying.SERVER.wait(failures, asked)
 
@@ -588,6 +628,8 @@ class CompletionClient:
                 "taken for that to the next request. Let the requests bypass the gateway "
                 f"({written.endpoint_url}), or raise its timeout, and run the same command again."
             )
+        if transport.refusal:
+            raise ServerRefused(transport.refusal)
         attempt = target.start_attempt(request)
         stats = self.stats
         stats.in_flight += 1
@@ -610,6 +652,7 @@ class CompletionClient:
         answer.seconds = time.monotonic() - attempt.started_at
         stats.answers += 1
         stats.without_reason += not answer.finish_reason
+        target.answers += 1
         self.outage.answered()
         return answer
 
@@ -625,12 +668,13 @@ class CompletionClient:
         if way.tiers:
             body = in_tier(body, way.tiers[0])
         try:
-            raw = await post(transport, body, self._config.model_name_or_path, way.extras)
-            answer = way.parse(raw)
+            response = await post(transport, body, self._config.model_name_or_path, way.extras)
+            answer = way.parse(response.body)
             if way.tiers and not answer.service_tier:
                 answer.service_tier = way.tiers[0]
             if answer.answer is None or way.path in (CHAT.path, COMPLETIONS.path):
                 self._check_reason(answer, target)
+            transport.is_read = True
             target.mark_alive(started_at)
             return answer
         except (RequestRejected, ServerRefused):
@@ -639,10 +683,14 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             if isinstance(failure, UnknownForm):
-                failure.quoted = raw[:_SHOWN_FORM].decode(errors="replace")
+                # No local variable: a traceback would show what the body quotes.
+                failure.quoted = f"{response.form} ".lstrip()
+                failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
             failure.quote(transport.redact)
             if isinstance(failure, UnknownForm):
-                self._refuse_form(request, transport.url, failure)
+                self._refuse_form(transport, failure)
+            elif failure.status:
+                transport.unread = 0
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if failure.unreachable:
@@ -660,24 +708,26 @@ class CompletionClient:
             return
         if target.gives_reasons or self._config.engine.is_known or not answer.text:
             raise unfinished(answer.finish_reason)
-        raise UnknownForm(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
+        raise NoReason(f"the answer has no finish_reason, so it may be cut off. {_HINT}")
 
-    def _refuse_form(self, request: Request, url: HiddenUrl, failure: UnknownForm) -> None:
-        """Raises ServerRefused if one request gets such answers again and again."""
-        if isinstance(failure, WebPage) and self.outage.answers:
+    def _refuse_form(self, transport: Transport, failure: UnknownForm) -> None:
+        """Raises ServerRefused if the server sends nothing but such answers."""
+        if transport.is_read:
             return  # a proxy answers while the server is away
         now = self.outage.clock()
-        if not request.unknown_forms:
-            request.unknown_since = now
-        request.unknown_forms += 1
-        lasts = now - request.unknown_since
-        if lasts >= _STOPPING and request.unknown_forms >= self._config.request_max_attempts:
-            raise ServerRefused(
-                f"{url} has answered one request {request.unknown_forms} times, for {lasts:.0f} s, "
-                "in a form that cannot be used. If something else answers there, such as a login "
-                f"page or a proxy, correct {written.endpoint_url} or the proxy, and run the same "
-                f"command again. The last cause: {failure}"
+        if not transport.unread:
+            transport.unread_since = now
+        transport.unread += 1
+        lasts = now - transport.unread_since
+        if transport.unread >= _MAX_UNREAD and lasts >= failure.seconds:
+            transport.refusal = (
+                f"{transport.url} has sent {transport.unread} answers in a row, for {lasts:.0f} s, "
+                "in a form that cannot be used, and no other answer, so nothing more is sent. If "
+                "something else answers there, such as a login page or a proxy, correct "
+                f"{written.endpoint_url} or the proxy, and run the same command again. The last "
+                f"cause: {failure}"
             )
+            raise ServerRefused(transport.refusal)
 
 
 async def _close(target: Target) -> None:

@@ -139,8 +139,9 @@ class AiohttpTransport(UnaskedCounter):
             ) as response:
                 connection = response.connection.protocol  # type: ignore[union-attr]
                 assert isinstance(connection, _WatchedConnection)
+                coding = response.headers.get("Content-Encoding", "")
                 try:
-                    answer = await _read_body(response)
+                    answer = await _read_body(response, coding)
                 except (aiohttp.ClientError, OSError):
                     if response.status < 300:
                         raise
@@ -151,7 +152,8 @@ class AiohttpTransport(UnaskedCounter):
                     raise UnaskedBytes
                 if response.status == 200:
                     self.refuse_late(connection, body, answer)
-                    return Response(200, answer)
+                    form = f"{response.headers.get('Content-Type', '')} {coding}"
+                    return Response(200, answer, form=form.strip())
                 return Response(response.status, answer, asked_wait(response.headers))
         except aiohttp.ConnectionTimeoutError:
             raise ConnectTimeout from None
@@ -169,18 +171,15 @@ async def _pieces(body: Body) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def _read_body(response: aiohttp.ClientResponse) -> HiddenBytes:
-    """Returns the body of a response, not decompressed: less than 1 MB may become gigabytes.
+async def _read_body(response: aiohttp.ClientResponse, coding: str) -> HiddenBytes:
+    """Returns the content of a response.
 
     Raises:
-        RemoteProtocolError: it is compressed or too long.
+        RemoteProtocolError: it is too long.
     """
-    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise RemoteProtocolError(plain.COMPRESSED)
     body = bytearray()
-    large = LargeAnswer()
+    large = LargeAnswer(coding)
     async for data in response.content.iter_any():
-        body += data
-        if refusal := large.refusal(len(body)):
+        if refusal := large.append(body, data):
             raise RemoteProtocolError(refusal)
     return HiddenBytes(body)

@@ -1,4 +1,4 @@
-"""An HTTP client for one http:// URL: no TLS, no proxies, no redirects, no compression.
+"""An HTTP client for one http:// URL: no TLS, no proxies, no redirects.
 
 It costs 20 us of CPU per request, aiohttp 60 to 77 us, half of a document's whole cost (measured).
 
@@ -47,16 +47,14 @@ SHORT = 0.1  # seconds
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d+")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
-COMPRESSED = "the response is compressed, which was not requested"
 # Framing is everything except the body: status line, header, trailer, chunk sizes.
 _MAX_FRAMING_BYTES = 1 << 16
 # A size line takes 5 to 20 bytes; servers do not send extensions.
 _MAX_FRAMING_BYTES_PER_CHUNK = 32
 
 _WAIT_FIELDS = tuple(name.encode() for name in WAIT_FIELDS)
-_FIELDS = frozenset(
-    (b"connection", b"content-encoding", b"content-length", b"transfer-encoding", *_WAIT_FIELDS)
-)
+_FORM = (b"content-type", b"content-encoding")
+_FIELDS = frozenset((b"connection", b"content-length", b"transfer-encoding", *_FORM, *_WAIT_FIELDS))
 
 _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
 _STATUS_END = len("HTTP/1.1 200")
@@ -83,11 +81,13 @@ class Response(NamedTuple):
 
     Attributes:
         wait: the seconds that an error asks to wait.
+        form: content type and coding; "" for an answer that is probably JSON.
     """
 
     status: int
     body: HiddenBytes
     wait: float | None = None
+    form: str = ""
 
 
 class RemoteProtocolError(ConnectionError):
@@ -104,6 +104,8 @@ class UnaskedBytes(RemoteProtocolError):
 def usual_response(data: bytes) -> Response | None:
     head = _USUAL_HEAD.match(data)
     if head is None or head.end() + int(head[1]) != len(data):
+        return None
+    if data[head.end() : head.end() + 1] not in b"{[":
         return None
     return Response(200, HiddenBytes(memoryview(data)[head.end() :]))
 
@@ -131,7 +133,7 @@ class ResponseParser:
 
     def response(self) -> Response:
         builder = self._builder
-        return Response(builder.status, HiddenBytes(builder.body), builder.wait)
+        return Response(builder.status, HiddenBytes(builder.body), builder.wait, builder.form)
 
     def feed(self, data: bytes) -> bool:
         """Whether the response is complete with these bytes.
@@ -223,7 +225,8 @@ class _ResponseBuilder:
         self._large: LargeAnswer
         self.status = 0
         self.wait: float | None = None
-        self.body: bytes | bytearray = bytearray()
+        self.form = ""
+        self.body = bytearray()
         self.chunks = 0
         self.reusable = False
         self.ends_at_close = False
@@ -252,9 +255,9 @@ class _ResponseBuilder:
             self._refuse("the server wants to switch to another protocol")
         if version not in ("1.1", "1.0") or status < 200:
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
-        if fields.get(b"content-encoding", b"identity").lower() != b"identity":
-            self._refuse(COMPRESSED)
-        self._large = LargeAnswer()
+        kinds = [fields.get(name, b"").decode("latin-1") for name in _FORM]
+        self.form = " ".join(kinds).strip()
+        self._large = LargeAnswer(kinds[1])
         coding = fields.get(b"transfer-encoding")
         length = fields.get(b"content-length")
         if status in (204, 304):
@@ -283,8 +286,8 @@ class _ResponseBuilder:
         self.chunks += 1
 
     def on_body(self, data: bytes) -> None:
-        self.body += data
-        self._check_size(len(self.body))
+        if refusal := self._large.append(self.body, data):
+            self._refuse(refusal)
 
     def on_message_complete(self) -> None:
         self.complete = True
@@ -464,11 +467,21 @@ def _id_of(answer: bytes | bytearray) -> bytes | None:
 
 
 class UnaskedCounter:
-    """A transport that counts in ``unasked`` how often bytes arrived without a request."""
+    """A transport that counts what should not come.
+
+    Attributes:
+        unasked: how often bytes arrived without a request.
+        unread: answers in a row that cannot be read, since ``unread_since``.
+        is_read: an answer could be read.
+        refusal: why nothing more is sent.
+    """
 
     url: HiddenUrl
     errors: tuple[type[Exception], ...]
-    unasked = 0
+    unasked = unread = 0
+    unread_since = 0.0
+    is_read = False
+    refusal = ""
     _first_id: bytes | None = None
     _searches = 0
 

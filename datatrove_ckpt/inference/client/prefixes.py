@@ -14,9 +14,9 @@ import xxhash
 
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 
-# Leading texts are compared at every 256 bytes, and further back at every eighth of the text before:
-# 43 hashes for 128 kB. Of such a piece the last kilobyte is hashed: texts that differ elsewhere only
-# are routed as equal ones.
+# Leading texts are compared at every 256 bytes, and further back at every eighth of the text
+# before: 43 hashes for 128 kB. Of a long piece the last kilobyte is hashed: texts that differ
+# elsewhere only are routed as equal ones.
 _STEP = 256
 _PART = 8
 _HASHED = 1024

@@ -7,21 +7,22 @@ effects. Files are streamed in both directions.
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Set
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import IO, NamedTuple, NoReturn, Protocol
+from urllib.parse import quote
 
 import aiohttp
-import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.redaction import HiddenDict, Key, frames_cut
 from datatrove_ckpt.common.retrying import asked_wait
-from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.client.answers import RetryableError
+from datatrove_ckpt.errors import ServerRefused, printable
+from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 
 _SECONDS = 3600.0  # an upload of 200 MB over a slow line
@@ -29,16 +30,19 @@ _SILENT_SECONDS = 300.0
 _CONNECT_SECONDS = 30.0
 _BLOCK = 1 << 16
 _PAGE = 100
+_MANY = 1 << 40
 _SHOWN = 2000
-_EARLIER_SECONDS = 3600  # clocks may differ
-_NOT_FOUND = 404
-ENDED = frozenset({"completed", "expired", "cancelled", "failed", "ended"})
+_EARLIER_SECONDS = 86400  # clocks may differ, and be of another time zone
+_NOT_FOUND = (404, 410)
+UNSENT = frozenset({"expired", "cancelled", "canceled"})
+"""The states of an ended batch of which requests were not sent."""
+ENDED = UNSENT | {"completed", "failed", "ended"}
 MESSAGES = "/v1/messages"
 """The path of requests whose batches have Anthropic's form."""
 CUSTOM_ID = b'{"custom_id":"'
 """What each line of a file of requests begins with."""
 TAG_DIGITS = 6
-_NEVER_SENT = frozenset({"batch_expired", "batch_cancelled", "canceled", "expired"})
+_NEVER_SENT = ("batch_expired", "batch_cancelled", "canceled", "expired")
 _REJECTIONS = {"invalid_request_error": 400, "request_too_large": 413}
 
 
@@ -47,20 +51,25 @@ class RemoteBatch:
     """A batch, as the provider describes it.
 
     Attributes:
+        status: in lower case; it may be a state that no provider had before.
         files: of its answers and of its errors, as far as there are any.
         errors: why it has failed, with codes.
-        lines: how many lines its files have, as far as its counts tell.
+        lines: how many lines its files have; without counts, more than it has requests.
     """
 
     id: str
     status: str
     files: tuple[str, ...] = ()
-    errors: tuple[tuple[str, str], ...] = ()
+    errors: str = ""
     lines: int = 0
 
 
 class BatchAnswer(NamedTuple):
-    """The answer to one request of a batch. ``status``: 0: the request was not sent."""
+    """The answer to one request of a batch, not cleaned.
+
+    Attributes:
+        status: 0: the request was not sent.
+    """
 
     custom_id: object
     status: int
@@ -77,8 +86,8 @@ class RequestedBatch(Protocol):
     at: float
 
 
-class FileGone(Exception):
-    """The provider no longer has a file."""
+class Gone(Exception):
+    """The provider does not have a file, or a batch."""
 
 
 class Undecided(Exception):
@@ -87,7 +96,8 @@ class Undecided(Exception):
 
 class BatchProvider:
     """Each method raises ``RetryableError`` if another attempt may succeed, and ``ServerRefused``
-    if none will.
+    if none will. What the provider sends may have any type. All texts but those of answers are
+    cleaned.
 
     Attributes:
         takes_files: a batch is made of a file that was uploaded before.
@@ -113,16 +123,19 @@ class BatchProvider:
     async def close(self) -> None:
         await self._session.close()
 
+    def clean(self, value: object) -> str:
+        """Returns a value of the provider as one line without secrets, to be kept and shown."""
+        return printable(" ".join(self._redact(str(value)).split()))[:_SHOWN]
+
     async def upload(self, content: IO[bytes], name: str) -> str:
         form = aiohttp.FormData()
         form.add_field("purpose", "batch")
         form.add_field("file", content, filename=name, content_type="application/jsonl")
-        answer = await self._ask("POST", "files", data=form)
-        return str(answer["id"])
+        return self._id(await self._ask("POST", "files", data=form))
 
     async def delete(self, file: str) -> None:
         """Deletes a file. A batch that is created with it later fails."""
-        with suppress(FileGone):
+        with suppress(Gone):
             await self._ask("DELETE", f"files/{file}")
 
     async def create(self, batch: RequestedBatch, content: IO[bytes] | None) -> RemoteBatch:
@@ -142,7 +155,10 @@ class BatchProvider:
         return self._batch(await self._ask("POST", self._path, json=body))
 
     async def find(self, batch: RequestedBatch, known: Set[str]) -> RemoteBatch | None:
-        """Looks for a batch in the list of all batches, but not of those from long before.
+        """Looks for a batch in the list of all batches.
+
+        The order of the list is the provider's. Where it is newest first, batches from long before
+        are not read.
 
         Args:
             known: ids of other batches.
@@ -150,26 +166,25 @@ class BatchProvider:
         Raises:
             Undecided: see there.
         """
-        after = ""
+        query = {"limit": str(_PAGE)}
+        seen: set[str] = set()
+        times: list[float] = []
         while True:
-            query = {"limit": str(_PAGE)}
-            if after:
-                query[self._after] = after
             page = await self._ask("GET", self._path, params=query)
-            listed = [one for one in page.get("data") or () if isinstance(one, dict)]
-            for one in listed:
+            listed = [one for one in map(_object, _list(page.get("data"))) if one.get("id")]
+            # A provider may ignore the query, and return one page for ever.
+            new = [one for one in listed if str(one["id"]) not in seen]
+            for one in new:
                 if await self._is(one, batch, known):
                     return self._batch(one)
-            if not listed or not page.get("has_more"):
+                seen.add(str(one["id"]))
+                times.append(_unix_seconds(one.get("created_at"), batch.at))
+            if not new or page.get("has_more") is False:
                 return None
-            # Clocks differ: all of a page count, however old.
-            created_at = self._created_at(listed[-1].get("created_at"), batch.at)
-            if created_at < batch.at - _EARLIER_SECONDS:
+            is_newest_first = times[0] > times[-1] and times == sorted(times, reverse=True)
+            if is_newest_first and times[-1] < batch.at - _EARLIER_SECONDS:
                 return None
-            after = str(listed[-1]["id"])
-
-    def _created_at(self, value: object, default: float) -> float:
-        return value if isinstance(value, int | float) else default
+            query[self._after] = str(new[-1]["id"])
 
     async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:
         metadata = _object(listed.get("metadata"))
@@ -186,14 +201,12 @@ class BatchProvider:
         """Yields what a file says about its requests.
 
         Raises:
-            FileGone: the provider no longer has it.
+            Gone: the provider does not have it.
             RetryableError: also if it is cut off.
         """
         async with aclosing(self._lines(file)) as lines:
             async for line in lines:
-                content: object = None
-                with suppress(orjson.JSONDecodeError):
-                    content = orjson.loads(line)
+                content = _loads(line)
                 if isinstance(content, dict):
                     yield self._answer(content)
                 elif line.strip():
@@ -203,32 +216,38 @@ class BatchProvider:
 
     def _answer(self, content: JsonObject) -> BatchAnswer:
         response = _object(content.get("response"))
-        error = _object(content.get("error"))
-        status = response.get("status_code")
-        if error.get("code") in _NEVER_SENT:
+        error = content.get("error")
+        body = response.get("body", response)
+        status = _number(response.get("status_code"))
+        if _object(error).get("code") in _NEVER_SENT:
             status = 0
-        elif type(status) is not int:
-            status = 500
-        return BatchAnswer(content.get("custom_id"), status, response.get("body") or error)
+        elif status is None:
+            status = 200 if body else 500
+        return BatchAnswer(content.get("custom_id"), status, body or error)
 
     def _batch(self, answer: JsonObject) -> RemoteBatch:
-        errors = _object(answer.get("errors")).get("data") or ()
-        files = [answer.get(name) for name in ("output_file_id", "error_file_id")]
+        files = [self.clean(answer.get(name) or "") for name in ("output_file_id", "error_file_id")]
+        errors = answer.get("errors") or answer.get("error") or "it names no cause"
         return RemoteBatch(
-            _id(answer),
-            str(answer.get("status")),
+            self._id(answer),
+            self.clean(answer.get("status")).lower(),
             tuple(f"files/{file}/content" for file in files if file),
-            tuple((str(one.get("code")), str(one.get("message"))) for one in errors),
+            self.clean(_object(errors).get("data", errors)),
             _total(answer, "completed", "failed"),
         )
 
+    def _id(self, answer: JsonObject) -> str:
+        if not answer.get("id"):
+            raise RetryableError("the answer has no id")
+        return self.clean(answer["id"])
+
     async def _lines(self, file: str) -> AsyncGenerator[bytes]:
-        url = self.url.api(file)
+        url = self.url.api(quote(file))
         rest = bytearray()
         try:
             async with self._session.get(url.reveal()) as response:
                 if response.status != 200:
-                    await self._refuse(response, url)
+                    await self._refuse(response, url, file)
                 async for block in response.content.iter_chunked(_BLOCK):
                     *lines, last = block.split(b"\n")
                     for line in lines:
@@ -242,7 +261,7 @@ class BatchProvider:
             yield bytes(rest)
 
     async def _ask(self, method: str, path: str, **content: object) -> JsonObject:
-        url = self.url.api(path)
+        url = self.url.api(quote(path))
         try:
             with frames_cut():
                 async with self._session.request(
@@ -252,29 +271,26 @@ class BatchProvider:
                     **content,  # type: ignore[arg-type]
                 ) as response:
                     if not 200 <= response.status < 300:
-                        await self._refuse(response, url)
-                    answer = orjson.loads(await response.read())
+                        await self._refuse(response, url, path)
+                    answer = _loads(await response.read())
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error, url) from None
-        except orjson.JSONDecodeError:
-            raise RetryableError(f"the answer of {url} is not JSON") from None
         if not isinstance(answer, dict):
             raise RetryableError(f"the answer of {url} is no JSON object")
         return answer
 
     def _lost(self, error: Exception, url: HiddenUrl) -> RetryableError:
-        text = self._redact(str(error).replace(str(url.reveal()), str(url)))
+        text = self.clean(str(error).replace(str(url.reveal()), str(url)))
         return RetryableError(f"{type(error).__name__} from {url}: {text}", unreachable=True)
 
-    async def _refuse(self, response: aiohttp.ClientResponse, url: HiddenUrl) -> NoReturn:
+    async def _refuse(
+        self, response: aiohttp.ClientResponse, url: HiddenUrl, path: str
+    ) -> NoReturn:
         status = response.status
-        text = self._redact((await response.read())[: 8 * _SHOWN].decode(errors="replace"))
-        text = " ".join(text.split())[:_SHOWN]
-        is_missing = status == _NOT_FOUND
-        if is_missing and ("/files/" in str(url) or str(url).endswith("/results")):
-            raise FileGone(text)
-        # A new batch may be missing for a while.
-        if status in retrying.SERVER.retried or (is_missing and "/batches/" in str(url)):
+        text = self.clean((await response.read())[: 8 * _SHOWN].decode(errors="replace"))
+        if status in _NOT_FOUND and path not in ("files", self._path):
+            raise Gone(f"HTTP {status}: {text}")
+        if status in retrying.SERVER.retried:
             raise RetryableError(
                 f"HTTP {status} from {url}: {text}",
                 asked_wait=asked_wait(response.headers),
@@ -317,11 +333,6 @@ class MessageBatches(BatchProvider):
             raise Undecided(self._undecided)
         return found
 
-    def _created_at(self, value: object, default: float) -> float:
-        with suppress(ValueError):
-            return datetime.fromisoformat(str(value)).timestamp()
-        return default
-
     async def _is(self, listed: JsonObject, batch: RequestedBatch, known: Set[str]) -> bool:
         remote = self._batch(listed)
         requests = remote.lines + _total(listed, "processing")
@@ -330,7 +341,7 @@ class MessageBatches(BatchProvider):
         if listed.get("archived_at"):
             return False
         if remote.status in ENDED:
-            with suppress(FileGone):  # not there yet
+            with suppress(Gone):  # not there yet
                 async with aclosing(self.answers(*remote.files)) as answers:
                     async for answer in answers:
                         if str(answer.custom_id).startswith(batch.tag[:TAG_DIGITS]):
@@ -355,10 +366,10 @@ class MessageBatches(BatchProvider):
 
     def _batch(self, answer: JsonObject) -> RemoteBatch:
         # Not ``results_url``: the key goes to no other host.
-        file = f"{self._path}/{_id(answer)}/results"
+        name = self._id(answer)
         lines = _total(answer, "succeeded", "errored", "canceled", "expired")
-        status = str(answer.get("processing_status"))
-        return RemoteBatch(_id(answer), status, (file,), lines=lines)
+        status = self.clean(answer.get("processing_status")).lower()
+        return RemoteBatch(name, status, (f"{self._path}/{name}/results",), lines=lines)
 
 
 async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
@@ -371,17 +382,39 @@ async def _tagged(content: IO[bytes], tag: bytes) -> AsyncGenerator[bytes]:
     yield b"]}"
 
 
+def _loads(raw: bytes) -> object:
+    """Returns None if it is not JSON."""
+    with suppress(ValueError, RecursionError):
+        return parse_json(raw.removeprefix(BOM_UTF8))
+    return None
+
+
 def _object(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: object) -> int | None:
+    with suppress(ValueError, OverflowError):
+        return int(float(str(value)))
+    return None
+
+
 def _total(answer: JsonObject, *kinds: str) -> int:
     counts = _object(answer.get("request_counts"))
-    numbers = [counts.get(kind) for kind in kinds]
-    return sum(number for number in numbers if isinstance(number, int))
+    if not counts:
+        return _MANY
+    return sum(_number(counts.get(kind)) or 0 for kind in kinds)
 
 
-def _id(answer: JsonObject) -> str:
-    if "id" not in answer:
-        raise RetryableError("the answer has no id")
-    return str(answer["id"])
+def _unix_seconds(value: object, default: float) -> float:
+    text = str(value)
+    with suppress(ValueError):
+        return float(text)
+    with suppress(ValueError):
+        found = datetime.fromisoformat(text)
+        return found.replace(tzinfo=found.tzinfo or UTC).timestamp()
+    return default

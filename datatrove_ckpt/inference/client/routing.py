@@ -18,9 +18,10 @@ import heapq
 import math
 import time
 from bisect import insort
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from operator import attrgetter
+from typing import Protocol, TypeAlias
 
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.errors import ServerDied
@@ -34,6 +35,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 # Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
 FIRST_LIMIT = 16
 _DEATHS_TO_QUARANTINE = 2
+_IN_A_ROW = 20  # documents
 # The oldest of the waiting requests: they may go ahead of each other. So many documents more than
 # places are in work, so that there is a choice.
 WINDOW = 64
@@ -77,14 +79,22 @@ server's name within the rank, its URL without secrets or None, and why it died 
 """
 
 
+class RankWork(Protocol):
+    """``documents``: how many a rank has finished."""
+
+    documents: int
+
+
 class Sender:
     """A rank that sends requests to servers which it may share with other ranks.
 
     Args:
         shutdown: the rank's. Once the rank stops, its requests are not sent any more.
         order: requests of the sender with the lowest order are sent first.
+        work: what the rank has done.
 
     Attributes:
+        at_fault: numbers of documents whose requests fail while others are answered.
         on_release: called after each attempt that ends.
         on_change: called when targets may have more or fewer places than before.
     """
@@ -94,13 +104,36 @@ class Sender:
         shutdown: Shutdown | None = None,
         order: int = 0,
         on_server: OnServer | None = None,
+        work: RankWork | None = None,
     ) -> None:
         self.shutdown = shutdown or Shutdown()
         self.order = order
         self.on_server = on_server
+        self._work = work
+        self.at_fault: set[int] = set()
         self.in_flight = 0
         self.on_release: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
+
+    @property
+    def most_at_fault(self) -> int:
+        """How many documents may be at fault for requests that fail.
+
+        If they are more than 1 %, the server is at fault, which may fail at long prompts.
+        """
+        if self._work is None:
+            return 1
+        return max(1, self._work.documents // 100)
+
+    @property
+    def may_blame(self) -> bool:
+        """Whether one more document may be at fault: not if too many are, in all or in a row."""
+        if len(self.at_fault) >= self.most_at_fault:
+            return False
+        ordinals = sorted(self.at_fault)
+        ends_of_rows = ordinals[_IN_A_ROW - 2 :]
+        rows = zip(ordinals, ends_of_rows, strict=False)
+        return all(end - start >= _IN_A_ROW for start, end in rows)
 
 
 class Request:
@@ -111,13 +144,13 @@ class Request:
         order: of its document: requests of the document with the lowest order are sent first.
         opened: the routers that have let through a request of its document.
         body: what is sent.
+        is_suspect: an earlier attempt has found its document at fault.
 
     Attributes:
         texts: hashes of its leading texts; None before it has come to a router.
         known: the longest of them that an earlier request had.
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        unknown_forms: see ``UnknownForm``.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -127,13 +160,12 @@ class Request:
         "deaths",
         "document",
         "is_shared",
+        "is_suspect",
         "known",
         "opened",
         "order",
         "sender",
         "texts",
-        "unknown_forms",
-        "unknown_since",
     )
 
     def __init__(
@@ -143,6 +175,7 @@ class Request:
         order: int = 0,
         opened: set[Router] | None = None,
         body: AnyBody = b"",
+        is_suspect: bool = False,
     ) -> None:
         self.sender = sender or Sender()
         self.document = document
@@ -152,10 +185,9 @@ class Request:
         self.texts: Sequence[int] | None = None
         self.known = 0
         self.is_shared = False
+        self.is_suspect = is_suspect
         self.deaths: list[Death] = []
         self.age = 0.0
-        self.unknown_forms = 0
-        self.unknown_since = 0.0
 
     def copy(self) -> Request:
         other = Request(self.sender, self.document, self.order, self.opened)
@@ -241,6 +273,7 @@ class Target:
         alive_at: when the server last worked, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: an answer had a finish_reason.
+        answers: how many it has given.
     """
 
     def __init__(self, bit: int = 1, probe: HealthProbe | None = None) -> None:
@@ -261,6 +294,7 @@ class Target:
         self.accepted_at = 0.0
         self.probe = probe
         self.gives_reasons = False
+        self.answers = 0
 
     def add_in_flight(self, number: int) -> None:
         self.in_flight += number
@@ -364,7 +398,7 @@ class Room:
         if not homes:
             return self.best
         if usable := homes & self._free & ~self._away:
-            home = _least_busy(target for target in self._targets if target.bit & usable)
+            home = min((target for target in self._targets if target.bit & usable), key=_load)
             if is_open or home.load < 1:
                 return home
         if self._load >= _IDLE and homes & ~self._away:
@@ -543,7 +577,7 @@ class Router:
         reserved = next((target for target in self.targets if target.reserved), None)
         if reserved is None and quarantine.has_waiting():
             up = [target for target in self.targets if target.up]
-            reserved = _least_busy(up) if up else None
+            reserved = min(up, key=_load, default=None)
             quarantine.restart()
         if reserved is None:
             return
@@ -558,5 +592,4 @@ class Router:
             future.set_result(self._assign(reserved, request))
 
 
-def _least_busy(targets: Iterable[Target]) -> Target:
-    return min(targets, key=lambda target: target.load)
+_load = attrgetter("load")

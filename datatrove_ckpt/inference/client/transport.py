@@ -101,8 +101,8 @@ def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
     return ExchangeFailed(transport.explain(error), type(error).__name__)
 
 
-async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> bytes:
-    """Returns the body of an answer. ``model``: for messages, of a body without one.
+async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> Response:
+    """Returns an answer. ``model``: for messages, of a body without one.
 
     Raises:
         RequestRejected, ServerRefused, RetryableError, TooManyOpenFiles: see the table in
@@ -132,7 +132,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         refused = getattr(error, "errno", None) == errno.ECONNREFUSED
         raise RetryableError(cause, unreachable=True, unsent=refused) from None
     if response.status in _ANSWERED:
-        return response.body
+        return response
     if 200 <= response.status < 300:
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
     sent = orjson.loads(body.text if isinstance(body, Body) else body)
@@ -160,6 +160,8 @@ def _error(
         f"The server's answer: {text or '(empty)'}"
     )
     refused.status = status
+    if status in retrying.OF_ONE_TEXT:
+        return RetryableError(f"HTTP {status} from {url}: {text}", status=status, refusal=refused)
     return refused
 
 

@@ -165,8 +165,9 @@ def _vector(value: object) -> Floats:
 
 
 def _numbers(value: object, name: str, kind: type[_Number]) -> npt.NDArray[_Number]:
-    # numpy would convert None, True and "1" to numbers.
-    if not isinstance(value, list) or not all(type(item) in (float, int) for item in value):
+    # numpy would convert True and "1" to numbers, and converts None to NaN.
+    kinds = {float, int, type(None)}
+    if not isinstance(value, list) or not kinds.issuperset(map(type, value)):
         raise UnknownForm(f"the answer's {name!r} is no list of numbers")
     with np.errstate(over="ignore"):
         return _checked(np.array(value, kind), name)

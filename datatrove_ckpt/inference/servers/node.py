@@ -16,7 +16,6 @@ import json
 import os
 import re
 import signal
-import socket
 import stat
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import Self
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
@@ -159,10 +159,8 @@ def end_leftovers() -> None:
 
 
 def _folder() -> Path:
-    namespace = 0  # containers may share a host name and this folder
-    with suppress(OSError):
-        namespace = Path("/proc/self/ns/pid").stat().st_ino
-    folder = runtime_folder() / "servers" / f"{socket.gethostname()}-{namespace}"
+    # Containers and machines may share this folder, and a host name.
+    folder = runtime_folder() / "servers" / (process_place() or "unknown")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 

@@ -1,0 +1,37 @@
+"""CSV as datatrove reads it, but for what Python's defaults lose in silence."""
+
+from __future__ import annotations
+
+import csv
+
+from datatrove.data import DocumentsPipeline
+from datatrove.pipeline.readers import csv as datatrove_csv
+
+from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers.input_errors import refuse_equal_names
+
+
+class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
+    """datatrove's ``CSVReader``, with its arguments. A byte order mark is no part of a name, and
+    line breaks within a cell stay as they are.
+
+    Raises:
+        InputError: two columns have one name, or a row has more cells than there are names.
+    """
+
+    def read_file(self, filepath: str) -> DocumentsPipeline:
+        options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}
+        with self.data_folder.open(filepath, "r", **options) as file:
+            rows = csv.DictReader(file)
+            refuse_equal_names(rows.fieldnames or [], filepath)
+            for number, row in enumerate(rows):
+                if None in row:
+                    raise InputError(
+                        f"The input file {filepath!r} has more cells than columns in the row that "
+                        f"ends in line {rows.line_num}. Put cells with commas in quotes, and run "
+                        "the same command again."
+                    )
+                with self.track_time():
+                    document = self.get_document_from_dict(row, filepath, number)
+                if document:
+                    yield document

@@ -1,0 +1,283 @@
+"""Files as other programs leave them: hidden ones, byte order marks, equal names, long integers."""
+
+import csv
+import gzip
+import io
+import json
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+import pyarrow.parquet as pq
+import pytest
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+
+from datatrove_ckpt.checkpoint.layout import is_ours
+from datatrove_ckpt.common.exact_json import loads
+from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers import CSVReader, IpcReader, JsonlReader, ParquetReader, inputs
+from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.torch import ReaderDataset
+from tests.jobs import rejects, runner
+from tests.yaml_jobs import endpoint, job_yaml
+
+MARK = b"\xef\xbb\xbf"
+FILES = [
+    ".ipynb_checkpoints/a-checkpoint.jsonl",
+    "._a.jsonl",
+    "_b.jsonl",
+    "_temporary/0/part.jsonl",
+    "_temporary.jsonl",
+    "a.jsonl",
+    "sub/.git/c.jsonl",
+    "sub/c.jsonl",
+]
+VISIBLE = ["_b.jsonl", "_temporary.jsonl", "a.jsonl", "sub/c.jsonl"]
+
+
+def rows(folder):
+    """Python's own parser reads integers of any size."""
+    files = sorted((folder / "output").glob("*.jsonl"))
+    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
+
+
+def write(folder, name, content=None):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is None:
+        content = json.dumps({"id": name, "text": name}).encode() + b"\n"
+    path.write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def run(here, command):
+    """Runs the short form. Returns the rows of its output, or what it prints as an error."""
+
+    def run(server, given, prompt="{text}", code=0):
+        options = [f"--prompt={prompt}", "--endpoint", server.url, "--model=m", "--run-folder=job"]
+        printed = command("run", "--input", str(given), *options, code=code)
+        if code:
+            return printed.err
+        return rows(here / "job")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        (None, VISIBLE),
+        (".jsonl", VISIBLE[:3]),
+        ("**/*.jsonl", VISIBLE),
+        (".ipynb_checkpoints/*", FILES[:1]),
+        (".*", ["._a.jsonl"]),
+        ("._a.json[l]", ["._a.jsonl"]),
+        ("_temporary/**", ["_temporary/0/part.jsonl"]),
+        ("sub/.git/*", ["sub/.git/c.jsonl"]),
+    ],
+)
+def test_a_hidden_file_is_input_only_where_the_pattern_names_it(tmp_path, pattern, expected):
+    for name in FILES:
+        write(tmp_path, name)
+    documents = JsonlReader(str(tmp_path), glob_pattern=pattern).run()
+    assert [document.id for document in documents] == expected
+
+
+def test_files_that_are_listed_or_given_alone_are_input_whatever_their_names(tmp_path, run, server):
+    for name in FILES:
+        write(tmp_path, name)
+    write(tmp_path, "list.txt", "\n".join(FILES).encode())
+    reader = JsonlReader(str(tmp_path), paths_file=str(tmp_path / "list.txt"))
+    assert [document.id for document in reader.run()] == FILES
+    (row,) = run(server, tmp_path / ".ipynb_checkpoints/a-checkpoint.jsonl")
+    assert row["id"] == FILES[0]
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        pytest.param("JsonlReader"),
+        pytest.param("datatrove.pipeline.readers.JsonlReader", marks=pytest.mark.matrix),
+    ],
+)
+def test_no_reader_of_a_run_reads_hidden_files(here, command, server, reader):
+    for name in FILES:
+        write(here / "input", name)
+    text = job_yaml(endpoint(server), tasks=2).replace("JsonlReader", reader)
+    write(here, "job.yaml", text.encode())
+    command("doctor", "job.yaml")
+    command("run", "job.yaml")
+    assert sorted(row["id"] for row in rows(here)) == VISIBLE
+
+
+def test_the_short_form_looks_at_no_hidden_file(tmp_path, run, server):
+    folder = tmp_path / "documents"
+    write(folder, "a.csv", b"id,text\n1,one\n")
+    write(folder, ".a.csv.swp", b"b0VIM")
+    write(folder, ".cache/a.parquet", b"PAR1")
+    (folder / ".cache/link").symlink_to(tmp_path)
+    assert [row["id"] for row in run(server, folder)] == ["1"]
+
+
+def test_a_run_that_has_read_hidden_files_is_refused_and_goes_on_with_a_list(
+    here, command, server, monkeypatch
+):
+    """As release 0.2.0 left it: task 0 is finished, task 1 stopped in its second file."""
+    names = [".x.jsonl", "a.jsonl", "b.jsonl", "c.jsonl.gz"]
+    for name in names[:-1]:
+        write(here / "input", name)
+    whole = gzip.compress(json.dumps({"id": names[-1], "text": names[-1]}).encode() + b"\n")
+    last = write(here / "input", names[-1], whole[:-3])
+    text = job_yaml(endpoint(server), tasks=2) + "          records_per_chunk: 1\n"
+    write(here, "job.yaml", text.encode())
+    with monkeypatch.context() as then:
+        then.setattr(inputs, "is_input", lambda name, pattern: not is_ours(name))
+        command("run", "job.yaml", code=1)
+    last.write_bytes(whole)
+    asked = len(server.payloads)
+    said = command("run", "job.yaml", code=1).err
+    assert "removed: '.x.jsonl'" in said
+    assert "such as '.x.jsonl': to go on with them, list all files in paths_file" in said
+    assert len(server.payloads) == asked
+    write(here, "list.txt", "\n".join(names).encode())
+    data = '{data_folder: input, paths_file: "list.txt"}'
+    write(here, "job.yaml", text.replace("{data_folder: input}", data).encode())
+    command("run", "job.yaml")
+    assert sorted(row["id"] for row in rows(here)) == names
+    assert len(server.payloads) == len(names)
+
+
+CSV = {
+    "mark": MARK + b"id,text\n1,a\n",
+    "mark and quotes": MARK + b'"text","id"\r\n"a, b",1\r\n',
+    "line breaks": b'id,text\r\n1,"a\r\nb\n\nc\rd"\r\n',
+    "blank lines": b"id,text\n\n1,a\n\n2,b\n",
+    "carriage returns": b"text,id\ra,1\rb,2",
+    "a column without a name": b",text,id\n0,a,1\n",
+    "short row": b"id,text,n\n1,a,x\n2,b\n",
+}
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@pytest.mark.parametrize("name", CSV)
+def test_csv_is_read_as_the_csv_module_and_pandas_read_it(tmp_path, name, compress):
+    import pandas
+
+    suffix = ".csv" if compress is bytes else ".csv.gz"
+    write(tmp_path, f"a{suffix}", compress(CSV[name]))
+    found = [
+        {"id": document.id, "text": document.text, **document.metadata}
+        for document in CSVReader(str(tmp_path)).run()
+    ]
+    for row in found:
+        del row["file_path"]
+    text = CSV[name].decode("utf-8-sig")
+    assert found == list(csv.DictReader(io.StringIO(text, newline="")))
+    read = pandas.read_csv(io.BytesIO(CSV[name]), dtype=str, keep_default_na=False)
+    values = [[value or "" for value in row.values()] for row in found]
+    assert sorted(map(sorted, values)) == sorted(map(sorted, read.to_numpy().tolist()))
+
+
+def test_a_byte_order_mark_begins_no_name_of_json_lines(tmp_path):
+    write(tmp_path, "a.jsonl", MARK + b'{"id": "1", "text": "a"}\n')
+    write(tmp_path, "b.jsonl.gz", gzip.compress(MARK + b'{"text": "b", "id": "2"}\n'))
+    assert [document.id for document in JsonlReader(str(tmp_path)).run()] == ["1", "2"]
+
+
+def test_a_csv_row_with_too_many_cells_is_refused_before_its_request(tmp_path, run, server):
+    path = write(tmp_path, "a.csv", b'id,text\n1,"o\nne"\n2,two,more\n3,three\n')
+    said = run(server, path, code=1)
+    assert (
+        "The input file 'a.csv' has more cells than columns in the row that ends in line 4" in said
+    )
+    assert not server.asked["two"]
+    path.write_bytes(path.read_bytes().replace(b",more", b""))
+    assert len(run(server, path)) == 3
+
+
+def table(*columns):
+    arrays = [pa.array(["1"]), pa.array(["a"])]
+    arrays += [column for _, column in columns]
+    return pa.table(arrays, names=["id", "text", *(name for name, _ in columns)])
+
+
+def struct(*names):
+    return pa.StructArray.from_arrays([pa.array([1])] * len(names), names=list(names))
+
+
+NUMBER = pa.array([1])
+TABLES = {
+    "number": (table(("n", NUMBER), ("m", NUMBER), ("n", NUMBER)), "'n': numbers 3, 5"),
+    "text": (table(("text", NUMBER)), "'text': numbers 2, 3"),
+    "struct": (table(("s", struct("x", "y", "x"))), "'s.x': numbers 1, 3"),
+    "list": (
+        table(("l", pa.ListArray.from_arrays([0, 1], struct("x", "x")))),
+        r"'l\.\w+\.x': numbers 1, 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", TABLES)
+def test_equal_names_in_a_table_are_refused_with_their_places(tmp_path, name, kind):
+    content, message = TABLES[name]
+    if kind == "parquet":
+        pq.write_table(content, tmp_path / "a.parquet")
+        reader = ParquetReader(str(tmp_path))
+    else:
+        with ipc.new_file(str(tmp_path / "a.arrow"), content.schema) as writer:
+            writer.write_table(content)
+        reader = IpcReader(str(tmp_path))
+    with pytest.raises(InputError, match=f"several columns named {message}"):
+        list(reader.run())
+    with pytest.raises(InputError, match=message):
+        ReaderDataset(reader)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [("id,text,n,text", "'text': numbers 2, 4"), (",text,id,", "'': numbers 1, 4")],
+)
+def test_equal_names_in_csv_are_refused_before_a_request(tmp_path, run, server, names, message):
+    path = write(tmp_path, "a.csv", MARK + f"{names}\n1,a,2,b\n".encode())
+    assert message in run(server, path, code=1)
+    assert not server.payloads
+
+
+EDGES = [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**19, 10**25 + 1, -(10**30)]
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_integers_of_any_size_are_read_as_json_reads_them(separators):
+    others = [0.00012345678901234567, -1.2345678901234567e-20, 1e25, "12345678901234567890123"]
+    for value in (*EDGES, *others, EDGES + others, {"k": [EDGES]}):
+        line = json.dumps({"v": value, "w": -1}, separators=separators).encode()
+        assert repr(loads(line)) == repr(json.loads(line))
+
+
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_integers_beyond_64_bits_come_out_as_they_went_in(tmp_path, run, stopped):
+    given = [{"id": value, "text": f"text {value}", "n": [{"v": -value}]} for value in EDGES]
+    path = write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, given)).encode())
+    prompts = [f'text {value} [{{"v":{-value}}}]' for value in EDGES]
+    refused = set(prompts[-1:] * stopped)
+    with FakeServer(status=rejects(refused, 401)) as server:
+        if stopped:  # the journal holds the others
+            run(server, path, "{text} {n}", code=1)
+            refused.clear()
+        found = run(server, path, "{text} {n}")
+        assert set(server.asked) == set(prompts)
+        assert server.asked.total() == len(prompts) + stopped
+    for row, expected in zip(found, given, strict=True):
+        assert {key: row[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("adapter", [None, lambda self, document: {"id": document.id}])
+def test_an_integer_beyond_64_bits_names_a_file_and_passes_an_adapter(tmp_path, server, adapter):
+    writer = JsonlWriter(
+        str(tmp_path / "output"), "${id}_${chunk_index}.jsonl", compression=None, adapter=adapter
+    )
+    runner(tmp_path, server, output_writer=writer).run([Document("text", 2**70)])
+    assert [row["id"] for row in rows(tmp_path)] == [2**70]
+    assert (tmp_path / f"output/{2**70}_00000.jsonl").exists()

@@ -1,0 +1,169 @@
+"""A node that comes back: its disk has an old checkpoint, and another node has continued from the
+mirror.
+"""
+
+import pytest
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget
+from tests.yaml_jobs import endpoint, job_yaml, write_job
+
+MORE = """\
+          records_per_chunk: 2
+          checkpoints_remote_dir: MIRROR
+          mirror_seconds: 1000
+"""
+ONE_BY_ONE = "max_concurrent_generations: 1, max_concurrent_documents: 1"
+LETTERS = "--pipeline.1.on_document_error=dead_letter"
+DOCUMENTS = 8
+ALL = ["00000", "00001"]
+
+
+class Bills(Budget):
+    """Counts what is answered. What is in ``bad`` never is."""
+
+    def __init__(self):
+        self.left = 1000
+        self.paid = 0
+        self.bad = set()
+
+    def __call__(self, payload, times):
+        if payload["messages"][-1]["content"] in self.bad:
+            return 400
+        refused = super().__call__(payload, times)
+        self.paid += refused is None
+        return refused
+
+
+class Cluster:
+    """Nodes with disks of their own, which share a mirror, an output folder and one for logs. Two
+    tasks of four documents, one after the other.
+    """
+
+    def __init__(self, folder, command, server, bills, where="local"):
+        self.bills = bills
+        self._command = command
+        self._folder = folder
+        self._where = where
+        base = folder
+        if where == "remote":
+            base = f"memory://{folder}"
+        self._output = f"{base}/output"
+        text = job_yaml(f"{endpoint(server)}, {ONE_BY_ONE}", tasks=2, output=self._output)
+        text = text.replace("workers: 1\n", "workers: 1\n    ranks_at_once: 1\n")
+        texts = [f"text {n}" for n in range(DOCUMENTS)]
+        mirrored = MORE.replace("MIRROR", f"{base}/mirror")
+        write_job(folder, text + mirrored, texts[:4], texts[4:])
+
+    def __call__(self, node, name, *options, code=0):
+        settings = [f"--pipeline.1.checkpoints_local_dir={self.disk(node)}"]
+        if self._where == "shared":  # and mounted elsewhere on each node
+            mount = self._folder / f"mounted-on-{node}"
+            if not mount.exists():
+                (self._folder / "output").mkdir(exist_ok=True)
+                mount.symlink_to(self._folder / "output")
+            settings.append(f"--pipeline.1.output_writer.output_folder={mount}")
+        return self._command(name, "job.yaml", *settings, *options, code=code)
+
+    def disk(self, node):
+        return self._folder / node
+
+    def run_until(self, node, answers):
+        """The node is lost after so many answers."""
+        self.bills.left = answers
+        self(node, "run", code=1)
+        self.bills.left = 1000
+
+    def files(self, output=None):
+        folder = get_datafolder(output or self._output)
+        return {name: folder.cat_file(name) for name in sorted(folder.find(""))}
+
+    def expected(self):
+        """The output of a run that nothing interrupts."""
+        folders = ["checkpoints_local_dir", "checkpoints_remote_dir", "output_writer.output_folder"]
+        settings = [f"--pipeline.1.{name}=whole/{name}" for name in folders]
+        self._command("run", "job.yaml", "--executor.logging_dir=whole/logs", *settings)
+        self.bills.paid = 0
+        return self.files("whole/output_writer.output_folder")
+
+    def markers(self):
+        return sorted(path.name for path in (self._folder / "logs/completions").glob("*"))
+
+
+@pytest.fixture
+def bills():
+    return Bills()
+
+
+@pytest.fixture
+def server(bills):
+    with FakeServer(status=bills) as server:
+        yield server
+
+
+@pytest.fixture
+def cluster(here, command, server, bills):
+    return Cluster(here, command, server, bills)
+
+
+DONE = {
+    "finish": lambda cluster: cluster("b", "run"),
+    "kill": lambda cluster: cluster.run_until("b", 2),
+    "worker": lambda cluster: cluster("b", "run", "--worker"),
+}
+"""What the other node did."""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("done", DONE)
+@pytest.mark.parametrize("where", ["local", "shared", "remote"])
+def test_a_node_goes_on_where_another_one_has_continued(
+    here, command, server, bills, where, done, empty_memory_file_system
+):
+    cluster = Cluster(here, command, server, bills, where)
+    expected = cluster.expected()
+    cluster.run_until("a", 5)  # one of the second task
+    DONE[done](cluster)
+    before = cluster.markers()
+    assert before == ALL[: 1 + (done != "kill")]
+    assert "another node has continued 1 task of this node" in cluster("a", "doctor")
+    assert "no problem" in cluster("a", "verify", code=3 * (done == "kill"))
+    assert "There is nothing to repair" in cluster("a", "repair")
+    assert cluster.markers() == before
+    assert f"{DOCUMENTS} of {DOCUMENTS} documents" in cluster("a", "run")
+    assert (cluster.markers(), bills.paid) == (ALL, DOCUMENTS)
+    assert cluster.files() == expected
+
+
+def test_dead_letters_that_another_node_has_retried_are_known(cluster, bills):
+    bills.bad.add("Say text 1")
+    cluster("a", "run", LETTERS)
+    cluster("b", "run", LETTERS)
+    bills.bad.clear()
+    cluster("a", "run", LETTERS, "--retry-dead-letters")
+    for node in ("b", "c"):
+        assert f"{DOCUMENTS} of {DOCUMENTS} documents" in cluster(node, "run", LETTERS)
+    assert bills.paid == DOCUMENTS
+
+
+def test_a_mirror_that_cannot_be_read_costs_no_file_that_another_node_has_written(
+    cluster, command, monkeypatch
+):
+    cluster.run_until("a", 5)
+    cluster("b", "run")
+    before = cluster.files()
+
+    def down(self, folder=""):
+        raise ConnectionError("no route to host")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(object_store.ObjectStore, "names", down)
+        error = cluster("a", "run", code=1).error
+    assert "mirror could not be read, keep them until it can be" in error
+    said = command("verify", cluster.disk("a"), code=1)
+    assert f"The run's mirror, {cluster.disk('mirror')}, knows: verify that" in said
+    assert "delete" not in said
+    assert (cluster.markers(), cluster.files()) == (ALL, before)
+    cluster("a", "run")

@@ -68,9 +68,9 @@ from datatrove_ckpt.inference.client.answers import (
     unfinished,
     way_to,
 )
+from datatrove_ckpt.inference.client.attempts import Request
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import Request, Router
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
@@ -184,7 +184,7 @@ class Answers:
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
-        self.opened: set[Router] = set()
+        self.opened: set[object] = set()
         self.reasons: dict[str, int] = {}
         self._rank = rank
 

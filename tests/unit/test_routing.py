@@ -2,9 +2,10 @@
 
 import asyncio
 
+from datatrove_ckpt.inference.client.attempts import Request
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.prefixes import Prefixes
-from datatrove_ckpt.inference.client.routing import WINDOW, Request, Router
+from datatrove_ckpt.inference.client.routing import WINDOW, Router
 
 
 def router(servers, places):

@@ -17,7 +17,8 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender
+from datatrove_ckpt.inference.client.attempts import Death, Request, Sender
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.probes import (
     Metrics,
@@ -89,13 +90,14 @@ async def test_the_least_busy_server_is_next_and_its_limit_holds():
 
 
 async def test_a_server_whose_connection_failed_gets_a_request_only_when_no_other_can():
-    made, near = router(2), {}
+    made = router(2)
     failed, other = made.targets
-    assert await made.acquire(Request(near=near)) is failed
+    body = b'{"messages":' + b"x" * 1000
+    assert await made.acquire(Request(body=body)) is failed
     failed.cooldown_until = time.monotonic() + 1000
-    assert [await made.acquire(Request(near=near)) for _ in range(4)] == [other] * 4
+    assert [await made.acquire(Request(body=body)) for _ in range(4)] == [other] * 4
     other.up = False
-    assert await made.acquire(Request(near=near)) is failed
+    assert await made.acquire(Request(body=body)) is failed
 
 
 async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():

@@ -83,17 +83,16 @@ from datatrove_ckpt.inference.client.answers import (
     Way,
     unfinished,
 )
-from datatrove_ckpt.inference.client.body import AnyBody, in_tier
-from datatrove_ckpt.inference.client.routing import (
-    FIRST_LIMIT,
+from datatrove_ckpt.inference.client.attempts import (
     Attempt,
     AttemptLost,
     MustDivide,
     Request,
-    Router,
     Sender,
     Target,
 )
+from datatrove_ckpt.inference.client.body import AnyBody, in_tier
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from datatrove_ckpt.inference.client.routing import Place, Request
+from datatrove_ckpt.inference.client.attempts import Place, Request
 
 
 class Quarantine:

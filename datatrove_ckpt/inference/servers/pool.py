@@ -18,8 +18,8 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
+from datatrove_ckpt.inference.client.attempts import Death
 from datatrove_ckpt.inference.client.client import ModelServers, hang_after
-from datatrove_ckpt.inference.client.routing import Death
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.node import GpuLease

@@ -15,7 +15,8 @@ from loguru import logger
 from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import Engine, MetricNames
 from datatrove_ckpt.errors import TooManyOpenFiles
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Target
+from datatrove_ckpt.inference.client.attempts import Target
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import wait_until_cancelled

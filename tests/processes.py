@@ -32,6 +32,18 @@ def is_alive(pid):
         return False
 
 
+def is_stopped(pid):
+    """Whether no thread of it works any more, after SIGSTOP."""
+    try:
+        threads = [
+            thread.read_text().rpartition(")")[2].split()[0]
+            for thread in Path(f"/proc/{pid}/task").glob("*/stat")
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return bool(threads) and set(threads) == {"T"}
+
+
 def kill_session(session):
     """SIGKILL to all processes of a session."""
     for process in process_table():

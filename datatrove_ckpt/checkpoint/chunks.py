@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
 from datatrove_ckpt.checkpoint.lines import Json
@@ -20,7 +19,7 @@ from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.errors.doors import StartOver, written
 
-PositionGetter: TypeAlias = Callable[[], Json | None]
+PositionGetter = Callable[[], Json | None]
 """Returns the reader's state right after a document; None if the reader has no state."""
 
 

@@ -145,9 +145,11 @@ class DocumentCounts:
         self.add(
             DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums)
         )
-        for _, _, _, reasons in documents:
-            if reasons:
-                self.add(DocumentCounts(reasons=reasons))
+        if any(reasons for _, _, _, reasons in documents):
+            unusual = Counter[str]()
+            for _, _, _, reasons in documents:
+                unusual.update(reasons)
+            self.add(DocumentCounts(reasons=unusual))
 
     def __add__(self, other: DocumentCounts) -> DocumentCounts:
         found = replace(self)

@@ -65,11 +65,6 @@ def free_name(path: Path, ending: str) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def copy_mode(path: Path, fd: int) -> None:
-    with suppress(OSError):
-        os.fchmod(fd, stat.S_IMODE(path.stat().st_mode))
-
-
 class Disk:
     """The effects. Paths are absolute.
 
@@ -205,7 +200,8 @@ class Disk:
         fd = self.create(path, mode)
         try:
             if like is not None:
-                copy_mode(like, fd)
+                with suppress(OSError):
+                    os.fchmod(fd, stat.S_IMODE(like.stat().st_mode))
             for block in blocks:
                 self.write(fd, block, path)
         finally:

@@ -21,7 +21,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import orjson
 
@@ -372,7 +372,7 @@ class End(_Record):
     what: str = ""
 
 
-Record: TypeAlias = Start | ServerEvent | Progress | Spread | End
+Record = Start | ServerEvent | Progress | Spread | End
 _KINDS: dict[str, type[Record]] = {
     kind.KIND: kind for kind in (Start, ServerEvent, Progress, Spread, End)
 }

@@ -109,6 +109,8 @@ class RunIdentity:
     """Plain JSON values. ``identity_version`` names the way in which they describe the run."""
     notes: dict[str, str] = field(default_factory=dict)
     """What to add to the error if a field differs, by the name of the field."""
+    accepted: list[Json] = field(default_factory=list)
+    """Changes that the run accepts at its start: ``records`` of results that it takes over."""
 
     @cached_property
     def kept(self) -> Json:
@@ -324,7 +326,9 @@ class Fence:
             Fenced: another process has started since.
         """
         # A network file system may cache attributes for seconds; opening a file refreshes them.
-        stamp = self._stamp()
+        with explained("look at", self._path):
+            status = self._path.stat()
+        stamp = status.st_ino, status.st_mtime_ns
         if not thorough and stamp == self._seen:
             return
         owner = run_with_secrets(self._path).get("owner", {})
@@ -347,11 +351,6 @@ class Fence:
             except StorageFailed:
                 pass
         return error
-
-    def _stamp(self) -> tuple[int, int]:
-        with explained("look at", self._path):
-            status = self._path.stat()
-        return status.st_ino, status.st_mtime_ns
 
 
 class RunClaim:
@@ -392,6 +391,7 @@ class RunClaim:
             self._accepted += _accept(folder, changes, accept_changes)
         else:
             refuse_missing_run_json(folder)
+        self._accepted += new_records(self._accepted, identity)
 
     def take(self, commits: int | None = None) -> Fence:
         """Writes ``run.json``, which an earlier owner notices before its next write.
@@ -593,6 +593,12 @@ def records(changes: Iterable[Change]) -> list[Json]:
         {"when": when, "field": change.field, "old": change.old, "new": change.new}
         for change in changes
     ]
+
+
+def new_records(accepted: Sequence[Json], identity: RunIdentity) -> list[Json]:
+    """Returns the changes that a run accepts at its start, without those that it has recorded."""
+    known = [one | {"when": ""} for one in accepted]
+    return [one for one in identity.accepted if one | {"when": ""} not in known]
 
 
 def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:

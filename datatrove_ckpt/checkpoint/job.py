@@ -27,6 +27,7 @@ from datatrove_ckpt.checkpoint.identity import (
     compare,
     describe_alike,
     holds_work,
+    new_records,
     read_run,
     records,
     refusal,
@@ -170,7 +171,8 @@ def compare_job(
             folder.
         only_tasks: see ``compare_kept``.
     """
-    if ranks is None or not _agrees(root, identity):
+    job = _read(root)
+    if ranks is None or not job or compare(job, identity):
         ranks = rank_numbers(root) if root.exists() else []
     return _compare_ranks(root, ranks, identity, only_tasks)
 
@@ -210,11 +212,6 @@ def _read(root: Path) -> Json:
     return {}
 
 
-def _agrees(root: Path, identity: RunIdentity) -> bool:
-    job = _read(root)
-    return bool(job) and not compare(job, identity)
-
-
 def _is_current(root: Path, identity: RunIdentity) -> bool:
     """Whether ``job.json`` agrees, code and output folder included, and holds no plain secret."""
     if (path := root / JOB).exists():
@@ -223,6 +220,7 @@ def _is_current(root: Path, identity: RunIdentity) -> bool:
         job = {}
     clean = without_its_secrets(job)
     is_same = job == clean and not compare(job, identity, with_output=True)
+    is_same = is_same and not new_records(job.get("accepted_changes", []), identity)
     return bool(job) and is_same and describe_alike(job, identity.fields)
 
 
@@ -251,6 +249,7 @@ def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> byt
 
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
+    accepted += new_records(accepted, identity)
     job = {**identity.kept, **({"accepted_changes": accepted} if accepted else {})}
     return sealed_json(job)
 
@@ -285,7 +284,12 @@ def compare_kept(
         only_tasks: compare the number of tasks, and nothing else.
     """
     found = JobChanges()
-    accepted = _accepted([job, *(each.run for each in kept.values())])
+    contents = [job, *(each.run for each in kept.values())]
+    accepted = [
+        (change.get("field"), change.get("old"), change.get("new"))
+        for content in contents
+        for change in content.get("accepted_changes", [])
+    ]
     for rank, each in kept.items():
         changes = compare(each.run, identity, with_output=True)
         if only_tasks:
@@ -304,11 +308,6 @@ def compare_kept(
         if changes:
             found.add(rank, changes)
     return found
-
-
-def _accepted(kept: Iterable[Json]) -> list[tuple[object, ...]]:
-    changes = [change for content in kept for change in content.get("accepted_changes", [])]
-    return [(change.get("field"), change.get("old"), change.get("new")) for change in changes]
 
 
 def _is_live(folder: Path, run: Json) -> bool:

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import orjson
 
@@ -54,12 +54,12 @@ class Work(NamedTuple):
     tokens: list[int]
 
 
-Took: TypeAlias = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
+Took = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
 """What is counted of a finished document: ``outcome``, ``numbers``, ``work`` and ``reasons`` of
 ``Finished``.
 """
 
-Count: TypeAlias = Callable[[list[Took]], None]
+Count = Callable[[list[Took]], None]
 """Counts documents: see ``DocumentCounts.count``."""
 
 

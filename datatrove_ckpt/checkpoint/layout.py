@@ -72,8 +72,8 @@ CHECKPOINT_LINES = (
     BATCHES,
 )
 """Files of JSON lines that are no journals."""
-RETRIES = "retry-*"
-"""Pattern of the folders of retries, below ``checkpoints_local_dir``."""
+RETRIES = "retry-"
+"""What the names of the folders of retries, below ``checkpoints_local_dir``, begin with."""
 
 # [0-9], because \d also matches the digits of other scripts.
 _RANK = re.compile(r"[0-9]{5,}")
@@ -196,9 +196,9 @@ def retry_folders(root: Path) -> list[Path]:
     It lists ``root``: with many ranks, call it once. Each rank of a run calls it, too, so it looks
     at thousands of names in a millisecond.
     """
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
-        return sorted(root / name for name in names if name.startswith("retry-"))
+        return sorted(root / name for name in names if name.startswith(RETRIES))
     return []
 
 

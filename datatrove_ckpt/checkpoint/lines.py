@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import orjson
 import xxhash
@@ -39,15 +38,10 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
     except (OSError, sqlite3.Error) as error:
         if is_caused_by_limit(error):
             raise limit_reached(f"Could not {action} {path}") from error
+        cause = getattr(error, "strerror", None) or error
         raise StorageFailed(
-            f"Could not {action} {path}: {_cause(error)}. {_advice(action, error, path)}"
+            f"Could not {action} {path}: {cause}. {_advice(action, error, path)}"
         ) from error
-
-
-def _cause(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
 
 
 def too_large() -> str:
@@ -102,7 +96,7 @@ def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
     return not Path(path).parent.exists()
 
 
-Json: TypeAlias = JsonObject
+Json = JsonObject
 
 PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')

@@ -24,7 +24,7 @@ from contextlib import closing, suppress
 from importlib import resources
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 import xxhash
@@ -67,7 +67,7 @@ class CachedRequest(NamedTuple):
     answer: Answer
 
 
-Row: TypeAlias = tuple[Any, ...]
+Row = tuple[Any, ...]
 """Values of a row. ``Any``, because a damaged one may hold any type in any column."""
 
 _COLUMNS = (

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -30,11 +30,11 @@ _ITEM_BYTES = 500
 # Keeps a group's transaction short: a lookup behind it is answered in milliseconds.
 MAX_GROUP = 2000
 
-Call: TypeAlias = Callable[[], None]
+Call = Callable[[], None]
 T = TypeVar("T")
 
 
-_Item: TypeAlias = tuple[int, Chunk, Finished] | tuple[int, None, CachedRequest] | Call | None
+_Item = tuple[int, Chunk, Finished] | tuple[int, None, CachedRequest] | Call | None
 """What is queued: a finished document, with the bytes handed over so far and its chunk, or an
 answer. None ends the thread.
 """

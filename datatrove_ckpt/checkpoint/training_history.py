@@ -12,7 +12,7 @@ import io
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,18 +45,16 @@ def curve(events: Iterable[JsonObject]) -> list[Row]:
     """Returns the metrics of the steps that the training has made, in their order."""
     rows: list[Row] = []
     for event in events:
-        if event["event"] == "metrics":
-            add_row(rows, int(event["step"]), event["metrics"])
+        if event["event"] != "metrics":
+            continue
+        step = int(event["step"])
+        while rows and rows[-1][0] > step:
+            rows.pop()
+        if rows and rows[-1][0] == step:
+            rows[-1][1].update(event["metrics"])
+        else:
+            rows.append((step, dict(event["metrics"])))
     return rows
-
-
-def add_row(rows: list[Row], step: int, metrics: Mapping[str, float]) -> None:
-    while rows and rows[-1][0] > step:
-        rows.pop()
-    if rows and rows[-1][0] == step:
-        rows[-1][1].update(metrics)
-    else:
-        rows.append((step, dict(metrics)))
 
 
 class TrainingHistory:

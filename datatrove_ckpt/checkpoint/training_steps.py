@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import orjson
 import xxhash
@@ -30,7 +30,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
 
 Manifest = JsonObject
-Entry: TypeAlias = list[int | str]
+Entry = list[int | str]
 """Size and xxh128 of a file."""
 
 FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"

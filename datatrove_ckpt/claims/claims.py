@@ -88,6 +88,7 @@ class Record:
     alone: bool = False
 
 
+@dataclass(eq=False)
 class Claims:
     """The claims of this process.
 
@@ -101,31 +102,22 @@ class Claims:
             that another launch gave up.
     """
 
-    def __init__(
-        self,
-        store: DiskClaims | ObjectClaims,
-        owner: str,
-        incomplete: Callable[[], list[int]],
-        reached: Callable[[int], Progress],
-        max_attempts: int,
-        alone: bool,
-        has_time: Callable[[float], bool],
-        is_worker: bool,
-    ) -> None:
-        self._store = store
+    _store: DiskClaims | ObjectClaims
+    _owner: str
+    _incomplete: Callable[[], list[int]]
+    _reached: Callable[[int], Progress]
+    _max_attempts: int
+    _alone: bool
+    _has_time: Callable[[float], bool]
+    _is_worker: bool
+
+    def __post_init__(self) -> None:
         self.done: set[int] = set()
         """Ranks that this process has completed: a listing may not show that yet."""
-        self._owner = owner
-        self._incomplete = incomplete
-        self._reached = reached
-        self._max_attempts = max_attempts
-        self._alone = alone
-        self._has_time = has_time
         self._took: list[float] = []
         self._taken_at: dict[int, float] = {}
         self.failures = 0
         """How often in a row ``next`` could not read or write the store."""
-        self._is_worker = is_worker
         self._given_up = (
             f"{GIVEN_UP}-{xxhash.xxh32(os.environb.get(LAUNCH.encode(), b'')).hexdigest()}"
         )
@@ -134,7 +126,7 @@ class Claims:
         self._locked: dict[int, float] = {}
         self._guard = threading.RLock()  # ranks run in threads
         self._closed = threading.Event()
-        open_here.add(owner)
+        open_here.add(self._owner)
         threading.Thread(target=self._beat, name="datatrove-ckpt claims", daemon=True).start()
 
     def free(self) -> Free:

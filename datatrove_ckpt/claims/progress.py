@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeAlias
 
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal
 from datatrove_ckpt.mirror.job import newest_manifest
 
-Progress: TypeAlias = tuple[int, int, int]
+Progress = tuple[int, int, int]
 """Bytes of a rank's commits, journals and saved answers.
 
 Earlier ones count more: a commit drops the others.

@@ -12,7 +12,7 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.errors.doors import StartOver, command, written
 from datatrove_ckpt.generation.final_stats import lines_with_error
-from datatrove_ckpt.generation.finished_from import check_old_runs
+from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 
@@ -54,7 +54,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -
     if idle:
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"
-    work += check_old_runs(runner.step.changed(accept_changes=True), runner.identity)
+    work += OldRuns(runner.step.changed(accept_changes=True), runner.identity).unchecked
     if job.numbers.paid:
         work += f" Paid: {job.numbers.paid}."
     return (

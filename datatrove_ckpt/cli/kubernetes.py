@@ -77,7 +77,8 @@ def k8s(arguments: argparse.Namespace) -> int:
     refuse_without_claims(plan)
     note_workers(job.workers or 0, plan.tasks)
     workers = min(job.workers or plan.tasks, plan.tasks)
-    metadata = {"name": job.name or _name(source)}
+    name = re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower())
+    metadata = {"name": job.name or name.strip("-")[:_NAME_LENGTH].rstrip("-")}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
     config_map = _config_map(content, plan, metadata)
@@ -138,11 +139,6 @@ def _refuse_lost(plan: RunPlan, job: KubernetesJob) -> None:
             "(s3://..., hf://buckets/...), or to a folder on a claim of kubernetes.volumes: "
             f"{'; '.join(lost)}."
         )
-
-
-def _name(source: str) -> str:
-    name = re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower())
-    return name.strip("-")[:_NAME_LENGTH].rstrip("-")
 
 
 def _config_map(content: Node, plan: RunPlan, metadata: Node) -> Node:

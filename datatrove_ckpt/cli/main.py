@@ -443,7 +443,7 @@ def report() -> None:
     _argument("N", "how many; 5 unless said otherwise", "--n", type=_count, default=5),
     _argument("ID", "those with this id, as a whole", "--id"),
     _argument("TEXT", "those with this in their text or answer, in upper or lower case", "--grep"),
-    _flag("--dead", "dead letters that no retry has taken, with their causes"),
+    _flag("--dead", "dead letters that no finished retry has taken, with their causes"),
     _OUTPUT,
 )
 def show() -> None:

@@ -23,7 +23,7 @@ from glob import escape, has_magic
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
@@ -50,11 +50,11 @@ from datatrove_ckpt.output.formats import BY_NAME, JSONL
 if TYPE_CHECKING:
     from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
 
-    OutputFormat: TypeAlias = str
+    OutputFormat = str
 else:
     OutputFormat = Literal[*BY_NAME]
 
-Node: TypeAlias = JsonObject
+Node = JsonObject
 
 _SUFFIXES = {
     ".jsonl": "JsonlReader",

@@ -37,7 +37,8 @@ def status(arguments: argparse.Namespace) -> int:
 def show(arguments: argparse.Namespace) -> int:
     """Prints a line for each step."""
     state = read_training(Path(arguments.what), full=False)
-    say(_table(state))
+    rows = [_row(step, step is state.restored) for step in state.steps]
+    say("\n".join([f"{'step':>12}  {'saved':<19}  {'size':>9}  metrics", *rows]))
     return int(not state.steps)
 
 
@@ -73,11 +74,8 @@ def _restore(state: TrainingState) -> str:
     step = state.restored
     if step is None:
         return "No step is whole, so a restore fails."
-    return f"A restore takes step {step.step}, saved {_ago(step.at)}."
-
-
-def _ago(at: float) -> str:
-    return f"{duration(max(1.0, time.time() - at))} ago"
+    age = duration(max(1.0, time.time() - step.at))
+    return f"A restore takes step {step.step}, saved {age} ago."
 
 
 def _describe(state: TrainingState) -> Iterator[str]:
@@ -108,13 +106,6 @@ def _plot(state: TrainingState, name: str) -> Iterator[str]:
         drawn = plotted(values, _CELLS, bars)
         ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
         yield f"  {name:<10} {drawn} {ends}; least {figure(min(values))}"
-
-
-def _table(state: TrainingState) -> str:
-    lines = [f"{'step':>12}  {'saved':<19}  {'size':>9}  metrics"]
-    for step in state.steps:
-        lines.append(_row(step, step is state.restored))
-    return "\n".join(lines)
 
 
 def _row(step: SavedStep, is_restored: bool) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 BATCH = "batch"
 """The ``service_tier`` of answers of provider batches."""
-JsonObject: TypeAlias = dict[str, Any]
+JsonObject = dict[str, Any]
 """An object of a JSON text, as a parser returns it."""
 
 

@@ -8,13 +8,26 @@ from typing import Any
 import orjson
 
 _AS_ZEROS = bytes.maketrans(b"0123456789", b"0" * 10)
+_LONG_LIST = 16
 
 
 def loads(line: bytes) -> Any:
     """Raises orjson.JSONDecodeError for what is no JSON."""
     data = orjson.loads(line)
-    zeros = line.translate(_AS_ZEROS)
-    # Perhaps of a float or a text. A regular expression takes ten times as long as orjson.
-    if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:
-        return json.loads(line)
+    if _may_be_inexact(data):
+        zeros = line.translate(_AS_ZEROS)
+        # Perhaps of a float or a text.
+        if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:
+            return json.loads(line)
     return data
+
+
+def _may_be_inexact(value: object) -> bool:
+    """Whether a value may hold a float that was a long integer. Long lists take too long to look
+    through.
+    """
+    if isinstance(value, dict):
+        return any(map(_may_be_inexact, value.values()))
+    if isinstance(value, list):
+        return len(value) > _LONG_LIST or any(map(_may_be_inexact, value))
+    return isinstance(value, float) and abs(value) >= 2**63

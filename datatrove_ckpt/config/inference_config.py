@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import BATCH, JsonObject
@@ -481,7 +481,7 @@ HOST = "127.0.0.1"
 API_KEY_VARIABLE = "DATATROVE_CKPT_API_KEY"
 
 Kwargs = Mapping[str, Any]
-FormValue: TypeAlias = Any  # a JSON schema, a text, or a list of texts
+FormValue = Any  # a JSON schema, a text, or a list of texts
 
 
 class EngineCommand(NamedTuple):

@@ -271,8 +271,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 f"{plural(len(running), 'job')} of an earlier start still run: {_shown(running)}. "
                 "Waiting."
             )
-        else:
-            self._forget_markers(ranks)
+        else:  # the markers of ranks that run again would hide failures
+            for rank in set(ranks) - set(self._left(ranks)):
+                self.logging_dir.rm(f"completions/{rank:05d}")
         if ranks:
             with naming_hub():
                 self._upload()
@@ -575,11 +576,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 return dict(zip(ranks, threads.map(reached, ranks), strict=True))
 
         return self._asked("The mirror cannot be read", look)
-
-    def _forget_markers(self, ranks: Iterable[int]) -> None:
-        """Removes markers of ranks that run again, which would hide failures."""
-        for rank in set(ranks) - set(self._left(ranks)):
-            self.logging_dir.rm(f"completions/{rank:05d}")
 
     @property
     def _label(self) -> str:

@@ -46,7 +46,7 @@ from datatrove_ckpt.process.task_errors import own_error
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 # datatrove writes names and options into the script as they are. Bash fills in options.
 _NAME = re.compile(r"[\w@+=:,./~-]*")
-_OPTION = re.compile(r"""[^\s"'#\\]*|"[^"\n]*"|'[^'\n]*'""")
+_OPTION = re.compile(r"""[^\s"'#\\`]*|"[^"\\`\n]*"|'[^'\n]*'""")
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
 
 

@@ -57,8 +57,6 @@ class _Text:
             must not cut it off.
     """
 
-    __slots__ = ("answer", "is_answered", "text", "waiter")
-
     def __init__(self, text: str, waiter: Waiter) -> None:
         self.text = text
         self.waiter = waiter

@@ -13,6 +13,7 @@ of memory, 40 while sorted.
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import tempfile
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import IO, NamedTuple
 
 import numpy as np
 import orjson
@@ -34,9 +35,11 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
+    OUTPUT_FOLDER,
     RunIdentity,
     compare,
     describe_alike,
+    records,
     refusal,
 )
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -53,9 +56,11 @@ from datatrove_ckpt.output.formats import Format, format_of_file
 from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
-Places: TypeAlias = str | Path | Sequence[str]
+Places = str | Path | Sequence[str]
 _OF_TASK = re.compile(r"/[^/]*(\*|\$\{rank\}).*")
 """The end of a place that names a task's own files."""
+_ADAPTER = "output_writer.adapter"  # it changes values
+_UNCHECKED = {"when": "", "field": "finished_from", "old": "unchecked results", "new": None}
 _TORN = "torn lines, as a kill leaves them"
 _NO_DOCUMENT = "rows without an id or a text"
 _DAMAGED = (EOFError, ValueError, zlib.error, gzip.BadGzipFile)  # pyarrow raises a ValueError
@@ -65,47 +70,69 @@ _LENGTH_BYTES = 8
 _OF_SOME = frozenset({"tool_calls", "logprobs", "choices", "answer", "response_id", "model"})
 
 
-def check_old_runs(step: Step, identity: RunIdentity) -> str:
-    """Compares the old runs with the run that takes over their results, except the number of tasks,
-    the size of chunks and all that is about files.
+class OldRuns:
+    """The runs whose results another run takes over, compared with it except in the number of
+    tasks, the size of chunks and all that is about files.
 
-    A run of ours is found by its checkpoint: in the place, or where the owner's record of an output
-    folder says. A run of datatrove's has none.
+    A run of ours is found by its checkpoint: in the place, beside it, or where the owner's record
+    of an output folder says. A run of datatrove's has none. If the old run accepted changes, some
+    of its results were made with the earlier values.
 
-    Returns what the last line says, with a space before it; "" if every run was compared.
+    Attributes:
+        accepted: the differences, for the record of the run that accepts them.
+        unchecked: what the last line says, with a space before it; "" if every run was compared.
 
     Raises:
         CheckpointMismatch: an old run differs, and that is not accepted.
         OSError: a place cannot be read.
     """
-    runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
-    changes = [
-        change
-        for _, run in runs
-        if run
-        for change in compare(run, identity)
-        if not change.is_layout and not change.field.startswith("output_")
+
+    def __init__(self, step: Step, identity: RunIdentity) -> None:
+        runs = [(place, run) for place in _listed(step.finished_from or ()) for run in _runs(place)]
+        changes = [
+            change
+            for _, run in runs
+            for settings in _all_settings(run)
+            for change in compare(settings, identity)
+            if not change.is_layout
+            and (change.field == _ADAPTER or not change.field.startswith("output_"))
+        ]
+        if changes and not step.accept_changes:
+            raise refusal(
+                "finished_from: the old results were",
+                changes,
+                "Go back to the old values, leave finished_from out (then every request is sent), "
+                "or ",
+                ChangeSetting("accept_changes"),
+                " to take the old results over as they are.",
+            )
+        unknown = [
+            place
+            for place, run in runs
+            if run.get("accepted_changes") or not describe_alike(run, identity.fields)
+        ]
+        self.unchecked = ""
+        self.accepted = records(changes)
+        if unknown:
+            self.accepted += [_UNCHECKED]
+            self.unchecked = (
+                f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no "
+                "checkpoint there shows the model, the prompt and the code that made all of them."
+            )
+
+
+def _all_settings(run: Json) -> list[Json]:
+    """Returns the settings with which a run made its results, those before accepted changes
+    included; nothing for a run that is not found.
+    """
+    if not run:
+        return []
+    earlier = [
+        {**run, change["field"]: change.get("old")}
+        for change in run.get("accepted_changes", [])
+        if "field" in change
     ]
-    if changes and not step.accept_changes:
-        raise refusal(
-            "finished_from: the old results were",
-            changes,
-            "Go back to the old values, leave finished_from out (then every request is sent), or ",
-            ChangeSetting("accept_changes"),
-            " to take the old results over as they are.",
-        )
-    # With an accepted change, some results were made before it.
-    unknown = [
-        place
-        for place, run in runs
-        if run.get("accepted_changes") or not describe_alike(run, identity.fields)
-    ]
-    if not unknown:
-        return ""
-    return (
-        f" finished_from: results in {', '.join(unknown)} were taken over unchecked: no checkpoint "
-        "there shows the model, the prompt and the code that made all of them."
-    )
+    return [run, *earlier]
 
 
 def _listed(places: Places) -> list[str]:
@@ -127,10 +154,17 @@ def _runs(place: str) -> list[Json]:
     kept = read_job(place) or read_job(f"{place}/checkpoints")
     if kept:
         return [kept]
+    # A folder that was moved or copied as a whole has its own checkpoints beside its output.
+    folder, _, name = place.rstrip("/").rpartition("/")
+    beside: Json = {}
+    with suppress(PermissionError):  # checkpoints are private, and this may be another user
+        beside = read_job(f"{folder or '.'}/checkpoints")
+    if str(beside.get(OUTPUT_FOLDER)).rpartition("/")[2] == name:
+        return [beside]
     runs: list[Json] = []
     for owner in owners_of(get_datafolder(place)):
         run: Json = {}
-        with suppress(PermissionError):  # checkpoints are private, and this may be another user
+        with suppress(PermissionError):
             if Homes(Path(owner.home), None).kept in (None, owner):  # else another run is there
                 run = read_job(owner.home)
         runs.append(run)
@@ -308,7 +342,13 @@ class FinishedDocuments:
         for name in folder.list_files(glob_pattern=pattern):
             parts = name.split("/")
             if parts[-1] == LOCK and folder.is_local():
-                _refuse_running(Path(folder.resolve_paths(name)))
+                lock = Path(folder.resolve_paths(name))
+                holder = files.lock_holder(lock)
+                if holder is not None:
+                    raise CheckpointLocked(
+                        f"finished_from: {files.name_holder(holder)} works on the old run, in "
+                        f"{lock.parent}. Stop it, and run the same command again."
+                    )
             known = format_of_file(name)
             if (
                 known is not None
@@ -372,15 +412,6 @@ class FinishedDocuments:
         return document, ""
 
 
-def _refuse_running(lock: Path) -> None:
-    holder = files.lock_holder(lock)
-    if holder is not None:
-        raise CheckpointLocked(
-            f"finished_from: {files.name_holder(holder)} works on the old run, in {lock.parent}. "
-            "Stop it, and run the same command again."
-        )
-
-
 def _digest(name: str, text: str) -> bytes:
     return xxhash.xxh3_128_digest(f"{len(name)} {name}{text}".encode("utf-8", "surrogatepass"))
 
@@ -398,6 +429,10 @@ def _lost(as_read: Json, old: Json) -> list[str]:
 def _is_same(as_read: object, old: object) -> bool:
     try:
         return _as_json(as_read) == _as_json(old)
+    except TypeError:
+        pass
+    try:  # integers beyond 64 bits
+        return json.dumps(as_read, sort_keys=True) == json.dumps(old, sort_keys=True)
     except TypeError:  # no writer would have written it
         return True
 

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, TypeVarTuple
 
 import numpy as np
 import orjson
@@ -288,7 +288,7 @@ class Answers:
 
 
 T = TypeVar("T")
-Asked: TypeAlias = Coroutine[object, None, T]
+Asked = Coroutine[object, None, T]
 
 
 class Requests:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TypeAlias
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -81,7 +80,13 @@ class NullCheckpoint:
                 self._writer.close()
         finally:
             self._writer.output_filename = self._template
-            self._abandon()  # those that could not be closed, too
+            files = self._writer.output_mg  # some may not have been closed
+            if isinstance(files, RemoteFiles):
+                files.abandon()
+            for file in files.get_open_files().values():
+                with suppress(Exception):
+                    file.flush()
+            files.get_open_files().clear()
 
     def flush(self) -> None:
         """Returns at once: nothing is kept for a resume."""
@@ -168,15 +173,6 @@ class NullCheckpoint:
                 "over."
             ) from error
 
-    def _abandon(self) -> None:
-        files = self._writer.output_mg
-        if isinstance(files, RemoteFiles):
-            files.abandon()
-        for file in files.get_open_files().values():
-            with suppress(Exception):
-                file.flush()
-        files.get_open_files().clear()
 
-
-Checkpoint: TypeAlias = OpenCheckpoint | NullCheckpoint
+Checkpoint = OpenCheckpoint | NullCheckpoint
 """One rank's checkpoint, open."""

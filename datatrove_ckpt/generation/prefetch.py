@@ -116,18 +116,6 @@ class SourceDocument:
         finished: the metadata with results, if an old output has them.
     """
 
-    __slots__ = (
-        "_as_read",
-        "_documents",
-        "document",
-        "fingerprint",
-        "finished",
-        "id",
-        "resumable",
-        "size",
-        "stats",
-    )
-
     def __init__(
         self, documents: DocumentSource, document: Document, read: AsRead, keep: bool
     ) -> None:

@@ -179,11 +179,18 @@ class RankReporter:
             self.own.cached_tokens += cached
             self.own.reasoning_tokens += reasoning
         tier = answer.service_tier
-        if tier and (tier in self.own.tiers or len(self.own.tiers) < _MOST_TIERS):
-            self.own.tiers[tier] = self.own.tiers.get(tier, 0) + 1
+        if tier:
+            self._count_tier(tier)
         if config.prices:
             self.own.cost += config.cost(prompt, cached, completion, tier)
         return tokens
+
+    def _count_tier(self, tier: str) -> None:
+        tiers = self.own.tiers
+        if tier not in tiers:
+            tier = redact(tier)
+        if tier in tiers or len(tiers) < _MOST_TIERS:
+            tiers[tier] = tiers.get(tier, 0) + 1
 
     def _sum_up(self) -> None:
         """Counts the new answers; groups equal values, so that each answer costs little."""

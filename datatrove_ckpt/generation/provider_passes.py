@@ -207,6 +207,7 @@ async def cancel(batch: Batch) -> str | None:
         await provider.close()
 
 
+@dataclass(eq=False)
 class ProviderPasses:
     """The batches of one rank.
 
@@ -217,21 +218,14 @@ class ProviderPasses:
         watch: what runs beside a wait: progress, the job's time limit.
     """
 
-    def __init__(
-        self,
-        configs: Mapping[str, InferenceConfig],
-        checkpoint: OpenCheckpoint,
-        shutdown: Shutdown,
-        run: str,
-        no_wait: bool,
-        watch: Callable[[], list[asyncio.Task[None]]],
-    ) -> None:
-        self._configs = configs
-        self._checkpoint = checkpoint
-        self._shutdown = shutdown
-        self._run = run
-        self._no_wait = no_wait
-        self._watch = watch
+    _configs: Mapping[str, InferenceConfig]
+    _checkpoint: OpenCheckpoint
+    _shutdown: Shutdown
+    _run: str
+    _no_wait: bool
+    _watch: Callable[[], list[asyncio.Task[None]]]
+
+    def __post_init__(self) -> None:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._undecided: set[int] = set()
@@ -369,22 +363,28 @@ class ProviderPasses:
     ) -> bool:
         await self._note(batch, "creating")
         until = time.monotonic() + LIST_LAG_SECONDS * provider.takes_files
-        while True:
+        remote: RemoteBatch | None = None
+        while remote is None:
             await asyncio.to_thread(self._checkpoint.lease.check_spending)
             try:
-                remote = await provider.create(batch, content)
+                try:
+                    remote = await provider.create(batch, content)
+                except ServerRefused as refused:
+                    # A new file may not be found yet; later, it may be gone.
+                    if refused.status not in (400, 404) or time.monotonic() > until:
+                        await self._note(batch, "filled")
+                        raise
+                    await asyncio.sleep(LOOK_SECONDS)
+                    # A gateway may refuse what its provider has created.
+                    remote = await provider.find(batch, await self._known())
             except RetryableError as error:  # a gateway's 429, too, may come after the batch
                 logger.warning(f"Whether batch {batch.number} was created is looked up: {error}")
                 return False
-            except ServerRefused as refused:
-                # A new file may not be found yet; later, it may be gone.
-                if refused.status not in (400, 404) or time.monotonic() > until:
-                    await self._note(batch, "filled")
-                    raise
-                await asyncio.sleep(LOOK_SECONDS)
-                continue
-            await self._created(batch, remote)
-            return True
+        await self._created(batch, remote)
+        return True
+
+    async def _known(self) -> set[str]:
+        return await self._change(lambda rank: {each.id for each in rank.batches.batches.values()})
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
         config = self._configs[batch.model]
@@ -396,9 +396,8 @@ class ProviderPasses:
         """Looks for a batch that may have been created."""
         now = time.monotonic()
         since = self._unknown_since.setdefault(batch.number, now)
-        known = await self._change(lambda rank: {each.id for each in rank.batches.batches.values()})
         try:
-            remote = await provider.find(batch, known)
+            remote = await provider.find(batch, await self._known())
         except Undecided as other:
             if batch.number not in self._undecided:
                 logger.info(

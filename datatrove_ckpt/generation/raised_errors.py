@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from traceback import walk_stack, walk_tb
-from types import CodeType, TracebackType
+from types import CodeType
 
 from datatrove.data import Document
 from datatrove.pipeline.inference import types
@@ -115,7 +115,10 @@ class raised_for_scripts:
             if cause is error:
                 cause.__traceback__ = None
             else:
-                cause.__traceback__ = _after_ours(cause.__traceback__)
+                inner = cause.__traceback__
+                while inner is not None and inner.tb_next and _is_ours(inner.tb_frame.f_code):
+                    inner = inner.tb_next
+                cause.__traceback__ = inner
             cause.args = tuple(
                 printable(redact(part)) if isinstance(part, str) else part for part in cause.args
             )
@@ -162,12 +165,6 @@ def called_at() -> str:
                 return ""
             return _place(frame.f_code, line)
     return ""
-
-
-def _after_ours(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_code):
-        trace = trace.tb_next
-    return trace
 
 
 def _is_ours(code: CodeType) -> bool:

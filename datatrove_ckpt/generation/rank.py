@@ -6,11 +6,10 @@ A program that only makes or inspects a step (``runner.py``) does not import thi
 from __future__ import annotations
 
 import asyncio
-import shlex
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     refuse_resharded,
 )
+from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -35,14 +35,14 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 from datatrove_ckpt.errors.doors import use
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
-from datatrove_ckpt.generation.finished_from import FinishedDocuments, check_old_runs
+from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
@@ -117,6 +117,7 @@ class _Run:
     world_size: int
     preemption: Preemption
     has_batches: bool = False
+    accepted: list[Json] = field(default_factory=list)
 
     def lead(self) -> None:
         step = self.step
@@ -126,9 +127,10 @@ class _Run:
         check_monitoring(step.monitoring)
         if step.finished_from:
             with self.preemption.interruptible():
-                unchecked = check_old_runs(step, step.identity(self.world_size))
-            if unchecked:
-                logger.warning(f"Task {rank}:{unchecked}")
+                old = OldRuns(step, step.identity(self.world_size))
+            self.accepted = old.accepted
+            if old.unchecked:
+                logger.warning(f"Task {rank}:{old.unchecked}")
         if step.checkpoints_local_dir is None:
             refuse_strangers_without_checkpoint(step.output_writer, rank)
             without = NullCheckpoint(
@@ -186,7 +188,7 @@ class _Run:
         rank = self.rank
         preemption = self.preemption
         folder = rank_folder(root, rank)
-        identity = step.identity(self.world_size)
+        identity = replace(step.identity(self.world_size), accepted=self.accepted)
         check = OutputCheck(
             step.output_writer,
             step.checkpoints_root,
@@ -612,18 +614,10 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
         path = error.path
         if step.checkpoints_remote_dir is None or path is None or not path.is_relative_to(root):
             raise
-        from datatrove_ckpt.mirror.job import newest_manifest
+        from datatrove_ckpt.mirror.job import restore_advice
 
         folder = root / path.relative_to(root).parts[0]
-        url = f"{step.checkpoints_remote_dir}/{folder.name}"
-        found = None
-        with suppress(OSError, CkptError):
-            found = newest_manifest(url)
-        if found is None or not found.files:
+        advice = restore_advice(f"{step.checkpoints_remote_dir}/{folder.name}", folder)
+        if not advice:
             raise
-        raise CheckpointCorrupt(
-            *error.args,
-            f" The mirror {url} has this task as of {found.when}: to go on from there, move its "
-            f"folder away while no task runs (mv {shlex.quote(str(folder))} "
-            f"{shlex.quote(f'{folder}.damaged')}), and run the same command again.",
-        ) from error
+        raise CheckpointCorrupt(*error.args, advice) from error

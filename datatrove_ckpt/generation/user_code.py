@@ -11,7 +11,7 @@ import types
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from datatrove.data import Document
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 # Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].
-Shared: TypeAlias = dict[str, Any]
-SharedManager: TypeAlias = AbstractContextManager[Shared]
-SharedContext: TypeAlias = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
+Shared = dict[str, Any]
+SharedManager = AbstractContextManager[Shared]
+SharedContext = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"

@@ -11,7 +11,12 @@ import orjson
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.layout import RETRY_INPUT, rank_folder, retry_folders
+from datatrove_ckpt.checkpoint.layout import (
+    RETRY_INPUT,
+    is_finished,
+    rank_folder,
+    retry_folders,
+)
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
@@ -98,15 +103,18 @@ def output_files(place: Place, output: str | None = None) -> Iterator[tuple[Data
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
-    """Reads the dead letters that no retry has taken.
+    """Reads the dead letters that no finished retry has taken.
 
     Raises ConfigError if there is no checkpoint.
     """
     retries = retry_folders(place.folder)
     for rank in read_ranks(place.folder, Want.SETTINGS):
-        inputs = [rank_folder(retry, rank.number) / RETRY_INPUT for retry in retries]
+        folders = [rank_folder(retry, rank.number) for retry in retries]
         taken = {
-            (letter["ordinal"], letter["attempts"]) for path in inputs for letter in _letters(path)
+            (letter["ordinal"], letter["attempts"])
+            for folder in folders
+            if is_finished(folder)
+            for letter in _letters(folder / RETRY_INPUT)
         }
         for letter in _letters(rank.dead_letters_file):
             if (letter["ordinal"], letter["attempts"]) not in taken:

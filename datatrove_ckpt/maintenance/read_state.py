@@ -92,7 +92,11 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     if run:
         state.identity = {"format": run["format"], **settings_in(run)}
         state.tasks = int(state.identity.get("tasks") or state.tasks)
-    _sort_out(state, place.folder)
+    numbers = {rank.rank for rank in state.ranks}
+    state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
+    state.gone = removed_ranks(place.folder, state.missing)
+    state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
+    state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
     find_slow(state.ranks)
     find_left(state.ranks + state.retries)
     state.totals = add_up(state.ranks, state.read_at, state.tasks)
@@ -137,14 +141,6 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
                 f"minutes ago, as its mirror {place.what} shows. Wait for it to end, or stop it, "
                 "and run the same command again."
             )
-
-
-def _sort_out(state: RunState, folder: Path) -> None:
-    numbers = {rank.rank for rank in state.ranks}
-    state.missing = [rank for rank in range(state.tasks) if rank not in numbers]
-    state.gone = removed_ranks(folder, state.missing)
-    state.foreign = [rank.rank for rank in state.ranks if 0 < state.tasks <= rank.rank]
-    state.ranks = [rank for rank in state.ranks if rank.rank not in state.foreign]
 
 
 def _copied_at(place: Place, root: str, number: int) -> float | None:

@@ -22,7 +22,9 @@ from datatrove_ckpt.maintenance.rebuild import plan_rebuild
 from datatrove_ckpt.maintenance.redo import Redo
 from datatrove_ckpt.maintenance.verify import other_run
 from datatrove_ckpt.maintenance.verify_output import is_owned
+from datatrove_ckpt.mirror.job import restore_advice
 from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.output.owner import Homes
 
 
 @dataclass
@@ -74,6 +76,9 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
             damaged = next(
                 rank for rank in report.ranks if rank.key == (problem.root, problem.rank)
             )
+            if advice := _advice_of_mirror(report, damaged):
+                plan.left.append(f"{damaged.place}: its commits are damaged.{advice}")
+                continue
             found = plan_rebuild(damaged)
             if isinstance(found, Redo):
                 plan.redo.append(found)
@@ -108,6 +113,19 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
         folder.invalidate_cache()
         plan.markers = [number for number in numbers if folder.isfile(f"completions/{number:05d}")]
     return plan
+
+
+def _advice_of_mirror(report: Report, rank: RankLedger) -> str:
+    """Returns how to restore a rank from the run's mirror, which is free; a rebuilt rank pays for
+    requests again.
+    """
+    begun = Homes(report.checkpoints, None).kept
+    if begun is None or rank.root:
+        return ""
+    size = 0
+    if rank.commits_file.exists():
+        size = rank.commits_file.stat().st_size
+    return restore_advice(f"{begun.home}/{rank.folder.name}", rank.folder, size)
 
 
 def check_output_folder(report: Report) -> None:

@@ -35,7 +35,9 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     # Finished documents of a killed attempt show more of its time than its lines.
     totals.working_seconds = max([_covered(spans), *(rank.seconds for rank in ranks)])
     _add_input(totals, ranks)
-    totals.average = _average(totals)
+    if totals.working_seconds:
+        done = done_rates(totals.done, totals.position.done)
+        totals.average.add(done, 1 / totals.working_seconds)
     return totals
 
 
@@ -98,14 +100,6 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
     return covered
-
-
-def _average(totals: Totals) -> Rates:
-    seconds = totals.working_seconds
-    average = Rates()
-    if seconds:
-        average.add(done_rates(totals.done, totals.position.done), 1 / seconds)
-    return average
 
 
 def _add_input(totals: Totals, ranks: list[RankState]) -> None:

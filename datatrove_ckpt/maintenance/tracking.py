@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 import orjson
 import xxhash
@@ -176,7 +175,7 @@ class WandbRun:
         self._run.finish(exit_code=int(status != "FINISHED"))
 
 
-TrackedRun: TypeAlias = MlflowRun | WandbRun
+TrackedRun = MlflowRun | WandbRun
 
 
 @dataclass

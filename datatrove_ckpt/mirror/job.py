@@ -8,6 +8,7 @@ with the newest version of every rank that only the mirror has. Its first upload
 
 from __future__ import annotations
 
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +36,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointCorrupt
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror.manifests import Manifest, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore
 
@@ -154,6 +155,27 @@ def newest_manifest(url: str) -> Manifest | None:
     """
     mirrored = Versions(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
+
+
+def restore_advice(url: str, folder: Path, least: int = 0) -> str:
+    """Returns how to continue a damaged rank from its mirror, with a space before it; "" if the
+    mirror does not have it.
+
+    Args:
+        least: bytes of commits that the mirror must have.
+    """
+    found = None
+    with suppress(OSError, CkptError):
+        found = newest_manifest(url)
+    if found is None or not found.files:
+        return ""
+    if sum(part.size for part in found.files.get(COMMITS, ())) < least:
+        return ""
+    return (
+        f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder "
+        f"away while no task runs (mv {shlex.quote(str(folder))} "
+        f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
+    )
 
 
 def _kept(manifest: Manifest) -> KeptRun:

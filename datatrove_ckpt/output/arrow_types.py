@@ -13,15 +13,15 @@ from contextlib import suppress
 from datetime import time
 from functools import cache
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 # pyarrow has no types.
-DataType: TypeAlias = Any
-Field: TypeAlias = Any
-Schema: TypeAlias = Any
-Row: TypeAlias = dict[str, Any]
+DataType = Any
+Field = Any
+Schema = Any
+Row = dict[str, Any]
 
 _LISTS = (list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, dict)

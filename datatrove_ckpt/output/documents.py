@@ -21,7 +21,7 @@ import pathlib
 import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 import orjson
@@ -34,8 +34,8 @@ from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_te
 from datatrove_ckpt.errors import DocumentNotSerializable
 
 _NAMES = frozenset({"text", "id", "media"})
-_Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
-_Convert: TypeAlias = Callable[[Any], object]
+_Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+_Convert = Callable[[Any], object]
 """Any: the functions of a type accept only values of that type."""
 
 TAG = "$py"
@@ -115,7 +115,7 @@ def result_of(
     return plain(**fields)
 
 
-Other: TypeAlias = Callable[[object], object]
+Other = Callable[[object], object]
 """What to write for a value that has no form of its own: plain JSON.
 
 It may raise, and then the document is refused.

@@ -25,7 +25,7 @@ from datatrove_ckpt.errors.doors import step_name, step_place, written
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.names import plain
 
-_OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES.replace('*', '.*')})(/.*)?")
+_OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES}.*)(/.*)?")
 
 
 def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:

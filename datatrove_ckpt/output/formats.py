@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from typing import IO, TYPE_CHECKING, Any
 
 import orjson
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from datatrove.io import DataFolder
     from datatrove.pipeline.writers.disk_base import DiskWriter
 
-Rows: TypeAlias = Iterator[tuple[JsonObject | None, bytes]]
+Rows = Iterator[tuple[JsonObject | None, bytes]]
 
 _BLOCK = 1 << 20  # bytes
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import Any, TypeAlias
+from typing import Any
 
 import xxhash
 from datatrove.io import DataFolder
@@ -29,7 +29,7 @@ from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import private_if_made
 from datatrove_ckpt.output.names import STAGING, fields_of_documents, plain
 
-Info: TypeAlias = Mapping[str, Any]
+Info = Mapping[str, Any]
 """What a file system of fsspec tells of a file."""
 
 _BLOCK = 1 << 20

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TypeAlias
 
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -17,7 +16,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.file_managers import OutputStream
 
-Inspect: TypeAlias = Callable[[list[Row]], object]
+Inspect = Callable[[list[Row]], object]
 """Raises an error for rows that must not be written."""
 
 

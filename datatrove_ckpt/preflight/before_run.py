@@ -56,7 +56,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.errors.doors import StartOver, setting_of, step_place, use, written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
-from datatrove_ckpt.generation.finished_from import check_old_runs
+from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
@@ -282,7 +282,7 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
         )
 
     if len(skipped) < len(ranks):
-        check_old_runs(step, identity)
+        OldRuns(step, identity)
     # A retry takes dead letters with any settings, but each rank its own.
     is_retry = step.retry_dead_letters
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)

@@ -99,10 +99,19 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
 
 
 def _check_earlier(plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Finding]:
-    continued = list(about("checkpoints", _continued_elsewhere(plan)))
-    yield from continued
-    if continued:
-        return
+    for runner, root in plan.kept:
+        mirror = runner.step.checkpoints_remote_dir
+        if mirror is None:
+            continue
+        names = within(partial(find_outdated, mirror, root, needed=()), mirror)
+        if names:
+            text = (
+                f"another node has continued {plural(len(names), 'task')} of this node. A run "
+                f"restores from {mirror} first, and then compares the output, which is not "
+                "compared here: leave its files as they are."
+            )
+            yield Finding("warning", "folder", text, "checkpoints")
+            return
     with plan.with_mirrors(dry_run=True) as seen:
         earlier: list[tuple[str, str, Callable[[], object]]] = [
             ("job", "earlier runs", partial(check_job, seen, dry_run=True)),
@@ -116,22 +125,6 @@ def _check_earlier(plan: RunPlan, unreachable: Sequence[int]) -> Iterator[Findin
         for each in earlier:
             found = _compared(*each)
             yield replace(found, message=str(seen.shown(found.message)))
-
-
-def _continued_elsewhere(plan: RunPlan) -> Iterator[Finding]:
-    """Finds ranks that this node has, and that another node has continued."""
-    for runner, root in plan.kept:
-        mirror = runner.step.checkpoints_remote_dir
-        if mirror is None:
-            continue
-        names = within(partial(find_outdated, mirror, root, needed=()), mirror)
-        if names:
-            text = (
-                f"another node has continued {plural(len(names), 'task')} of this node. A run "
-                f"restores from {mirror} first, and then compares the output, which is not "
-                "compared here: leave its files as they are."
-            )
-            yield Finding("warning", "folder", text)
 
 
 def _check_steps(executor: PipelineExecutor, plan: RunPlan) -> Iterator[Finding]:

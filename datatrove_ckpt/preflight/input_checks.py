@@ -372,11 +372,8 @@ def _check_reader(
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"]),
-            f"\n{inputs.about_hidden if inputs else ''}A finished task is not run again, so its "
-            "output would stay that of the old input. "
-            "Put the input "
-            "back, or "
-            "process the new one as another run: with ",
+            "\nA finished task is not run again, so its output would stay that of the old input. "
+            "Put the input back, or process the new one as another run: with ",
             StartOver(),
             f"{written.old_results}.",
         )

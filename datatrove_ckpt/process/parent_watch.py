@@ -22,13 +22,6 @@ _THREAD_NAME = "datatrove-ckpt parent watch"
 _NOTICE_SECONDS = 0.5  # a signal came to parent and worker at the same time
 
 
-def is_pool_worker() -> bool:
-    """Whether this process is a worker of multiprocessing's pool, as datatrove's executors have
-    it.
-    """
-    return "PoolWorker" in str(multiprocess.current_process().name)
-
-
 def managers() -> list[Any]:
     """Returns the managers of multiprocessing that this process has started, as datatrove's
     executors do.

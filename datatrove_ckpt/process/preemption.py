@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self
 
 import multiprocess
 from loguru import logger
@@ -36,7 +36,7 @@ from loguru import logger
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.parent_watch import die_with_parent, is_pool_worker, managers
+from datatrove_ckpt.process.parent_watch import die_with_parent, managers
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
 from datatrove_ckpt.process.signals import (
@@ -64,7 +64,7 @@ from datatrove_ckpt.process.worker import worker_slot
 #     azure      a scheduled event of this machine that ends it
 
 
-Setting: TypeAlias = Mapping[str, str | Sequence[str]]
+Setting = Mapping[str, str | Sequence[str]]
 
 POLL_SECONDS = 5.0
 METADATA = "http://169.254.169.254"
@@ -330,7 +330,8 @@ class Preemption:
         self._received: list[int] = []
         self._interruptible = False
         self._is_one_of_many = rank_of_many() is not None
-        self._is_pool_worker = is_pool_worker()
+        # datatrove's executors have pools of multiprocessing.
+        self._is_pool_worker = "PoolWorker" in multiprocess.current_process().name
         self._managers = managers()
 
     def __enter__(self) -> Self:

@@ -24,13 +24,13 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn, Self, TypeAlias
+from typing import NoReturn, Self
 
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.parent_watch import end_managers
 from datatrove_ckpt.process.screen import leave_terminal
 from datatrove_ckpt.process.slurm_job import (
-    in_slurm_task,
+    job_id,
     job_id_in_environment,
     requeue_if_preempted,
 )
@@ -42,7 +42,7 @@ _FATAL = (signal.SIG_DFL, signal.default_int_handler)
 _WITHOUT_EFFECT = (signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)
 _EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
 
-Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+Handler = Callable[[int, FrameType | None], object] | int | None
 """What ``signal.getsignal`` returns."""
 
 
@@ -177,6 +177,6 @@ def handle_between_ranks(numbers: Iterable[int]) -> None:
     datatrove's own handler requeues SLURM_JOB_ID, which may mean the whole array. It does not
     handle SIGTERM, so a preempted task's job would count as failed.
     """
-    if in_slurm_task():
+    if job_id() is not None and os.environ.get("DATATROVE_EXECUTOR") == "SLURM":
         kept = (None, signal.SIG_IGN, signal.default_int_handler)
         between_ranks.install(number for number in numbers if signal.getsignal(number) not in kept)

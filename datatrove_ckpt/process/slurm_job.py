@@ -41,10 +41,6 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def in_slurm_task() -> bool:
-    return job_id() is not None and os.environ.get("DATATROVE_EXECUTOR") == "SLURM"
-
-
 @contextmanager
 def job_id_in_environment() -> Iterator[None]:
     """Sets SLURM_JOB_ID to ``job_id()``, so that datatrove's handler does not requeue the whole

@@ -22,10 +22,14 @@ from tqdm import tqdm
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentNotSerializable
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    DocumentNotSerializable,
+    InputError,
+)
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
-from datatrove_ckpt.readers.input_errors import no_files
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
@@ -223,10 +227,13 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         return document
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
-        listed = list_input(self, afresh=state is not None, of_rank=True)
-        names = listed.names
+        names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
-            raise no_files(self.data_folder)
+            raise InputError(
+                f"The input {self.data_folder.resolve_paths('')!r} holds no files for this reader: "
+                "the folder does not exist there, or glob_pattern fits none. Correct "
+                f"{written.data_folder} or glob_pattern."
+            )
         tasks = min(len(names), world_size)
         names = names[rank::world_size]
         if self.shuffle_seed is not None:
@@ -234,7 +241,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         # The listing is kept, because a file may change before it is read.
         inputs = Inputs(self.data_folder, names)
         inputs.tasks = tasks
-        inputs.about_hidden = listed.about_hidden
         return inputs
 
     def _documents(self, inputs: Inputs, start: ReaderStart, shard: ShardKey) -> Iterator[Document]:
@@ -245,7 +251,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         passed = 0  # documents that ``skip`` leaves out
         file_position: FilePosition = ()
         if state is not None:
-            digest, file_position = self._check_input(inputs, state)
+            digest = inputs.check_before(state)
+            file_position = tuple(state["at"])
+            self._check_current_file(inputs, digest.files, state["file"], file_position)
             documents = state["documents"]
             passed = self.skip
         found = state is not None
@@ -419,12 +427,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if isinstance(value, str):
                 options[key] = shorten(value)
         return {key: value for key, value in options.items() if value is not None}
-
-    def _check_input(self, inputs: Inputs, state: State) -> tuple[Digest, FilePosition]:
-        digest = inputs.check_before(state)
-        file_position = tuple(state["at"])
-        self._check_current_file(inputs, digest.files, state["file"], file_position)
-        return digest, file_position
 
     def _check_current_file(
         self, inputs: Inputs, index: int, then: State, file_position: FilePosition

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from datatrove.io import DataFolder
 from fsspec import AbstractFileSystem
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from datasets.iterable_dataset import _BaseExamplesIterable
     from datasets.packaged_modules.parquet.parquet import Parquet
 
-    Table: TypeAlias = tuple[int, pa.Table]
+    Table = tuple[int, pa.Table]
     """The number of a table's first row, and the table."""
 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<commit>[^/]+)/(?P<path>.+)")
@@ -127,7 +127,9 @@ class DatasetInputs(Inputs):
             return str(known)
         if size == 0:
             return ""
-        return _sample_file(self.urls[index], size, self.token)
+        fs, path = _file_system(_innermost(self.urls[index]), self.token)
+        folder, _, name = path.rpartition("/")
+        return fingerprint(DataFolder(folder or "/", fs=fs), name, size, whole=True)
 
     def sample(self, index: int) -> str:
         return self.fingerprint(index, self.size(index), whole=True)
@@ -230,12 +232,6 @@ def _paths(found: Sequence[object]) -> list[str]:
         if len(files) == 1 and isinstance(files[0], str):
             paths.append(files[0])
     return paths
-
-
-def _sample_file(url: str, size: int, token: str | bool | None) -> str:
-    fs, path = _file_system(_innermost(url), token)
-    folder, _, name = path.rpartition("/")
-    return fingerprint(DataFolder(folder or "/", fs=fs), name, size, whole=True)
 
 
 def _file_system(url: str, token: str | bool | None) -> tuple[AbstractFileSystem, str]:

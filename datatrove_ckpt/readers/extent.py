@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol
 
-Unit: TypeAlias = Literal["bytes", "rows"]
+Unit = Literal["bytes", "rows"]
 
 # More files are measured in a thread, because a stat may take 1 ms and a request 50. Beyond
 # _MEASURED, a sample is measured, because the hub limits requests.

@@ -91,14 +91,6 @@ def naming_hub_input(
         raise InputError(_explain_folder(_described(folder, name), error)) from error
 
 
-def no_files(folder: DataFolder) -> InputError:
-    return InputError(
-        f"The input {folder.resolve_paths('')!r} holds no files for this reader: the folder does "
-        f"not exist there, or glob_pattern fits none. Correct {written.data_folder} or "
-        "glob_pattern."
-    )
-
-
 def refuse_equal_names(names: Sequence[str], file: str, above: str = "") -> None:
     """Raises InputError if two columns, or two fields of the column ``above``, have one name."""
     if len({*names}) == len(names):

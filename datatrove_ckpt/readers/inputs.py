@@ -19,7 +19,7 @@ from datatrove.io import DataFolder, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.layout import is_input, is_ours
+from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.errors.doors import StartOver, written
@@ -70,8 +70,6 @@ class Inputs:
     """The commit of a dataset on the hub."""
     tasks: int | None = None
     """Ranks from this one on have no files. None: not known."""
-    about_hidden: str = ""
-    """A sentence for a changed input, if ``is_input`` leaves out files."""
 
     def __init__(
         self, folder: DataFolder, names: Sequence[str], infos: dict[str, JsonObject] | None = None
@@ -195,13 +193,12 @@ class Inputs:
         if current not in map(shorten, self.names):
             raise CheckpointMismatch(
                 f"The input has changed: the file {current!r}, which the position is in, is gone "
-                f"or has another name. {self.about_hidden}",
+                "or has another name. ",
                 remedy(),
             )
         raise CheckpointMismatch(
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
-            f"before {current!r}, and the files before it now are not the same. "
-            f"{self.about_hidden}",
+            f"before {current!r}, and the files before it now are not the same. ",
             remedy(),
         )
 
@@ -215,7 +212,8 @@ class Digest:
         self.all = 0
 
     def add(self, name: str, size: int) -> None:
-        self.all ^= _entry(self.files, name, size)
+        # The index makes the order count, which XOR ignores.
+        self.all ^= xxh3_64_intdigest(f"{self.files}/{size}/{name}".encode())
         self.bytes += size
         self.files += 1
 
@@ -259,11 +257,6 @@ def metadata_hash(metadata: JsonObject | None) -> str:
         metadata or {}, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
     )
     return str(xxh3_64_hexdigest(text)[:8])
-
-
-def _entry(index: int, name: str, size: int) -> int:
-    # The index makes the order count, which XOR ignores.
-    return int(xxh3_64_intdigest(f"{index}/{size}/{name}".encode()))
 
 
 MISSING = -1
@@ -367,17 +360,11 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
         ask = partial(folder.glob, pattern, **options)
     with naming_hub_input(folder):
         listed = retrying.READING.run(ask, f"The input {folder.resolve_paths('')} cannot be listed")
-    files = sorted(name for name, info in listed.items() if info["type"] != "directory")
-    names = [name for name in files if is_input(name, pattern)]
+    files = (name for name, info in listed.items() if info["type"] != "directory")
+    names = sorted(name for name in files if is_input(name, pattern))
     # A listing does not follow symbolic links, and calls them "other".
     known = {name: listed[name] for name in names if listed[name]["type"] != "other"}
     inputs = Inputs(folder, names, known)
-    for name in files:
-        if not is_input(name, pattern) and not is_ours(name):
-            inputs.about_hidden = (
-                f"Release 0.2.0 read hidden files, too, such as {name!r}: to go on with them, list "
-                "all files in paths_file. "
-            )
     for index, name in enumerate(names):
         if name not in known and not of_rank:
             with suppress(FileNotFoundError):

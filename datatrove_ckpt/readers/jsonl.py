@@ -109,7 +109,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 offset += len(late_line_end)
             head_hash = head.intdigest()
             for lines in self._timed(_line_blocks(file, name)):
-                self._note_stored(file, offset + sum(map(len, lines)))
+                if isinstance(file, _Content):
+                    content = offset + sum(map(len, lines))
+                    extent.per = file.stored.tell() / max(1, content)
                 for line in lines:
                     start = offset
                     offset += len(line)
@@ -216,10 +218,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 file = stack.enter_context(_Content(decompressed(file, codec, name), file))
             yield file  # a file of 0 bytes is empty, also where its compression would need a header
 
-    def _note_stored(self, file: IO[bytes], content: int) -> None:
-        if isinstance(file, _Content):
-            self._file_extent.per = file.stored.tell() / max(1, content)
-
     def _may_grow(self, name: str) -> bool:
         return self.codec(name) is None  # compressed data does not end at a line's end
 
@@ -273,7 +271,7 @@ class _Content(io.BufferedReader):
     """The content of a compressed file. ``stored``: the file itself."""
 
     def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
-        super().__init__(content, _HEAD)  # what is read ahead counts as read in ``_note_stored``
+        super().__init__(content, _HEAD)  # what is read ahead counts as read in ``_read``
         self.stored = stored
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 from datatrove.data import Document
 from loguru import logger
@@ -26,12 +26,12 @@ from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reac
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord
 
-State: TypeAlias = JsonObject
+State = JsonObject
 """The state of a reader."""
 
 PLAIN_INTEGER = 2**53 - 1  # every JSON reader keeps integers up to this one exactly
 
-FilePosition: TypeAlias = tuple[int, ...]
+FilePosition = tuple[int, ...]
 """A place in a file, right after a document; () is the file's beginning.
 
 Each format defines its numbers.
@@ -67,7 +67,7 @@ class FileState:
         return FileState, (self.shared,)
 
 
-Position: TypeAlias = tuple[int, int, FileState, FilePosition, SkippedLines]
+Position = tuple[int, int, FileState, FilePosition, SkippedLines]
 """Number of the reader, number of documents it has yielded, file, place in the file, lines skipped
 so far.
 
@@ -244,22 +244,22 @@ class _ThreadReadings(threading.local):
 _thread = _ThreadReadings()
 
 
-Row: TypeAlias = dict[str, Any]
+Row = dict[str, Any]
 """A row of the input, as JSON or Arrow gives it: values of any type."""
 
-Adapter: TypeAlias = Callable[..., Row]
+Adapter = Callable[..., Row]
 """datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
 
-ReadResult: TypeAlias = tuple[Document | Skipped, FilePosition]
+ReadResult = tuple[Document | Skipped, FilePosition]
 """A document, or why a line or row is none, and the place in the file right after it."""
 
-FileRead: TypeAlias = Generator[ReadResult, None, None]
+FileRead = Generator[ReadResult, None, None]
 """What a format reads of one file."""
 
-RowShard: TypeAlias = tuple[int, int]
+RowShard = tuple[int, int]
 """(index, count): every ``count``-th line or row of a file, from ``index`` on."""
 
 ALL_ROWS: RowShard = (0, 1)
 
-ShardKey: TypeAlias = list[int]
+ShardKey = list[int]
 """The part of the input that a run reads, as its state names it: [rank, world_size]."""

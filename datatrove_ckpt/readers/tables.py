@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     Batch: TypeAlias = pa.RecordBatch | pa.Table
 
 
-Numbers: TypeAlias = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
 
 
 def opened(folder: DataFolder, name: str) -> IO[bytes]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from datatrove_ckpt.common import JsonObject
 
-Payload: TypeAlias = JsonObject
+Payload = JsonObject
 """The JSON body of one request."""
 FIELDS = ("text", "id", "media")
 """A document's fields besides its metadata."""
@@ -58,7 +58,7 @@ else:
     from datatrove.data import Document
     from datatrove.pipeline.inference.types import InferenceResult
 
-Floats: TypeAlias = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Generate(Protocol):
         """
 
 
-Rollout: TypeAlias = Callable[..., Awaitable[object]]
+Rollout = Callable[..., Awaitable[object]]
 """``async def rollout(document, generate, **shared)``.
 
 It returns an InferenceResult, JSON values or None.

@@ -29,7 +29,6 @@ from datatrove_ckpt.rollouts.templates import (
     BARE,
     check_template,
     fill,
-    fixed_length,
     parse,
     times_text,
 )
@@ -107,7 +106,7 @@ class PromptRollout(OneRequest):
         super().__post_init__()
         if self.max_chars is None:
             del self.max_chars  # the class has it, and the identity of older runs stays the same
-        elif self.max_chars <= fixed_length(template):
+        elif self.max_chars <= sum(len(literal) for literal, _, _ in parse(template)):
             raise ConfigError(
                 f"max_chars: must be greater than the length of {name}; it is {self.max_chars!r}."
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import orjson
 from datatrove.data import Document
 
@@ -11,7 +9,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.templates import lacks
 
-Messages: TypeAlias = list[JsonObject]
+Messages = list[JsonObject]
 
 
 class MessagesText(str):

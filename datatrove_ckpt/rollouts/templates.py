@@ -93,10 +93,6 @@ def times_text(template: str) -> int:
     return sum(name == "text" for _, name, _ in parse(template))
 
 
-def fixed_length(template: str) -> int:
-    return sum(len(literal) for literal, _, _ in parse(template))
-
-
 def fill(template: str, document: Document, text: str, **others: str) -> str:
     """Returns the template with the document's values. ``others`` come before the metadata for
     ``{KEY}``.

@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TypeAlias
 from unittest.mock import patch
 
 import xxhash
@@ -27,7 +26,7 @@ from datatrove_ckpt.testing.disks import (
     disk_in_place,
 )
 
-Attempt: TypeAlias = Callable[[Path], None]
+Attempt = Callable[[Path], None]
 """One attempt of a job. It keeps everything below the folder that it is given."""
 
 

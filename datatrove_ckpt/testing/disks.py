@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.mirror import object_store
@@ -29,7 +29,7 @@ EFFECTS = (
 REMOTE_EFFECTS = ("put", "put_file", "copy", "delete")
 """The names of the effects on a remote: methods of ``object_store.Effects``."""
 
-Arguments: TypeAlias = tuple[Any, ...]
+Arguments = tuple[Any, ...]
 """The arguments of an effect.
 
 ``Any``, because each effect has its own and all go through one method here.

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
@@ -46,7 +46,7 @@ _THREADS = 16
 
 _Result = TypeVar("_Result")
 
-FilesReader: TypeAlias = JsonlReader | ParquetReader | IpcReader
+FilesReader = JsonlReader | ParquetReader | IpcReader
 """The readers whose rows can be counted, and read in any order."""
 
 

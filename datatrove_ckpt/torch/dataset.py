@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from datatrove.data import Document
 
@@ -42,7 +42,7 @@ from datatrove_ckpt.torch.topology import Even, Topology
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-Sample: TypeAlias = Any
+Sample = Any
 """A result of ``transform``."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 from loguru import logger
 from xxhash import xxh3_64_intdigest
@@ -24,7 +24,7 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, at_epoch, end_state
 from datatrove_ckpt.torch.states import Slot
 
-AtEnd: TypeAlias = Literal["stop", "drop", "repeat"]
+AtEnd = Literal["stop", "drop", "repeat"]
 
 _END = object()
 # Bits: the n-th pass of a source in epoch e is its epoch e + (n << 32), which no epoch of its own

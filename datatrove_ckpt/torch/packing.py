@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,10 @@ from datatrove_ckpt.torch.epoch import Epoch
 from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, end_state
 from datatrove_ckpt.torch.states import Slot
 
-Tokens: TypeAlias = npt.NDArray[Any]
-Columns: TypeAlias = dict[str, Tokens]
+Tokens = npt.NDArray[Any]
+Columns = dict[str, Tokens]
 """By the name of the column."""
-Fill: TypeAlias = int | Mapping[str, int]
+Fill = int | Mapping[str, int]
 
 _FIRST = "first of its row"  # a column of our own
 

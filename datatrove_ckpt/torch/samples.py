@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from datatrove_ckpt.readers.positions import Row
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_Array: TypeAlias = npt.NDArray[np.generic]
+_Array = npt.NDArray[np.generic]
 
 _COPIED_TOGETHER = 2**20
 """Token rows of so many bytes are views of one copy."""

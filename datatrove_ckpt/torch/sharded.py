@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from datatrove_ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-States: TypeAlias = Mapping[str, Any]
+States = Mapping[str, Any]
 """Models, optimizers and other objects with ``state_dict`` and ``load_state_dict``, by name."""
 
 METADATA = ".metadata"

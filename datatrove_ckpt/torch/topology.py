@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 
 from datatrove_ckpt.readers.tables import Numbers
 
-Even: TypeAlias = Literal["drop", "repeat"] | None
+Even = Literal["drop", "repeat"] | None
 
 
 @dataclass(frozen=True, slots=True)

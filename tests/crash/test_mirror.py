@@ -291,7 +291,7 @@ def test_another_node_is_killed_at_every_effect_and_the_first_or_a_third_one_goe
     folder, after_crash
 ):
     write_input(folder, [f"text {n}" for n in range(4)])
-    with FakeServer(status=rejects(["text 3"], 403)) as server, pytest.raises(CkptError):
+    with FakeServer(status=rejects(["text 3"], 401)) as server, pytest.raises(CkptError):
         executor(folder, server).run()
     leave_the_node(folder)
     if after_crash is finish_on_another_node:

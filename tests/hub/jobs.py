@@ -177,7 +177,7 @@ class Jobs:
             return None
         # Of a job that was killed, the last requests are read when its process is gone.
         with suppress(ProcessLookupError, StopIteration):
-            session = os.getsid(int(owner[8:16], 16))
+            session = os.getsid(int(owner[16:24], 16))
             self._owners[owner] = next(job for job in self.running if job.process.pid == session)
         return self._owners.get(owner)
 

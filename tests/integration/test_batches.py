@@ -32,8 +32,8 @@ def shared(server):
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """Texts wait until a request is full: the reader's thread may be late."""
-    monkeypatch.setattr(batches, "_LONGEST", 1.0)
+    """Texts wait until a request is full, however late the reader's thread is."""
+    monkeypatch.setattr(batches, "_LONGEST", 3600.0)
 
 
 async def embed(document, generate):
@@ -57,8 +57,8 @@ def asked(server):
     return Counter(text for payload in server.payloads for text in texts_of(payload))
 
 
-@pytest.mark.usefixtures("gathered")
-def test_texts_of_several_documents_share_requests(shared, tmp_path):
+def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "_LONGEST", 1.0)  # the last requests are not full
     runner(tmp_path / "alone", shared, embed).run(documents(10))
     assert sizes(shared) == [1] * 30
     shared.payloads.clear()
@@ -252,6 +252,7 @@ EMBEDS = ENGINE.replace(
 
 
 @pytest.mark.matrix
+@pytest.mark.usefixtures("gathered")
 @pytest.mark.parametrize("text", ["die", "die once"])
 def test_a_server_that_dies_of_a_text_fails_no_other_document(here, policy, text):
     policy("RELAUNCH", first=0.0)

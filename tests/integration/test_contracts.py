@@ -119,7 +119,7 @@ class Refusal:
         if self.commits is None or not payload["messages"][-1]["content"].endswith(" d"):
             return None
         until(lambda: self.commits.exists() and self.commits.read_bytes())
-        return 403
+        return 401
 
 
 NEW, DONE, STOPPED = "new", "done", "stopped"

@@ -48,7 +48,7 @@ def with_the_job_of_a_release(folder):
     def status(payload, times):
         if is_about(payload, BAD) and not times:
             return 400
-        return 403 if times and stops and is_about(payload, STOP) else None
+        return 401 if times and stops and is_about(payload, STOP) else None
 
     with FakeServer(status=status) as server:
         run(folder, server.url, 0, keep_answers=True)

@@ -192,7 +192,7 @@ def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_ove
 @pytest.mark.parametrize("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
 def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, command, changes):
     write_input(here, 13, 9, 8)
-    with FakeServer(status=lambda asked, times: 403 if "text 9" in str(asked) else None) as server:
+    with FakeServer(status=lambda asked, times: 401 if "text 9" in str(asked) else None) as server:
         write_yaml(here, server.url, "null", "old", TASKS="2", **changes)
         command("run", "job.yaml", code=1)
     done = finished(here / "old")
@@ -329,7 +329,7 @@ def test_nothing_to_take_over_is_refused_before_the_first_request(job, command):
 def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job, command):
     """It is no part of the run's identity."""
     rejected = {"text 10 twice"}
-    refuse = lambda asked, times: 403 if any(text in str(asked) for text in rejected) else None  # noqa: E731
+    refuse = lambda asked, times: 401 if any(text in str(asked) for text in rejected) else None  # noqa: E731
     with FakeServer(status=refuse) as server:
         write_yaml(job, server.url, '"output/${rank}_*"')
         assert (
@@ -428,7 +428,7 @@ def speak(payload, times):
 def test_documents_of_one_id_and_text_keep_results_of_their_own_metadata(tmp_path, old):
     chunk = 5 if old == "checkpoints" else 2
     with FakeServer(
-        speak, status=lambda asked, times: 403 if "text 2" in str(asked) else None
+        speak, status=lambda asked, times: 401 if "text 2" in str(asked) else None
     ) as server:
         stopped = runner(tmp_path / "old", server, translate, records_per_chunk=chunk)
         with pytest.raises(ServerRefused):

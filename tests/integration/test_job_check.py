@@ -31,7 +31,7 @@ def server():
         return (
             400
             if content == "Say refused"
-            else 403
+            else 401
             if "forbidden" in content or "Deny" in content
             else None
         )

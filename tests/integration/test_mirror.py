@@ -205,7 +205,7 @@ def mirrored(folder):
 def test_what_was_finished_before_there_was_a_mirror_outlives_the_node(tmp_path):
     """Also if the first upload of a task was killed after its empty first version."""
     rejected = ["text 13"]
-    with FakeServer(status=rejects(rejected, 403)) as server:
+    with FakeServer(status=rejects(rejected, 401)) as server:
         for rank in (0, 1):
             executor(tmp_path, server)._run_for_rank(rank)
         check_before_run(RunPlan(executor(tmp_path, server, **mirrored(tmp_path))))

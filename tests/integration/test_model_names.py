@@ -61,7 +61,7 @@ def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, see
 
     An endpoint may move, so the name is what a model is known by.
     """
-    b._status = lambda payload, times: 403
+    b._status = lambda payload, times: 401
     Path("order").write_text("writer judge")
     with pytest.raises(ServerRefused):
         attempt(here, {"writer": a, "judge": b}, seed)
@@ -79,7 +79,7 @@ def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, see
 
 
 def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
-    a._status = lambda payload, times: 403 if "second" in str(payload) else None
+    a._status = lambda payload, times: 401 if "second" in str(payload) else None
 
     async def two(document, generate):
         return [(await generate(chat(text))).text for text in (document.text, "second")]

@@ -112,7 +112,7 @@ class Answered:
             return f"{name} on {question}"
 
         return FakeServer(
-            answer, lambda payload, times: 403 if self.questions.total() >= self.most else None
+            answer, lambda payload, times: 401 if self.questions.total() >= self.most else None
         )
 
 

@@ -8,7 +8,9 @@ import pytest
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 
+from datatrove_ckpt import mirror
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
+from datatrove_ckpt.mirror.job import read_job
 from datatrove_ckpt.output import owner
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, documents, rows, runner
@@ -103,8 +105,8 @@ def test_the_last_line_says_that_results_without_an_identity_were_taken_over_unc
     Path("old").rename("moved")
     said, asked = job("--run-folder=b", "--finished-from=moved", "--model=other", code=1)
     assert 'model: "fake" -> "other"' in said.error
-    said, asked = job("--run-folder=b", "--finished-from=moved/output", "--model=other")
-    assert f"results in moved/output {UNCHECKED}" in said.out
+    said, asked = job("--run-folder=b", "--finished-from=moved/output", "--model=other", code=1)
+    assert 'model: "fake" -> "other"' in said.error
     assert not asked
     for number, changes in enumerate((EARLIER, MIXED)):
         edit(Path("moved/checkpoints/job.json"), **changes)
@@ -112,16 +114,70 @@ def test_the_last_line_says_that_results_without_an_identity_were_taken_over_unc
         assert f"results in moved {UNCHECKED}" in said.out
 
 
-def test_checkpoints_that_are_private_to_another_user_are_said_to_be_unchecked(job, monkeypatch):
-    kept = owner.Homes.kept.fget
+def test_a_copy_is_compared_by_its_own_checkpoints(job):
+    job()
+    shutil.copytree("old", "copy")
+    edit(Path("old/checkpoints/job.json"), model="other")  # which goes on with another model
+    said, _ = job("--run-folder=a", "--finished-from=copy/output")
+    assert "finished_from" not in said.out
+    said, asked = job("--run-folder=b", "--finished-from=copy/output", "--model=other", code=1)
+    assert 'model: "fake" -> "other"' in said.error
+    assert not asked
 
-    def refuse(homes):
-        if homes.root.parent.name == "old":
-            raise PermissionError(f"Permission denied: {homes.root}/home")
-        return kept(homes)
+
+def test_a_run_that_has_accepted_another_prompt_holds_results_of_the_earlier_one(job):
+    job("--limit=3")
+    edit(
+        Path("old/checkpoints/job.json"),
+        accepted_changes=[{"field": "rollout_fn.prompt", "old": "Tell {text}"}],
+    )
+    said, asked = job("--run-folder=new", "--finished-from=old", code=1)
+    assert 'prompt: "Tell {text}" -> "Say {text}"' in said.error
+    assert not asked
+    said, _ = job("--run-folder=new", "--finished-from=old", "--accept-changes=true")
+    assert f"results in old {UNCHECKED}" in said.out
+
+
+@pytest.mark.parametrize("source", ["old", "alone"])
+def test_what_was_taken_over_is_not_passed_on_without_a_word(job, source):
+    """By a third run, whose settings are those of the second."""
+    job()
+    shutil.copytree("old/output", "alone")
+    second = ("--run-folder=second", "--prompt=Tell {text}", "--accept-changes=true")
+    job(*second, f"--finished-from={source}")
+    third = ("--run-folder=third", "--prompt=Tell {text}", "--finished-from=second")
+    said, asked = job(*third, code=1)
+    assert not asked
+    difference = {
+        "old": 'prompt: "Say {text}" -> ',
+        "alone": 'from: "unchecked results" -> (not set)',
+    }
+    assert difference[source] in said.error
+    said, _ = job(*third, "--accept-changes=true")
+    assert f"results in second {UNCHECKED}" in said.out
+
+
+def test_integers_beyond_64_bits_are_compared(job):
+    documents = Path("documents/a.jsonl")
+    lines = [json.dumps({"id": f"id {n}", "text": "same", "k": 10**30 + n}) for n in range(2)]
+    documents.write_text("\n".join(lines))
+    job()
+    documents.write_text("\n".join([lines[0], lines[1].replace("1}", "7}")]))
+    _, asked = job("--run-folder=new", "--finished-from=old")
+    assert asked == 1
+    assert (
+        "1000000000000000000000000000007" in Path("new/output/00000_chunk_00000.jsonl").read_text()
+    )
+
+
+def test_checkpoints_that_are_private_to_another_user_are_said_to_be_unchecked(job, monkeypatch):
+    def refuse(url):
+        if Path(url).resolve() == Path("old/checkpoints").resolve():
+            raise PermissionError(f"Permission denied: {url}/job.json")
+        return read_job(url)
 
     job()
-    monkeypatch.setattr(owner.Homes, "kept", property(refuse))
+    monkeypatch.setattr(mirror.job, "read_job", refuse)
     said, asked = job("--run-folder=new", "--finished-from=old/output")
     assert f"results in old/output {UNCHECKED}" in said.out
     assert not asked

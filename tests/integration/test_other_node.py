@@ -167,3 +167,24 @@ def test_a_mirror_that_cannot_be_read_costs_no_file_that_another_node_has_writte
     assert "delete" not in said
     assert (cluster.markers(), cluster.files()) == (ALL, before)
     cluster("a", "run")
+
+
+@pytest.mark.parametrize("where", ["the configuration", "the folder"])
+def test_repair_pays_for_nothing_that_the_mirror_has(cluster, where):
+    disk = cluster.disk("a")
+    cluster("a", "run")
+    (disk / "00000/commits.jsonl").unlink()
+    before = cluster.files()
+    if where == "the folder":
+        said = cluster._command(
+            "repair", str(disk), "--logging-dir", str(disk.parent / "logs"), code=1
+        )
+    else:
+        said = cluster("a", "repair", code=1)
+    assert f"mv {disk}/00000 {disk}/00000.damaged" in said.out
+    assert "There is nothing that repair can do." in said.out
+    (disk / "00000").rename(disk / "00000.damaged")
+    paid = cluster.bills.paid
+    cluster("a", "run")
+    assert cluster.bills.paid == paid
+    assert cluster.files() == before

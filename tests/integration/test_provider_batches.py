@@ -127,6 +127,16 @@ def test_a_request_to_create_a_batch_that_is_late_finds_no_file(tmp_path):
     assert set(provider.billed.values()) == {1}
 
 
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_batch_whose_creation_is_refused_all_the_same_is_looked_for(tmp_path, status):
+    with FakeProvider() as provider:
+        provider.lost = status
+        provider.lose["/v1/batches"] = 1
+        runner(tmp_path, provider, config=BATCHES).run(documents(2))
+    assert set(provider.billed.values()) == {1}
+    assert len(provider.batches) == 1
+
+
 @pytest.mark.parametrize("status", ["expired", "cancelled"])
 def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
     """A request that was not sent uses up no attempt."""

@@ -824,7 +824,7 @@ def test_a_run_that_has_begun_keeps_the_form_of_its_output(command):
     pq.write_table(pa.table({"id": ["1", "2"], "text": ["a", "b"]}), "tables/in.parquet")
     failing = ["Say b"]
     with FakeServer(
-        status=lambda payload, times: 403 if payload["messages"][0]["content"] in failing else None
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] in failing else None
     ) as server:
         job = {**JOB, "input": "tables", "endpoint": server.url, "records_per_chunk": 1}
         Path("job.yaml").write_text(yaml.safe_dump(job))

@@ -8,8 +8,9 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
+from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import documents, fails_at, runner
+from tests.jobs import documents, fails_at, rejects, runner
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 _NAME = "${rank}_chunk_${chunk_index}"
@@ -85,6 +86,11 @@ def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_p
     ).run(None)
     assert ids(show("--dead")) == ["id 3"]
     assert ids(show()) == ["id 0", "id 2", "id 1"]
+    with FakeServer(status=rejects(["text 3"], 401)) as refuses, pytest.raises(ServerRefused):
+        runner(tmp_path, refuses, retry_dead_letters=True, accept_changes=True, **settings).run(
+            None
+        )
+    assert ids(show("--dead")) == ["id 3"]  # the retry has not finished
     runner(tmp_path, server, retry_dead_letters=True, accept_changes=True, **settings).run(None)
     assert show("--dead", code=1).out == "There is no such dead letter.\n"
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.bench.guard import costs, ratio
 
-# 0.97 to 1.07 in four measurements on two cores that twenty other processes shared. With 43 us more
-# for a document, a quarter: 1.28 to 1.37.
-MOST = 1.2
+# 1.40 and 1.41 on two quiet cores, where .ci/run measures, and 0.97 to 1.07 on two that twenty other
+# processes shared. A sixth more for a document fails.
+MOST = 1.6
 
 
 @pytest.mark.alone

@@ -31,7 +31,7 @@ from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
 from tests.clients import client_of
 from tests.patience import until, until_async
-from tests.processes import is_alive, write_program
+from tests.processes import is_alive, is_stopped, write_program
 
 # Of threads: imports of asyncio or of an HTTP library would take most of the time of these tests.
 SERVE = """
@@ -213,8 +213,11 @@ class Clock:
 
     def __init__(self):
         self.now = 1000.0
+        self.passes = lambda: False
+        """Whether it has passed by a second since the last look."""
 
     def monotonic(self):
+        self.now += self.passes()
         return self.now
 
 
@@ -231,7 +234,9 @@ async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock, log):
         tasks = [run.ask(f"wait {n}") for n in range(3)]
         await until_async(lambda: sum(asked().values()) == 3)
         os.kill(engines()[0], signal.SIGSTOP)
-        clock.now += 1.0
+        # An answer to a probe may still be on its way.
+        clock.passes = lambda: is_stopped(engines()[0])
+        await until_async(clock.passes)
         open_gate()
         assert await run.texts(tasks) == ["wait 0", "wait 1", "wait 2"]
         assert run.servers.supervisors[0].restarts == 1

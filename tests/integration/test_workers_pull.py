@@ -23,6 +23,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_signals import Process
 from tests.patience import until
+from tests.processes import is_stopped
 from tests.unit.test_claims import grow_old
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_tasks
 
@@ -88,12 +89,6 @@ def ended(process, code=0):
     text, _ = process.communicate(timeout=500)
     assert process.returncode == code, text
     return text
-
-
-def is_stopped(process):
-    """Whether no thread of it works any more."""
-    threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
-    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
 
 def is_known(process):
@@ -169,7 +164,7 @@ def test_without_locks_a_worker_that_sleeps_loses_its_tasks_and_goes_on(server, 
     first = worker(program=WITHOUT_LOCKS)
     until(lambda: server.asked.total() > 3)
     os.kill(first.pid, signal.SIGSTOP)
-    until(lambda: is_stopped(first))
+    until(lambda: is_stopped(first.pid))
     grow_old(Path("logs/claims"), 1000.0)
     server.release()
     ended(worker(program=WITHOUT_LOCKS))

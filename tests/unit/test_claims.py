@@ -74,7 +74,7 @@ class Process:
             ATTEMPTS,
             alone,
             job.has_time,
-            is_worker=False,
+            False,
         )
         made.append(self)
 

@@ -55,6 +55,7 @@ UNFINISHED_REASONS = [
     "insufficient_system_resource",
     "SERVER_ERROR",
     "not_finished",
+    "server_shutdown",
     "cancel",
     "load",
     "incomplete",

@@ -265,7 +265,9 @@ def test_a_name_that_would_break_the_script_is_refused(tmp_path, setting, name):
         executor(tmp_path, **{setting: name})
 
 
-@pytest.mark.parametrize("name", ["my run", "it's", "a#b", "a\\b", "a\nb", '"a\n#SBATCH --wait"'])
+@pytest.mark.parametrize(
+    "name", ["my run", "it's", "a#b", "a\\b", "a\nb", '"a\\"', '"a`"', '"a\n#SBATCH --wait"']
+)
 @pytest.mark.parametrize(
     "option",
     [

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from loguru import logger
 from prometheus_client import CollectorRegistry, start_http_server
@@ -46,7 +46,7 @@ class Histogram(NamedTuple):
     sum: float
 
 
-Values: TypeAlias = Mapping[Any, float] | Histogram | float | None
+Values = Mapping[Any, float] | Histogram | float | None
 
 
 class Metric(NamedTuple):

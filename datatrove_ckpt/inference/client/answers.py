@@ -30,7 +30,7 @@ ENDINGS = frozenset(
 """Reasons of whole answers, in lower case."""
 _FAILURE = re.compile(
     r"error|fail|abort|cancel|timeout|timed_out|resource|unavailable|not_finished|load|incomplete"
-    r"|in_progress|interrupt|^\s*(?:none|null|unknown)\s*$",
+    r"|in_progress|interrupt|exception|shutdown|kill|preempt|disconnect|^\s*(?:none|null|unknown)\s*$",
     re.IGNORECASE,
 )
 _CONTENT = (str, list)

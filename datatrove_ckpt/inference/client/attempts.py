@@ -130,20 +130,6 @@ class Request:
         is_shared: by several texts. It is divided before it fails.
     """
 
-    __slots__ = (
-        "age",
-        "body",
-        "deaths",
-        "document",
-        "is_shared",
-        "is_suspect",
-        "known",
-        "opened",
-        "order",
-        "sender",
-        "texts",
-    )
-
     def __init__(
         self,
         sender: Sender | None = None,
@@ -197,8 +183,6 @@ class Attempt:
 
     ``lost``: its server is given up, and its answer would be dropped.
     """
-
-    __slots__ = ("_cancelled", "_cancelling", "_handle", "_task", "lost", "request", "started_at")
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -10,7 +10,7 @@ import zlib
 from binascii import b2a_base64
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import ClassVar, TypeAlias
+from typing import ClassVar
 
 import orjson
 import xxhash
@@ -58,7 +58,7 @@ class Body:
         return Body([*self._texts[:-1], self._texts[-1][:-1] + end], self._media)
 
 
-AnyBody: TypeAlias = bytes | Body
+AnyBody = bytes | Body
 
 
 def in_tier(body: AnyBody, tier: str) -> AnyBody:
@@ -83,10 +83,10 @@ class LargeAnswer:
     """
 
     _sizes: ClassVar[dict[int, int]] = {}
+    _stream: zlib._Decompress | None = None
 
     def __init__(self, coding: str = "") -> None:
         self._is_compressed = coding.lower() in ("gzip", "x-gzip", "deflate")
-        self._stream: zlib._Decompress | None = None
 
     def __del__(self) -> None:
         self._sizes.pop(id(self), None)

@@ -268,7 +268,9 @@ class _ResponseBuilder:
                     f"Transfer-Encoding {coding!r} is not supported, only b'chunked' in HTTP/1.1"
                 )
         elif length is not None:
-            self._check_size(int(length))  # llhttp has checked that these are digits
+            # llhttp has checked that these are digits.
+            if refusal := self._large.refusal(int(length)):
+                self._refuse(refusal)
         else:
             self.ends_at_close = True
         # A proxy may disagree with us about where such a response ends.
@@ -291,10 +293,6 @@ class _ResponseBuilder:
 
     def on_message_complete(self) -> None:
         self.complete = True
-
-    def _check_size(self, size: int) -> None:
-        if refusal := self._large.refusal(size):
-            self._refuse(refusal)
 
     def _refuse(self, reason: str) -> NoReturn:
         self.refusal = reason

@@ -171,7 +171,10 @@ class BatchProvider:
         times: list[float] = []
         while True:
             page = await self._ask("GET", self._path, params=query)
-            listed = [one for one in map(_object, _list(page.get("data"))) if one.get("id")]
+            data = page.get("data")
+            if not isinstance(data, list):
+                return None
+            listed = [one for one in map(_object, data) if one.get("id")]
             # A provider may ignore the query, and return one page for ever.
             new = [one for one in listed if str(one["id"]) not in seen]
             for one in new:
@@ -391,10 +394,6 @@ def _loads(raw: bytes) -> object:
 
 def _object(value: object) -> JsonObject:
     return value if isinstance(value, dict) else {}
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
 
 
 def _number(value: object) -> int | None:

@@ -98,9 +98,8 @@ def parse_classes(raw: bytes, *, count: int) -> Completion:
 def parse_scores(raw: bytes, *, count: int) -> Completion:
     """``scores`` in the order of the texts, base64."""
     answer, rows = _rows(raw, count)
-    return other_than_text(
-        answer, {"scores": to_base64(_numbers([_score(row) for row in rows], "scores", np.float32))}
-    )
+    scores = [row.get("relevance_score", row.get("score")) for row in rows]
+    return other_than_text(answer, {"scores": to_base64(_numbers(scores, "scores", np.float32))})
 
 
 _PARSERS: dict[str, Callable[..., Completion]] = {
@@ -148,10 +147,6 @@ def _prompt_tokens(row: object) -> int:
     if type(tokens) is int:
         return tokens
     return 0
-
-
-def _score(row: JsonObject) -> object:
-    return row.get("relevance_score", row.get("score"))
 
 
 def _vector(value: object) -> Floats:

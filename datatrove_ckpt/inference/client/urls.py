@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterable
-from typing import TypeAlias
 from urllib.parse import quote, quote_plus
 from urllib.request import getproxies, proxy_bypass
 
@@ -23,7 +22,7 @@ _VERSION = re.compile(r"v\d+[a-z0-9]*")
 _WHOLE = ("completions", "embeddings")  # of an address that is a path's own
 
 
-Extras: TypeAlias = dict[str, HiddenDict]
+Extras = dict[str, HiddenDict]
 """What a request has beside its body: ``extra_headers``, ``extra_query``."""
 
 

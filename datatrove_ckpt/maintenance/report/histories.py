@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from datatrove_ckpt.checkpoint.history_read import History
 from datatrove_ckpt.checkpoint.history_records import Progress
 
-Floats: TypeAlias = NDArray[np.float64]
+Floats = NDArray[np.float64]
 _MAX_INTERVALS = 160  # so many a screen can show
 _MINUTE = 60.0  # from a line of the history to the next one, if none was left out
 

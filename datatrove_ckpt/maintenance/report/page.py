@@ -15,7 +15,7 @@ from html import escape
 from importlib.resources import files
 from itertools import groupby, pairwise
 from string import Template
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from datatrove_ckpt.common.formatting import figure, short
 
@@ -23,7 +23,7 @@ _MAX_NAME = 160
 _MAX_CELL = 4000
 
 Tone = Literal["good", "warning", "critical"]
-Value: TypeAlias = str | float | None
+Value = str | float | None
 """An attribute's value; None leaves the attribute out."""
 
 

@@ -58,7 +58,7 @@ class InferenceConfig:
         rollouts_per_document (identity): rollouts of each document.
         max_concurrent_generations (free): requests in flight at each server, of all tasks that
             share it. "auto": as many as keep a short queue in the engine, and their documents in
-            its cache. None: "auto" for engines with metrics, 500 for the others.
+            its cache (vLLM, SGLang); 500 for servers whose metrics are not known.
         max_concurrent_documents (free): documents in work, per task. None: they follow the
             requests: as many as all servers have places for, // rollouts per document, times
             ``texts_per_request``, but at most 10,000 for that.
@@ -132,8 +132,7 @@ class InferenceConfig:
     # May hold a header's key.
     default_generation_params: JsonObject = field(default_factory=dict, repr=False)
     rollouts_per_document: int = 1
-    # None only until __post_init__ knows the engine.
-    max_concurrent_generations: int | Literal["auto"] = None  # type: ignore[assignment]
+    max_concurrent_generations: int | Literal["auto"] = "auto"
     max_concurrent_documents: int | None = None
     request_timeout: float | None = None
     model_kwargs: JsonObject | None = None
@@ -170,9 +169,6 @@ class InferenceConfig:
     answer_schema = ""
 
     def __post_init__(self) -> None:
-        if self.max_concurrent_generations is None:
-            has_metrics = self.server_type in ENGINES and self.engine.metrics is not None
-            self.max_concurrent_generations = "auto" if has_metrics else _REQUESTS
         self._check_choices()
         self._check_numbers()
         self._check_gpus()
@@ -184,7 +180,7 @@ class InferenceConfig:
         else:  # scripts of datatrove's read a number
             requests = self.max_concurrent_generations
             if requests == "auto":
-                requests = _REQUESTS
+                requests = REQUESTS_WITHOUT_METRICS
             texts = self.texts_for(requests * self.servers)
             self.max_concurrent_documents = max(1, texts // self.rollouts_per_document)
         if isinstance(self.api_key, str):
@@ -217,19 +213,11 @@ class InferenceConfig:
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
-        if isinstance(self.max_concurrent_generations, str):
-            if self.max_concurrent_generations != "auto":
-                raise ConfigError(
-                    f"max_concurrent_generations: {self.max_concurrent_generations!r} is not a "
-                    'number or "auto".'
-                )
-            if self.engine.metrics is None:
-                with_metrics = engines_where(lambda engine: engine.metrics is not None)
-                raise ConfigError(
-                    "max_concurrent_generations: auto follows the metrics of servers that the run "
-                    f"launches itself ({with_metrics}). For server_type {self.server_type!r}, set "
-                    "a number."
-                )
+        requests = self.max_concurrent_generations
+        if isinstance(requests, str) and requests != "auto":
+            raise ConfigError(
+                f'max_concurrent_generations: {requests!r} is not a number or "auto".'
+            )
         if not isinstance(self.provider_batches, bool):
             raise ConfigError("provider_batches: takes true or false.")
         is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
@@ -339,6 +327,11 @@ class InferenceConfig:
         return self.gpus // self.replicas
 
     @property
+    def follows_metrics(self) -> bool:
+        """Whether the requests in flight at each server follow what it shows of itself."""
+        return self.max_concurrent_generations == "auto" and self.engine.metrics is not None
+
+    @property
     def servers(self) -> int:
         """The servers that a task launches, or the endpoint's URLs."""
         if self.server_type == "endpoint":
@@ -392,7 +385,8 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
-_REQUESTS = 500  # datatrove's default for max_concurrent_generations
+# Under ``max_concurrent_generations: auto``, at each server; datatrove's default.
+REQUESTS_WITHOUT_METRICS = 500
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")

@@ -63,6 +63,7 @@ from loguru import logger
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -429,8 +430,10 @@ class ModelServers:
         target.url = url
         target.api_key = api_key
         self.transport(target, usual_way(self.config))  # raises for a wrong URL now
-        if self.config.max_concurrent_generations == "auto":
+        if self.config.follows_metrics:
             target.limit = FIRST_LIMIT
+        elif self.config.max_concurrent_generations == "auto":
+            target.limit = REQUESTS_WITHOUT_METRICS
         else:
             target.limit = self.config.max_concurrent_generations
         target.usage_each = 0.0

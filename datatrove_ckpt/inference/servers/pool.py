@@ -252,7 +252,7 @@ class ServerSupervisor:
         self._watching = True
         self._exit_code: int | None = None
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
-        if self.config.max_concurrent_generations == "auto":
+        if self.config.follows_metrics:
             router = self.model_servers.router
             watchers.append(adapt_admission(self._name, self.target, router, self._metrics))
         tasks = [asyncio.create_task(watcher) for watcher in watchers]

@@ -13,7 +13,7 @@ from typing import NoReturn
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import HiddenDict
-from datatrove_ckpt.config.inference_config import Engine, MetricNames
+from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS, Engine, MetricNames
 from datatrove_ckpt.errors import TooManyOpenFiles
 from datatrove_ckpt.inference.client.attempts import Target
 from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
@@ -119,7 +119,6 @@ _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
 _METRICS_TIMEOUT = 5.0  # seconds
 # datatrove's default for max_concurrent_generations.
-_LIMIT_WITHOUT_METRICS = 500
 _WAIT_FOR_METRICS_SECONDS = 30.0
 
 
@@ -204,11 +203,11 @@ async def adapt_admission(
         target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
         target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
         router.admit(resized=True)
-    target.limit = _LIMIT_WITHOUT_METRICS
+    target.limit = REQUESTS_WITHOUT_METRICS
     router.admit(resized=True)
     logger.warning(
         f"{name} shows no metrics at /metrics, which max_concurrent_generations: auto needs. "
-        f"{_LIMIT_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "
+        f"{REQUESTS_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "
         "metrics, or set a number."
     )
     await wait_until_cancelled()

@@ -56,10 +56,12 @@ class InferenceConfig:
         pp (free): stages that the model's layers are divided into.
         default_generation_params (request): payload keys that a rollout's own override.
         rollouts_per_document (identity): rollouts of each document.
-        max_concurrent_generations (free): requests in flight, per task. "auto" (engines with
-            metrics): as many as keep a short queue in each server.
-        max_concurrent_documents (free): documents in work, per task. None: generations // rollouts
-            per document; times ``texts_per_request``, but at most 10,000 for that.
+        max_concurrent_generations (free): requests in flight at each server, of all tasks that
+            share it. "auto": as many as keep a short queue in the engine, and their documents in
+            its cache (vLLM, SGLang); 500 for servers whose metrics are not known.
+        max_concurrent_documents (free): documents in work, per task. None: they follow the
+            requests: as many as all servers have places for, // rollouts per document, times
+            ``texts_per_request``, but at most 10,000 for that.
         request_timeout (free): seconds for one attempt of a request, also at an endpoint that
             hangs. None: 3600.
         model_kwargs (identity): more flags of the server: ``{"enforce-eager": True, "seed": 1}``.
@@ -83,7 +85,7 @@ class InferenceConfig:
             answered (unreachable, 5xx, 429). Then the task stops; no document is blamed.
         server_stop_timeout_sec (free): time until a server that was asked to stop is killed.
         replicas (free): servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of
-            the cores). They share ``max_concurrent_generations``.
+            the cores).
         server_max_restarts (free): restarts of one server within an hour. The run ends when every
             server has used them up.
         hang_timeout (free): seconds without an answer or a new token after which a server that has
@@ -130,7 +132,7 @@ class InferenceConfig:
     # May hold a header's key.
     default_generation_params: JsonObject = field(default_factory=dict, repr=False)
     rollouts_per_document: int = 1
-    max_concurrent_generations: int | Literal["auto"] = 500
+    max_concurrent_generations: int | Literal["auto"] = "auto"
     max_concurrent_documents: int | None = None
     request_timeout: float | None = None
     model_kwargs: JsonObject | None = None
@@ -175,10 +177,12 @@ class InferenceConfig:
         self._check_context()
         if self.max_concurrent_documents is not None:
             self.limits_documents = True
-        elif self.max_concurrent_generations != "auto":
-            self.max_concurrent_documents = max(
-                1, self.texts_for(self.max_concurrent_generations) // self.rollouts_per_document
-            )
+        else:  # scripts of datatrove's read a number
+            requests = self.max_concurrent_generations
+            if requests == "auto":
+                requests = REQUESTS_WITHOUT_METRICS
+            texts = self.texts_for(requests * self.servers)
+            self.max_concurrent_documents = max(1, texts // self.rollouts_per_document)
         if isinstance(self.api_key, str):
             self.api_key = EnvironmentSecret(self.api_key)
         # The link key of the tasks that this process submits; nodes of a task must not make their
@@ -209,19 +213,11 @@ class InferenceConfig:
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
-        if isinstance(self.max_concurrent_generations, str):
-            if self.max_concurrent_generations != "auto":
-                raise ConfigError(
-                    f"max_concurrent_generations: {self.max_concurrent_generations!r} is not a "
-                    'number or "auto".'
-                )
-            if self.engine.metrics is None:
-                with_metrics = engines_where(lambda engine: engine.metrics is not None)
-                raise ConfigError(
-                    "max_concurrent_generations: auto follows the metrics of servers that the run "
-                    f"launches itself ({with_metrics}). For server_type {self.server_type!r}, set "
-                    "a number."
-                )
+        requests = self.max_concurrent_generations
+        if isinstance(requests, str) and requests != "auto":
+            raise ConfigError(
+                f'max_concurrent_generations: {requests!r} is not a number or "auto".'
+            )
         if not isinstance(self.provider_batches, bool):
             raise ConfigError("provider_batches: takes true or false.")
         is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
@@ -331,6 +327,11 @@ class InferenceConfig:
         return self.gpus // self.replicas
 
     @property
+    def follows_metrics(self) -> bool:
+        """Whether the requests in flight at each server follow what it shows of itself."""
+        return self.max_concurrent_generations == "auto" and self.engine.metrics is not None
+
+    @property
     def servers(self) -> int:
         """The servers that a task launches, or the endpoint's URLs."""
         if self.server_type == "endpoint":
@@ -384,6 +385,8 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
+# Under ``max_concurrent_generations: auto``, at each server; datatrove's default.
+REQUESTS_WITHOUT_METRICS = 500
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
@@ -570,13 +573,15 @@ class Launch(NamedTuple):
 class MetricNames(NamedTuple):
     """The names at /metrics.
 
-    ``tokens``: counters that grow while the engine works, at a long prompt, too.
+    ``tokens``: counters that grow while the engine works, at a long prompt, too. ``cache_usage``:
+    share of the KV cache that is taken; "" if the engine does not show it.
     """
 
     running: str
     waiting: str
     preemptions: str
     tokens: tuple[str, ...]
+    cache_usage: str = ""
 
 
 class Cause(NamedTuple):

@@ -68,9 +68,9 @@ from datatrove_ckpt.inference.client.answers import (
     unfinished,
     way_to,
 )
+from datatrove_ckpt.inference.client.attempts import Request
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.routing import Request, Router, Target
 from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
@@ -164,8 +164,8 @@ class Answers:
         is_suspect: see ``routing.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
+        opened: see ``routing.Request``.
         reasons: answers by an unusual finish_reason.
-        near: see ``routing.Request``.
     """
 
     failure: CkptError | None = None
@@ -184,7 +184,7 @@ class Answers:
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
-        self.near: dict[Router, Target] = {}
+        self.opened: set[object] = set()
         self.reasons: dict[str, int] = {}
         self._rank = rank
 
@@ -489,7 +489,12 @@ class Requests:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:
                         request = Request(
-                            client.sender, answers.doc_id, answers.near, answers.is_suspect
+                            client.sender,
+                            answers.doc_id,
+                            answers.slot.ordinal,
+                            answers.opened,
+                            body,
+                            answers.is_suspect,
                         )
                         completion = await client.complete(body, way, request)
                 finally:

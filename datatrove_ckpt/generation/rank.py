@@ -50,7 +50,7 @@ from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.scheduler import Scheduler, Served
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
-from datatrove_ckpt.inference.client.routing import Sender
+from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.chunk_output import ChunkOutput

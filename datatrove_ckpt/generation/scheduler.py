@@ -49,8 +49,9 @@ from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
+from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Sender
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
@@ -62,11 +63,10 @@ from datatrove_ckpt.rollouts import Rollout
 if TYPE_CHECKING:
     from datatrove_ckpt.generation.provider_passes import Parking
 
-# How many documents may be in work at once. Under ``max_concurrent_generations: auto`` the number
-# follows the requests in flight. Rollouts that do other work between requests need more, so the
-# number grows by one whenever a request could be sent, none waits, and no document may start, as in
-# TCP's slow start. It never falls: documents that wait cost memory only. Large documents also share
-# a budget of bytes.
+# How many documents may be in work at once: as many as have places for their requests, and a few
+# more, so that there is a choice for each server. Rollouts that do other work between requests need
+# more, so the number grows by one whenever a request could be sent, none waits, and no document may
+# start, as in TCP's slow start. Large documents also share a budget of bytes.
 
 
 _SMALL = 1 << 16  # bytes of a document that count for nothing
@@ -74,13 +74,16 @@ _SMALL = 1 << 16  # bytes of a document that count for nothing
 
 def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
     """Returns the most documents in work: as many as all models have room for."""
-    if config.max_concurrent_documents is not None and (config.limits_documents or not others):
+    if config.limits_documents and config.max_concurrent_documents is not None:
         return config.max_concurrent_documents
     texts = [
         one.texts_for(requests_at_once(one.max_concurrent_generations, one.servers))
         for one in (config, *others)
     ]
-    return max(1, sum(texts) // config.rollouts_per_document)
+    documents = max(1, sum(texts) // config.rollouts_per_document)
+    if any(one.servers > 1 for one in (config, *others)):
+        documents += WINDOW
+    return documents
 
 
 class DocumentLimit:
@@ -97,7 +100,9 @@ class DocumentLimit:
         self._rollouts = config.rollouts_per_document
         self._routers: list[Router] = []
         self._size = self._most
-        if config.max_concurrent_documents is None:
+        self._is_fixed = config.limits_documents
+        self._elsewhere = 0  # documents that do other work than requests
+        if not self._is_fixed:
             self._size = min(self._most, max(1, FIRST_LIMIT // self._rollouts))
         self._in_work = 0
         self._room: asyncio.Future[None] | None = None
@@ -120,20 +125,21 @@ class DocumentLimit:
         self._wake()
 
     def follow(self, router: Router, sender: Sender) -> None:
-        """Grows with the requests that the router of a model lets through."""
+        """Follows the places at the servers of a model, up and down."""
         self._routers.append(router)
-        if self._size < self._most:
-            sender.on_free = partial(self._grow, router)
-            self._grow(router)
+        if not self._is_fixed:
+            sender.on_change = partial(self._follow, router)
+            self._follow(router)
 
-    def _grow(self, router: Router) -> None:
+    def _follow(self, router: Router) -> None:
         is_full = self._in_work >= self._size or self._room is not None
-        starved = is_full and router.in_flight < router.capacity
-        wanted = max(
-            sum(each.capacity for each in self._routers) // self._rollouts, self._size + starved
-        )
-        if self._size < min(wanted, self._most):
-            self._size = min(wanted, self._most)
+        if is_full and not router.waiting and router.in_flight < router.capacity:
+            self._elsewhere += 1
+        places = sum(each.capacity for each in self._routers) // self._rollouts
+        if any(len(each.targets) > 1 for each in self._routers):
+            places += WINDOW
+        self._size = min(self._most, places + self._elsewhere)
+        if self._in_work < self._size:
             self._wake()
 
     def _wake(self) -> None:

@@ -348,7 +348,7 @@ def _check_open_files(requests: int, servers: int) -> Finding:
     needed = files_needed(requests, servers)
     allowed = limits()[1]
     if allowed < needed:
-        return Finding("problem", "open files", too_low(requests, needed, allowed))
+        return Finding("problem", "open files", too_low(requests, servers, needed, allowed))
     text = (
         f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
     )

@@ -50,11 +50,11 @@ def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
     """Returns how many requests may be in flight at once.
 
     Args:
-        setting: ``max_concurrent_generations``. For "auto", as many as the hard limit allows,
-            between 64 and 4096 per server.
+        setting: ``max_concurrent_generations``, for each server. For "auto", as many as the hard
+            limit allows, between 64 and 4096 per server.
     """
     if setting != "auto":
-        return setting
+        return setting * servers
     # Connections to one of several servers may be idle while all requests go to the others.
     fitting = (limits()[1] - files_needed(0, servers) - _SPARE) // (2 if servers > 1 else 1)
     return max(_FEWEST_PER_SERVER * servers, min(_MOST_PER_SERVER * servers, fitting))
@@ -83,7 +83,7 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
             )
     allowed = limits()[0]
     if allowed < needed:
-        raise ConfigError(too_low(requests, needed, allowed))
+        raise ConfigError(too_low(requests, servers, needed, allowed))
     at_once = min(ranks, 1 + (allowed - needed) // _FILES)
     if at_once < ranks:
         logger.warning(
@@ -93,8 +93,8 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
     return at_once
 
 
-def too_low(requests: int, needed: int, allowed: int) -> str:
-    fitting = allowed - (needed - requests)
+def too_low(requests: int, servers: int, needed: int, allowed: int) -> str:
+    fitting = (allowed - (needed - requests)) // servers
     if fitting > 0:
         lower = f", or set max_concurrent_generations to at most {fitting}"
     else:

@@ -358,8 +358,8 @@ def test_all_requests_of_a_document_go_to_one_replica(tmp_path):
     """Its prompt is in that replica's cache."""
 
     async def turns(document, generate):
-        # One after the other: of two at once, a replica that is twice as busy would give one away.
-        texts = [document.text, f"{document.text}, 0", f"{document.text}, 1"]
+        start = f"{document.text}," * 200
+        texts = [start, f"{start} 0", f"{start} 1"]
         return [await ask(Document(text, ""), generate) for text in texts]
 
     with FakeServer() as one, FakeServer() as other:

@@ -22,7 +22,7 @@ from aiohttp import web
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
-from datatrove_ckpt.inference.client import routing
+from datatrove_ckpt.inference.client import attempts, routing
 from datatrove_ckpt.inference.servers import pool, server
 from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.pool import ServerPool
@@ -224,7 +224,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    for module in (pool, routing):
+    for module in (pool, routing, attempts):
         monkeypatch.setattr(module, "time", made)
     return made
 

@@ -8,7 +8,8 @@ import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
-from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
+from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.servers import probes
 from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission
 from datatrove_ckpt.process.memory import ByteBudget

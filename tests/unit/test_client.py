@@ -31,10 +31,10 @@ from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion, RetryableError
+from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.plain import PlainTransport
-from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import Sleeps, client_of
 
@@ -1002,7 +1002,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():
         serving(answer(http(200, chat("right")))) as (new, second),
         client_of(config()) as client,
     ):
-        target = client.servers.add()
+        target = client.servers.router.add()
         client.servers.mark_up(target, HiddenUrl(first), None)
 
         async def too_late(server, writer):
@@ -1027,7 +1027,7 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         serving(answer(http(200, chat("right")))) as (_, second),
         client_of(config()) as client,
     ):
-        target = client.servers.add()
+        target = client.servers.router.add()
         client.servers.mark_up(target, HiddenUrl(first), None)
         given_up = asyncio.Event()
 

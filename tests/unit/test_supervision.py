@@ -17,7 +17,8 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
+from datatrove_ckpt.inference.client.attempts import Death, Request, Sender
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.probes import (
     Metrics,
@@ -40,9 +41,9 @@ def config(**settings):
 def router(targets=1, limit=100):
     made = Router(limit)
     for _ in range(targets):
-        target = Target()
+        target = made.add()
         target.up = True
-        made.targets.append(target)
+        target.limit = limit
     return made
 
 
@@ -78,30 +79,25 @@ async def test_requests_wait_in_order_while_no_server_is_up():
 
 async def test_the_least_busy_server_is_next_and_its_limit_holds():
     made = router(2)
-    made.targets[0].limit = 2
-    given = [await made.acquire(Request()) for _ in range(5)]
-    assert [made.targets.index(target) for target in given] == [0, 1, 0, 1, 1]
-
-
-async def test_requests_of_a_document_go_to_its_server_unless_that_is_a_quarter_busier():
-    made, near = router(3), {}
-    given = [await made.acquire(Request(near=near)) for _ in range(9)]
-    assert [made.targets.index(target) for target in given] == [0, 0, 1, 1, 2, 2, 2, 2, 0]
+    made.targets[0].limit = made.targets[1].limit = 2
+    given = [await made.acquire(Request()) for _ in range(4)]
+    assert [made.targets.index(target) for target in given] == [0, 1, 0, 1]
+    late = acquire(made)
+    await settle()
+    assert not late.done()
     made.release(given[1], Request())
-    await made.acquire(Request())  # of another document
-    assert [target.in_flight for target in made.targets] == [3, 2, 4]
-    made.targets[0].up = False
-    assert await made.acquire(Request(near=near)) is made.targets[1]
+    assert await late is made.targets[1]
 
 
 async def test_a_server_whose_connection_failed_gets_a_request_only_when_no_other_can():
-    made, near = router(2), {}
+    made = router(2)
     failed, other = made.targets
-    assert await made.acquire(Request(near=near)) is failed
+    body = b'{"messages":' + b"x" * 1000
+    assert await made.acquire(Request(body=body)) is failed
     failed.cooldown_until = time.monotonic() + 1000
-    assert [await made.acquire(Request(near=near)) for _ in range(4)] == [other] * 4
+    assert [await made.acquire(Request(body=body)) for _ in range(4)] == [other] * 4
     other.up = False
-    assert await made.acquire(Request(near=near)) is failed
+    assert await made.acquire(Request(body=body)) is failed
 
 
 async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():

@@ -44,6 +44,7 @@ class SGLang(Engine):
         "sglang:num_queue_reqs",
         "sglang:num_retracted_requests_total",
         ("sglang:generation_tokens_total", "sglang:prompt_tokens_total"),
+        "sglang:token_usage",
     )
     task_flags = _TASK_FLAGS
     ways = _WAYS

@@ -50,6 +50,7 @@ class Vllm(Engine):
         "vllm:num_requests_waiting",
         "vllm:num_preemptions_total",
         ("vllm:generation_tokens_total", "vllm:prompt_tokens_total"),
+        "vllm:kv_cache_usage_perc",
     )
     task_flags = _TASK_FLAGS
     ways = VLLM_WAYS

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import ClassVar
 
 import orjson
+import xxhash
 
 from datatrove_ckpt.process.memory import media_bytes
 
@@ -46,6 +47,12 @@ class Body:
     @property
     def text(self) -> bytes:
         return b"".join(self._texts)
+
+    def with_media_hashed(self) -> bytes:
+        """Returns the JSON with a hash in place of each of the media."""
+        hashes = [xxhash.xxh3_64_digest(data) for data in self._media]
+        pieces = zip_longest(self._texts, hashes, fillvalue=b"")
+        return b"".join(piece for pair in pieces for piece in pair)
 
     def in_tier(self, end: bytes) -> Body:
         return Body([*self._texts[:-1], self._texts[-1][:-1] + end], self._media)

@@ -63,6 +63,7 @@ from loguru import logger
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -83,18 +84,16 @@ from datatrove_ckpt.inference.client.answers import (
     Way,
     unfinished,
 )
-from datatrove_ckpt.inference.client.body import AnyBody, in_tier
-from datatrove_ckpt.inference.client.routing import (
-    FIRST_LIMIT,
+from datatrove_ckpt.inference.client.attempts import (
     Attempt,
     AttemptLost,
-    HealthProbe,
     MustDivide,
     Request,
-    Router,
     Sender,
     Target,
 )
+from datatrove_ckpt.inference.client.body import AnyBody, in_tier
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
@@ -411,7 +410,7 @@ class ModelServers:
                     "too. Remove one."
                 )
         for url in urls:
-            self.mark_up(self.add(), url, api_key)
+            self.mark_up(self.router.add(), url, api_key)
 
     async def close(self) -> None:
         for target in self.router.targets:
@@ -423,11 +422,6 @@ class ModelServers:
             if sender.on_server is not None:
                 sender.on_server(what, name, url, why)
 
-    def add(self, probe: HealthProbe | None = None) -> Target:
-        target = Target(probe)
-        self.router.targets.append(target)
-        return target
-
     def mark_up(self, target: Target, url: HiddenUrl, api_key: Key | None) -> None:
         """Sends requests to this URL from now on.
 
@@ -436,13 +430,16 @@ class ModelServers:
         target.url = url
         target.api_key = api_key
         self.transport(target, usual_way(self.config))  # raises for a wrong URL now
-        if self.config.max_concurrent_generations == "auto":
+        if self.config.follows_metrics:
             target.limit = FIRST_LIMIT
+        elif self.config.max_concurrent_generations == "auto":
+            target.limit = REQUESTS_WITHOUT_METRICS
         else:
-            target.limit = math.inf
+            target.limit = self.config.max_concurrent_generations
+        target.usage_each = 0.0
         target.up = True
         self.outage.ended()  # a restart is no time without answers
-        self.router.admit()
+        self.router.admit(resized=True)
 
     async def disconnect(self, target: Target) -> None:
         while target.attempts:  # noqa: ASYNC110
@@ -692,7 +689,6 @@ class CompletionClient:
                 failure.quoted = f"{response.form} ".lstrip()
                 failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
             failure.quote(transport.redact)
-            request.near.clear()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(transport, failure)
             elif failure.status:

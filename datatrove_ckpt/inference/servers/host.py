@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
+from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
-from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.compiled import CompileCache
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.inference.servers.warm import RankModels

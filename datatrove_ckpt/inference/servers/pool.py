@@ -18,8 +18,8 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
+from datatrove_ckpt.inference.client.attempts import Death
 from datatrove_ckpt.inference.client.client import ModelServers, hang_after
-from datatrove_ckpt.inference.client.routing import Death
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.node import GpuLease
@@ -193,7 +193,7 @@ class ServerSupervisor:
     shutdown: Shutdown
 
     def __post_init__(self) -> None:
-        self.target = self.model_servers.add(self.probe)
+        self.target = self.model_servers.router.add(self.probe)
         self.restarts = 0
         if self.config.replicas > 1:
             which = f"Server {self.index}"
@@ -252,7 +252,7 @@ class ServerSupervisor:
         self._watching = True
         self._exit_code: int | None = None
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
-        if self.config.max_concurrent_generations == "auto":
+        if self.config.follows_metrics:
             router = self.model_servers.router
             watchers.append(adapt_admission(self._name, self.target, router, self._metrics))
         tasks = [asyncio.create_task(watcher) for watcher in watchers]

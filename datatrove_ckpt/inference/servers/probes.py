@@ -13,9 +13,10 @@ from typing import NoReturn
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import HiddenDict
-from datatrove_ckpt.config.inference_config import Engine, MetricNames
+from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS, Engine, MetricNames
 from datatrove_ckpt.errors import TooManyOpenFiles
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router, Target
+from datatrove_ckpt.inference.client.attempts import Target
+from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -58,20 +59,24 @@ class Metrics:
         running, waiting: requests.
         tokens: generated and processed since its start.
         preemptions: requests that lost their place in the KV cache since its start.
+        cache_usage: share of the KV cache that running requests use.
     """
 
     running: float
     waiting: float
     tokens: float
     preemptions: float = 0.0
+    cache_usage: float = 0.0
 
 
 def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
-    running, waiting, preemptions, tokens = names
+    running, waiting, preemptions, tokens, usage = names
     found: dict[str, float] = {}
+    caches = 0  # one for each of a server's ``dp``
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
-        if name and name in (running, waiting, preemptions, *tokens):
+        if name and name in (running, waiting, preemptions, usage, *tokens):
+            caches += name == usage
             if "}" in line:
                 value = line[line.rindex("}") + 1 :]
             else:
@@ -81,7 +86,11 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
         return None
     processed = sum(found.get(name, 0.0) for name in tokens)
     return Metrics(
-        found.get(running, 0.0), found.get(waiting, 0.0), processed, found.get(preemptions, 0.0)
+        found.get(running, 0.0),
+        found.get(waiting, 0.0),
+        processed,
+        found.get(preemptions, 0.0),
+        found.get(usage, 0.0) / max(1, caches),
     )
 
 
@@ -110,7 +119,6 @@ _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
 _METRICS_TIMEOUT = 5.0  # seconds
 # datatrove's default for max_concurrent_generations.
-_LIMIT_WITHOUT_METRICS = 500
 _WAIT_FOR_METRICS_SECONDS = 30.0
 
 
@@ -192,12 +200,14 @@ async def adapt_admission(
         seen = True
         admission.update(metrics, target.in_flight)
         target.limit = admission.limit
-        router.admit()
-    target.limit = _LIMIT_WITHOUT_METRICS
-    router.admit()
+        target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
+        target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+        router.admit(resized=True)
+    target.limit = REQUESTS_WITHOUT_METRICS
+    router.admit(resized=True)
     logger.warning(
         f"{name} shows no metrics at /metrics, which max_concurrent_generations: auto needs. "
-        f"{_LIMIT_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "
+        f"{REQUESTS_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "
         "metrics, or set a number."
     )
     await wait_until_cancelled()

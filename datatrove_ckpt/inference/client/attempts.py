@@ -1,0 +1,277 @@
+"""Requests, the attempts to send them, and the servers that get them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.inference.client.body import AnyBody
+from datatrove_ckpt.inference.client.transport import Transport
+from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.process.shutdown import Shutdown
+
+_DEATHS_TO_QUARANTINE = 2
+_IN_A_ROW = 20  # documents
+# Share of a KV cache from which it counts as full: the requests that run grow.
+_FULL = 0.85
+
+HealthProbe = Callable[[float, bool], Awaitable[None]]
+"""Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
+is aborted. Takes the time at which the failed attempt started, and whether to wait for proof that
+the server accepts new requests.
+"""
+
+
+class AttemptLost(Exception):
+    """The server died, or is about to be killed. No attempt is used up."""
+
+
+class MustDivide(Exception):
+    """A shared request makes no progress: its parts must be sent."""
+
+
+@dataclass(eq=False)
+class Death:
+    """The end of one server process.
+
+    Attributes:
+        in_flight: how many requests the server had.
+        attributed: a request is known to have caused it.
+    """
+
+    cause: str
+    in_flight: int = 0
+    attributed: bool = False
+
+
+OnServer = Callable[[str, str, str | None, str], None]
+"""Gets what happened to a server: what ("start", "ready", "reused", "death", "restart"), the
+server's name within the rank, its URL without secrets or None, and why it died or "".
+"""
+
+
+class RankWork(Protocol):
+    """``documents``: how many a rank has finished."""
+
+    documents: int
+
+
+class Sender:
+    """A rank that sends requests to servers which it may share with other ranks.
+
+    Args:
+        shutdown: the rank's. Once the rank stops, its requests are not sent any more.
+        order: requests of the sender with the lowest order are sent first.
+        work: what the rank has done.
+
+    Attributes:
+        at_fault: numbers of documents whose requests fail while others are answered.
+        on_release: called after each attempt that ends.
+        on_change: called when targets may have more or fewer places than before.
+    """
+
+    def __init__(
+        self,
+        shutdown: Shutdown | None = None,
+        order: int = 0,
+        on_server: OnServer | None = None,
+        work: RankWork | None = None,
+    ) -> None:
+        self.shutdown = shutdown or Shutdown()
+        self.order = order
+        self.on_server = on_server
+        self._work = work
+        self.at_fault: set[int] = set()
+        self.in_flight = 0
+        self.on_release: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None
+
+    @property
+    def most_at_fault(self) -> int:
+        """How many documents may be at fault for requests that fail.
+
+        If they are more than 1 %, the server is at fault, which may fail at long prompts.
+        """
+        if self._work is None:
+            return 1
+        return max(1, self._work.documents // 100)
+
+    @property
+    def may_blame(self) -> bool:
+        """Whether one more document may be at fault: not if too many are, in all or in a row."""
+        if len(self.at_fault) >= self.most_at_fault:
+            return False
+        ordinals = sorted(self.at_fault)
+        ends_of_rows = ordinals[_IN_A_ROW - 2 :]
+        rows = zip(ordinals, ends_of_rows, strict=False)
+        return all(end - start >= _IN_A_ROW for start, end in rows)
+
+
+class Request:
+    """The history of one request over all its attempts.
+
+    Args:
+        document: the id of its document.
+        order: of its document: requests of the document with the lowest order are sent first.
+        opened: the routers that have let through a request of its document.
+        body: what is sent.
+        is_suspect: an earlier attempt has found its document at fault.
+
+    Attributes:
+        texts: hashes of its leading texts; None before it has come to a router.
+        known: the longest of them that an earlier request had.
+        deaths: of servers at which it was in flight.
+        age: seconds it had been in flight at the first death.
+        is_shared: by several texts. It is divided before it fails.
+    """
+
+    def __init__(
+        self,
+        sender: Sender | None = None,
+        document: str = "",
+        order: int = 0,
+        opened: set[object] | None = None,
+        body: AnyBody = b"",
+        is_suspect: bool = False,
+    ) -> None:
+        self.sender = sender or Sender()
+        self.document = document
+        self.order = order
+        self.opened = set() if opened is None else opened
+        self.body = body
+        self.texts: Sequence[int] | None = None
+        self.known = 0
+        self.is_shared = False
+        self.is_suspect = is_suspect
+        self.deaths: list[Death] = []
+        self.age = 0.0
+
+    def copy(self) -> Request:
+        other = Request(self.sender, self.document, self.order, self.opened)
+        other.deaths = list(self.deaths)
+        other.age = self.age
+        return other
+
+    @property
+    def may_not_be_sent(self) -> bool:
+        return self.sender.shutdown.is_stopping
+
+    @property
+    def is_quarantined(self) -> bool:
+        return self._unattributed_deaths >= _DEATHS_TO_QUARANTINE
+
+    @property
+    def must_run_alone(self) -> bool:
+        return self._unattributed_deaths > _DEATHS_TO_QUARANTINE
+
+    @property
+    def _unattributed_deaths(self) -> int:
+        return sum(not death.attributed for death in self.deaths)
+
+    def record_death(self, death: Death, age: float) -> None:
+        self.age = self.age if self.deaths else age
+        self.deaths.append(death)
+
+
+class Attempt:
+    """One sending of a request.
+
+    ``lost``: its server is given up, and its answer would be dropped.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.started_at = time.monotonic()
+        self.lost = False
+        # Cheaper than ``asyncio.timeout``, which takes three times the CPU time.
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._handle: asyncio.Handle | None = None
+        self._cancelled = False
+
+    def abort(self) -> None:
+        if not self.lost:
+            self.lost = True
+            self._handle = asyncio.get_running_loop().call_soon(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelled = self._task.cancel()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._task.cancelling() > self._cancelling + self._cancelled
+
+    def end(self) -> None:
+        """Detaches the task, so that ``abort`` does not reach it."""
+        if self._handle is not None:
+            self._handle.cancel()
+        if self._cancelled:
+            self._task.uncancel()
+
+
+class Target:
+    """One server, as the client sees it.
+
+    Args:
+        bit: stands for this server in sets of servers.
+
+    Attributes:
+        transports: by path.
+        limit: how many requests may be in flight.
+        usage_each: share of the KV cache that a running request takes, on average.
+        others: requests in flight that other clients have sent.
+        load: share of its places, or of its KV cache, that is taken. From 1 on it gets no document.
+        reserved: for quarantined requests, once the others are answered.
+        cooldown_until: until then other servers are preferred, because a connection failed.
+        alive_at: when the server last worked, or got its first request after an idle time.
+        accepted_at: start of the youngest attempt that it answered.
+        gives_reasons: an answer had a finish_reason.
+        answers: how many it has given.
+    """
+
+    def __init__(self, bit: int = 1, probe: HealthProbe | None = None) -> None:
+        self.bit = bit
+        self.url: HiddenUrl | None = None
+        self.api_key: Key | None = None
+        self.transports: dict[str, Transport] = {}
+        self.up = False
+        self.limit = math.inf
+        self.usage_each = 0.0
+        self.others = 0.0
+        self.load = 0.0
+        self.in_flight = 0
+        self.attempts: set[Attempt] = set()
+        self.cooldown_until = 0.0
+        self.reserved = False
+        self.alive_at = 0.0
+        self.accepted_at = 0.0
+        self.probe = probe
+        self.gives_reasons = False
+        self.answers = 0
+
+    def add_in_flight(self, number: int) -> None:
+        self.in_flight += number
+        cache = (self.in_flight + self.others) * self.usage_each / _FULL
+        self.load = max(self.in_flight / self.limit, cache)
+
+    def start_attempt(self, request: Request) -> Attempt:
+        if not self.attempts:
+            self.mark_alive()
+        attempt = Attempt(request)
+        self.attempts.add(attempt)
+        return attempt
+
+    def mark_alive(self, started_at: float = 0.0) -> None:
+        self.alive_at = time.monotonic()
+        self.accepted_at = max(self.accepted_at, started_at)
+
+
+Place: TypeAlias = "asyncio.Future[Target]"
+"""What a request waits for."""

@@ -1,0 +1,174 @@
+"""Which server takes a request: documents by what the caches hold, requests where their text is."""
+
+import asyncio
+
+from datatrove_ckpt.inference.client.attempts import Request
+from datatrove_ckpt.inference.client.body import Body
+from datatrove_ckpt.inference.client.prefixes import Prefixes
+from datatrove_ckpt.inference.client.routing import WINDOW, Router
+
+
+def router(servers, places):
+    made = Router(1000)
+    for _ in range(servers):
+        target = made.add()
+        target.up = True
+        target.limit = places
+    return made
+
+
+def body(text):
+    return b'{"seed":1,"messages":[{"role":"user","content":"%s"}]}' % (text.encode() * 400)
+
+
+def request(text="", order=0, opened=None):
+    return Request(order=order, opened=opened, body=body(text) if text else b"")
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def waiting(made, *requests):
+    """Tasks that have come to the router, in this order."""
+    tasks = []
+    for one in requests:
+        tasks.append(asyncio.create_task(made.acquire(one)))
+        await settle()
+    return tasks
+
+
+async def test_a_request_goes_where_its_leading_text_is():
+    made = router(3, 10)
+    first = await made.acquire(request("one"))
+    second = await made.acquire(request("two"))
+    assert first is not second
+    for _ in range(3):
+        assert await made.acquire(request("one")) is first
+        assert await made.acquire(request("two")) is second
+
+
+async def test_it_waits_for_a_place_there_while_others_go_ahead():
+    made = router(2, 8)
+    full = [await made.acquire(request("one", order)) for order in range(8)]
+    for _ in range(7):  # three quarters are no idle server
+        await made.acquire(request())
+    (waits,) = await waiting(made, request("one", 8))
+    assert not waits.done()
+    other = await made.acquire(request("two", 9))
+    assert other is not full[0]
+    made.release(full[0], Request())
+    assert await waits is full[0]
+
+
+async def test_it_goes_to_a_server_that_stands_idle_which_becomes_a_home():
+    made = router(2, 8)
+    full = [await made.acquire(request("one")) for _ in range(8)]
+    other = await made.acquire(request("one"))
+    assert other is not full[0]
+    made.release(full[0], Request())
+    assert await made.acquire(request("one")) is other  # the least busy home
+
+
+async def test_nothing_waits_for_a_home_that_is_down_or_reserved():
+    for state in ("down", "reserved", "cooling"):
+        made = router(2, 2)
+        home = await made.acquire(request("one"))
+        other = made.targets[1 - made.targets.index(home)]
+        other.add_in_flight(1)  # half of its places; with the next one it is no idle server
+        if state == "down":
+            made.mark_dead(home, "bang")
+        elif state == "reserved":
+            home.reserved = True
+        else:
+            home.cooldown_until = float("inf")
+        assert await made.acquire(request("one")) is other
+
+
+async def test_a_server_that_comes_back_has_an_empty_cache():
+    made = router(2, 10)
+    home = await made.acquire(request("one"))
+    other = await made.acquire(request("two"))
+    made.mark_dead(home, "bang")
+    home.up = True
+    home.add_in_flight(2)
+    assert await made.acquire(request("one")) is other
+
+
+async def test_documents_wait_while_the_caches_are_full_and_open_documents_do_not():
+    made = router(1, 100)
+    made.targets[0].usage_each = 0.1
+    opened = [set() for _ in range(9)]
+    for order in range(9):  # 9 x 0.1 is more than 0.85
+        target = await made.acquire(request(order=order, opened=opened[order]))
+    new, later = await waiting(made, request(order=9), request(order=3, opened=opened[3]))
+    assert (new.done(), later.done()) == (False, True)
+    made.release(target, Request())
+    made.release(target, Request())
+    await settle()
+    assert new.done()
+
+
+async def test_requests_of_other_clients_fill_the_cache_too():
+    made = router(1, 100)
+    made.targets[0].usage_each = 0.1
+    made.targets[0].others = 8
+    assert made.take(request()) is not None
+    made.admit(resized=True)
+    assert made.take(request()) is None
+
+
+async def test_the_oldest_document_goes_first():
+    made = router(1, 1)
+    target = await made.acquire(request())
+    tasks = dict(
+        zip("cab", await waiting(made, *(request(order=n) for n in (3, 1, 2))), strict=True)
+    )
+    for name in "abc":
+        made.release(target, Request())
+        await settle()
+        assert [each for each in "abc" if tasks[each].done()] == [*"abc"[: "abc".index(name) + 1]]
+
+
+async def test_no_more_than_the_window_goes_ahead_of_a_request():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    for _ in range(7):
+        await made.acquire(request("one"))
+    for _ in range(8):
+        await made.acquire(request())
+    held = await waiting(made, *(request("one", order) for order in range(WINDOW)))
+    (late,) = await waiting(made, request("two", WINDOW))
+    other = made.targets[1 - made.targets.index(home)]
+    made.release(other, Request())
+    await settle()
+    assert not late.done()
+    made.release(home, Request())
+    await settle()
+    assert held[0].done()
+    assert late.done()
+
+
+def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count():
+    prefixes = Prefixes()
+    hashes, known = prefixes.enter(body("one"))
+    assert known == 0
+    assert prefixes.homes(hashes[-1]) == 0
+    prefixes.add(hashes, 4)
+    again, known = prefixes.enter(body("one").replace(b'"seed":1', b'"seed":1234'))
+    assert (again, known) == (hashes, hashes[-1])
+    assert prefixes.homes(known) == 4
+    longer = body("one")[:-3] + b"two" * 500
+    more, known = prefixes.enter(longer)
+    assert known == hashes[-1] == more[len(hashes) - 1]
+    assert prefixes.enter(body("two"))[1] == 0
+
+
+def test_media_are_part_of_the_leading_text():
+    prefixes = Prefixes()
+    texts = [b'{"messages":[' + b"x" * 300, b"y" * 300]
+    prefixes.enter(Body(texts, [b"one picture"]))
+    assert prefixes.enter(Body(texts, [b"one picture"]))[1] != 0
+    shared, known = prefixes.enter(Body(texts, [b"another"]))
+    assert known == shared[0] != shared[-1]

@@ -26,10 +26,9 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
         return
     size = sum(map(len, prompts)) / number
     least = max(_LEAST, size * _LEAST_SHARE)
-    start = _common(min(prompts), max(prompts))
+    start = _common(prompts)
     rests = [text[start:] for text in prompts]
-    ends = [text[::-1] for text in rests]
-    end = _common(min(ends), max(ends))
+    end = _common([text[::-1] for text in rests])
     if start >= least:
         text = (
             f"{size:,.0f} characters on average, of which the first {start:,} "
@@ -51,16 +50,19 @@ def _check_order(texts: Sequence[str], kept: int) -> Iterator[Finding]:
     """Looks for texts that begin alike with more than ``kept`` characters between them."""
     number = len(texts)
     compared = max(_LEAST, sum(map(len, texts)) // number // 4)
-    last: dict[str, tuple[int, int]] = {}
-    read = apart = rows = shared = 0
+    starts = [text[:compared] for text in texts]
+    last: dict[str, int] = {}
+    apart = rows = shared = 0
     for row, text in enumerate(texts):
-        earlier, read_then = last.get(text[:compared], (row, read))
-        if read - read_then > kept:
+        earlier = last.get(starts[row], row)
+        between = slice(earlier + 1, row)
+        # Texts that come several times count once.
+        sizes = dict(zip(starts[between], map(len, texts[between]), strict=True))
+        if sum(sizes.values()) > kept:
             apart += 1
             rows += row - earlier
-            shared += _common(texts[earlier], text)
-        read += len(text)
-        last[text[:compared]] = (row, read)
+            shared += _common([texts[earlier], text])
+        last[starts[row]] = row
     # Few pairs in a sample are many in the input: if each row of a million has seven relatives
     # anywhere, a thousand rows have three or four pairs. But single rows may be duplicates.
     if apart > number / 100:
@@ -72,7 +74,9 @@ def _check_order(texts: Sequence[str], kept: int) -> Iterator[Finding]:
         yield Finding("warning", "order", text)
 
 
-def _common(one: str, other: str) -> int:
-    """Returns how many characters two texts begin with together."""
-    lengths = range(1, min(len(one), len(other)) + 1)
-    return bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])
+def _common(texts: Sequence[str]) -> int:
+    """Returns how many characters all texts begin with together."""
+    first = min(texts)
+    last = max(texts)
+    lengths = range(1, len(first) + 1)
+    return bisect_left(lengths, True, key=lambda length: first[:length] != last[:length])

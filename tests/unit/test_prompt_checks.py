@@ -105,11 +105,12 @@ def test_rows_that_share_a_text_and_are_apart_are_said_with_their_distance():
     [
         (sorted([*range(100)] * 2), 1),
         ([*range(50)] * 2, 1),
+        (sorted([*range(50)] * 2) * 2, 1),
         ([*range(100)] * 2, 2),
         ([*range(100), 0], 1),
         ([*range(100)], 1),
     ],
-    ids=["neighbours", "soon", "two servers", "one pair", "all differ"],
+    ids=["neighbours", "soon", "soon, with repeats", "two servers", "one pair", "all differ"],
 )
 def test_an_order_that_costs_nothing_is_not_mentioned(places, servers):
     assert "order" not in said(questions(places), servers)

@@ -45,7 +45,7 @@ from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.step_records import describe_pipeline, differences
 
-_SAMPLE_DOCUMENTS = 100
+_SAMPLE_DOCUMENTS = 1000
 _SAMPLE_SECONDS = 2.0
 # Files without documents to read before the input counts as unreadable.
 _TRIED_FILES = 3
@@ -56,16 +56,14 @@ class Sample:
     """The first documents of the input.
 
     Attributes:
-        number: how many were read.
         refused: why a file that was read gave no document, by the file's index.
-        first: the first one, encoded; empty if there is none.
-        characters: of all their texts.
+        documents: as they were read; a check may change them.
+        first: the first one as it was read, encoded; empty if there is none.
     """
 
-    number: int = 0
+    documents: Sequence[Document] = ()
     refused: dict[int, NoDocument] = field(default_factory=dict)
     first: bytes = b""
-    characters: int = 0
 
 
 def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Finding], Sample]:
@@ -102,18 +100,18 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
             Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)
         ], Sample()
     if (
-        not sample.number
+        not sample.documents
         and names
         and not any(map(inputs.size, range(min(len(names), _TRIED_FILES))))
     ):
         return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
-    if not sample.number:
+    if not sample.documents:
         files = ": no file matches"
         if names:
             files = ""
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
-    text = f"{where}: the first {plural(sample.number, 'document')} read."
+    text = f"{where}: the first {plural(len(sample.documents), 'document')} read."
     if is_dataset and whole.shares_rows(len(names)):
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
         shares = Finding("ok", "shares", equal)
@@ -135,7 +133,7 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
     for first in range(min(files, tasks)):
         if sample.refused.keys() >= set(range(first, files, tasks)):
             raise sample.refused[first]
-    if sample.refused and not sample.number:
+    if sample.refused and not sample.documents:
         raise next(iter(sample.refused.values()))
 
 
@@ -152,8 +150,7 @@ def _read_some(reader: BaseDiskReader, files: int) -> Sample:
     found: list[Document] = []
     refused: dict[int, NoDocument] = {}
     _read_files(reader, files, found, refused)
-    characters = sum(len(document.text) for document in found)
-    return Sample(len(found), refused, as_read(found[0]).data if found else b"", characters)
+    return Sample(found, refused, as_read(found[0]).data if found else b"")
 
 
 def _read_files(

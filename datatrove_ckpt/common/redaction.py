@@ -353,18 +353,35 @@ class Redactor:
     def __call__(self, text: str) -> str:
         found = [*map(Key.reveal, self._given), *environment_secrets(is_secret).values(), *_sent]
         for secret in sorted(found, key=len, reverse=True):
-            text = _quoted(secret).sub(HIDDEN, text)
+            text = text.replace(secret, HIDDEN)
+            if _ESCAPE.search(text):
+                text = _escaped(secret).sub(HIDDEN, text)
         return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
 
 
+_ESCAPE = re.compile(r"\\|%|&#")
+
+
 @functools.lru_cache(maxsize=1000)
-def _quoted(secret: str) -> re.Pattern[str]:
-    """Returns the secret, also as JSON, URLs and HTML write its punctuation."""
-    ways = r"(?:\\*{}|%(?i:{:02x})|\\+u(?i:{:04x})|&#0*{};|&#x0*(?i:{:x});)"
-    forms = (
-        one if one.isalnum() else ways.format(re.escape(one), *[ord(one)] * 4) for one in secret
-    )
-    return re.compile("".join(forms))
+def _escaped(secret: str) -> re.Pattern[str]:
+    """Matches the secret, each character as it is or as JSON, Python, URLs and HTML escape it, also
+    several times.
+
+    Atomic groups and limited repeats keep this fast for any foreign text.
+    """
+    groups = []
+    for character in secret:
+        code = f"(?i:0{{0,6}}{ord(character):x})"
+        ways = (
+            rf"\\{{1,8}}[xu]{code}",
+            rf"\\{{1,8}}u\{{{code}\}}",
+            f"%(?:25){{0,3}}{code}",
+            f"&#x{code};",
+            f"&#0{{0,6}}{ord(character)};",
+            rf"\\{{0,8}}{re.escape(character)}",
+        )
+        groups.append(f"(?>{'|'.join(ways)})")
+    return re.compile("".join(groups))
 
 
 redact = Redactor()

@@ -130,19 +130,23 @@ def test_a_secret_that_was_noted_again_is_among_the_latest():
 @pytest.mark.parametrize(
     "quoted",
     [
-        "{}",
+        "Ab3/d+G7=",
         "Ab3\\/d+G7=",
         "Ab3%2Fd%2BG7%3D",
         "Ab3%2fd%2bG7%3d",
         "Ab3/d\\u002BG7=",
         "Ab3&#x2F;d+G7=",
+        "\\u0041\\u0062\\u0033\\u002f\\u0064\\u002B\\u0047\\u0037\\u003D",
+        "\\\\u0041b3/d+G7=",
+        "\\x41\\x62\\x33\\x2f\\x64\\x2B\\x47\\x37\\x3D",
+        "\\u{41}b3/d+G7=",
+        "%41%62%33%2F%64%2B%47%37%3D",
+        "Ab3%252Fd%252BG7%253D",
+        "&#65;&#98;3&#47;d+G7=",
     ],
 )
 def test_a_key_is_hidden_however_a_server_writes_it(quoted):
-    assert (
-        Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted.format('Ab3/d+G7=')}.")
-        == "no such key: ***."
-    )
+    assert Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted}.") == "no such key: ***."
 
 
 def test_payloads_of_a_long_run_take_no_more_memory():

@@ -18,7 +18,6 @@ import json
 import os
 import re
 import secrets
-import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 """An environment variable in a path."""
 _OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
-# Minimum lengths that a Redactor looks for: secrets that we send, and found secrets.
+# Minimum lengths of what is hidden: secrets that we send, and found secrets.
 _MIN_GIVEN = 4
 _MIN_FOUND = 8
 
@@ -290,7 +289,7 @@ class Veiled:
 def shown(name: str, value: object) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
-    if is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
+    if is_secret(name, value) or isinstance(value, Secret):
         return HIDDEN
     if isinstance(value, str):
         return value
@@ -307,56 +306,80 @@ def shown(name: str, value: object) -> Any:
     return f"<{kind.__module__}.{kind.__qualname__}>"
 
 
-class Key:
-    __slots__ = ("_value",)
+class Secret:
+    """A text that is never printed or pickled: ``redact`` hides it everywhere once it was revealed.
 
-    def __init__(self, value: str) -> None:
-        self._value = value
-
-    def reveal(self) -> str:
-        """Never bind the key to a name: tracebacks show the values of names."""
-        return self._value
-
-    def headers(self, path: str = "") -> HiddenDict:
-        """Returns the headers with the key for requests to ``path`` of an API."""
-        # Anthropic's own paths. Its others, and servers with such a path, take the usual header.
-        if "messages" in path.split("/") and self._value.startswith("sk-ant-"):
-            return HiddenDict({"x-api-key": self._value, "anthropic-version": "2023-06-01"})
-        return HiddenDict(Authorization=f"Bearer {self._value}")
-
-    def __repr__(self) -> str:
-        return HIDDEN
-
-
-class HiddenDict(dict[str, str]):
-    def __repr__(self) -> str:
-        return "{" + ", ".join(f"{name!r}: {HIDDEN}" for name in self) + "}"
-
-
-class HiddenBytes(bytes):
-    def __repr__(self) -> str:
-        return HIDDEN
-
-
-class Redactor:
-    """Replaces secrets in foreign text: sent secrets, those of the environment (HF_TOKEN) and of
-    ``note_sent``, and signatures in URLs. Very short values stay, to keep text readable.
+    Attributes:
+        variable: the environment variable that holds it in this process and its children, and whose
+            name copies and pickles keep; "": none.
     """
 
-    __slots__ = ("_given", "has_sent")
+    __slots__ = ("_value", "variable")
 
-    def __init__(self, *values: str) -> None:
-        self.has_sent = any(values)
-        given = {value.removeprefix("Bearer ") for value in values}
-        self._given = tuple(Key(value) for value in given if len(value) >= _MIN_GIVEN)
+    def __init__(self, value: str, variable: str = "") -> None:
+        self._value = value
+        self.variable = variable
 
-    def __call__(self, text: str) -> str:
-        found = [*map(Key.reveal, self._given), *environment_secrets(is_secret).values(), *_sent]
-        for secret in sorted(found, key=len, reverse=True):
-            text = text.replace(secret, HIDDEN)
-            if _ESCAPE.search(text):
-                text = _escaped(secret).sub(HIDDEN, text)
-        return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
+    @classmethod
+    def in_environment(cls, value: str) -> Secret:
+        variable = f"{_OUR_VARIABLES}{secrets.token_hex(4).upper()}"
+        os.environ[variable] = value
+        return cls(value, variable)
+
+    def reveal(self) -> str:
+        """Raises ConfigError in a process that its variable did not reach."""
+        value = getattr(self, "_value", None)
+        if value is None:
+            value = os.environ.get(self.variable)
+        if value is None:
+            raise ConfigError(
+                "api_key: the key given in Python or YAML did not reach this process (keys are "
+                "never pickled). Export it as an environment variable on the worker and name that "
+                "variable in api_key_env."
+            )
+        remember(value)
+        return value
+
+    def headers(self, path: str = "") -> dict[str, str]:
+        """Returns the headers with the key for requests to ``path`` of an API."""
+        key = self.reveal()
+        # Anthropic's own paths. Its others, and servers with such a path, take the usual header.
+        if "messages" in path.split("/") and key.startswith("sk-ant-"):
+            return {"x-api-key": key, "anthropic-version": "2023-06-01"}
+        return {"Authorization": f"Bearer {key}"}
+
+    def __getstate__(self) -> tuple[None, dict[str, str]]:
+        return None, {"variable": self.variable}
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+
+EnvironmentSecret = Secret
+"""Its name in pickles of 0.2.0."""
+
+_revealed: dict[str, None] = {}
+
+
+def remember(*texts: str) -> None:
+    """Makes ``redact`` hide these secrets from now on, but for very short ones and placeholders."""
+    for text in texts:
+        if len(text) >= _MIN_FOUND or (
+            len(text) >= _MIN_GIVEN and not _PLACEHOLDER.fullmatch(text)
+        ):
+            _revealed[text] = None
+
+
+def redact(text: str) -> str:
+    """Returns foreign text without secrets: those that were revealed, those of the environment
+    (HF_TOKEN) and of ``note_sent``, and signatures in URLs.
+    """
+    found = [*_revealed, *environment_secrets(is_secret).values(), *_sent]
+    for secret in sorted(found, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+        if _ESCAPE.search(text):
+            text = _escaped(secret).sub(HIDDEN, text)
+    return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
 
 
 _ESCAPE = re.compile(r"\\|%|&#")
@@ -384,10 +407,6 @@ def _escaped(secret: str) -> re.Pattern[str]:
     return re.compile("".join(groups))
 
 
-redact = Redactor()
-"""For whatever is logged or kept."""
-
-
 def log_text(text: str) -> str:
     """Returns foreign text for a log or a screen, without secrets and control characters; further
     lines are indented.
@@ -408,61 +427,6 @@ def note_sent(payload: object) -> None:
                 _sent[text] = _sent.pop(text, None)
     while len(_sent) > _MOST_SENT:
         del _sent[next(iter(_sent))]
-
-
-class frames_cut:
-    """Removes library frames from exceptions of the block: aiohttp's hold URLs and headers, which a
-    CancelledError would carry into a log.
-    """
-
-    __slots__ = ("_outer",)
-
-    def __enter__(self) -> None:
-        self._outer = sys.exception()  # belongs to the caller, and keeps its frames
-
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        trace: object,
-    ) -> None:
-        if error is None:
-            return
-        seen: set[int] = set()
-        todo: list[BaseException | None] = [error]
-        while todo:
-            found = todo.pop()
-            if found is None or found is self._outer or id(found) in seen:
-                continue
-            seen.add(id(found))
-            found.__traceback__ = None
-            todo += [found.__cause__, found.__context__]
-
-
-class EnvironmentSecret:
-    """A secret in this process's environment. Copies, pickles and texts hold only the variable's
-    name.
-    """
-
-    __slots__ = ("variable",)
-
-    def __init__(self, value: str) -> None:
-        self.variable = f"DATATROVE_CKPT_SECRET_{secrets.token_hex(4).upper()}"
-        os.environ[self.variable] = value
-
-    def reveal(self) -> str:
-        """Raises ConfigError if the variable did not reach this process."""
-        value = os.environ.get(self.variable)
-        if value is None:
-            raise ConfigError(
-                "api_key: the key given in Python or YAML did not reach this process (keys are "
-                "never pickled). Export it as an environment variable on the worker and name that "
-                "variable in api_key_env."
-            )
-        return value
-
-    def __repr__(self) -> str:
-        return HIDDEN
 
 
 def check_no_secrets(folder: Any, where: str) -> None:

@@ -1,15 +1,17 @@
 """One place knows which names mean a secret, and how its value is hidden."""
 
+import dataclasses
+import pickle
+
+import dill
 import orjson
 import pytest
 import xxhash
 
 from datatrove_ckpt.checkpoint.identity import same_value
+from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.redaction import (
-    HiddenBytes,
-    HiddenDict,
-    Key,
-    Redactor,
+    Secret,
     Veil,
     is_secret,
     is_surely_secret,
@@ -18,16 +20,41 @@ from datatrove_ckpt.common.redaction import (
     redact,
     without_secrets,
 )
+from datatrove_ckpt.errors import ConfigError
 
 
-def test_no_repr_shows_a_secret():
-    hidden = [
-        Key("s3cret"),
-        Key("s3cret").headers(),
-        HiddenDict(a="s3cret"),
-        HiddenBytes(b"s3cret"),
-    ]
-    assert "s3cret" not in repr(hidden)
+@pytest.fixture(autouse=True)
+def _nothing_revealed(monkeypatch):
+    monkeypatch.setattr(redaction, "_revealed", {})
+
+
+def test_no_text_and_no_pickle_shows_a_secret():
+    secret = Secret("s3cret-in-memory")
+    named = Secret.in_environment("s3cret-in-a-variable")
+    shown = f"{secret} {secret!r} {named} {[named]} {vars(Settings(secret))}"
+    pickled = b"".join(dumps([secret, named]) for dumps in (pickle.dumps, dill.dumps))
+    assert "s3cret" not in shown
+    assert b"s3cret" not in pickled
+    assert pickle.loads(pickle.dumps(named)).reveal() == "s3cret-in-a-variable"
+    with pytest.raises(ConfigError, match="did not reach this process"):
+        pickle.loads(pickle.dumps(secret)).reveal()
+
+
+@dataclasses.dataclass
+class Settings:
+    key: Secret
+
+
+def test_a_secret_is_hidden_in_every_text_from_the_moment_it_is_revealed():
+    secret = Secret("quite-ordinary-text")
+    pickled = pickle.dumps(Secret.in_environment("an-ordinary-text"))
+    assert redact("quite-ordinary-text") == "quite-ordinary-text"
+    secret.headers()
+    pickle.loads(pickled).reveal()
+    assert redact("quite-ordinary-text an-ordinary-text") == "*** ***"
+    Secret("dummy").reveal()  # what servers without keys are given
+    Secret("abc").reveal()
+    assert redact("a dummy server, abc") == "a dummy server, abc"
 
 
 H, R = "hidden", "refused"  # what is refused is hidden, too
@@ -146,7 +173,8 @@ def test_a_secret_that_was_noted_again_is_among_the_latest():
     ],
 )
 def test_a_key_is_hidden_however_a_server_writes_it(quoted):
-    assert Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted}.") == "no such key: ***."
+    Secret("Ab3/d+G7=").reveal()
+    assert redact(f"no such key: {quoted}.") == "no such key: ***."
 
 
 def test_payloads_of_a_long_run_take_no_more_memory():

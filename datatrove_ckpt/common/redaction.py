@@ -414,6 +414,11 @@ def _escaped(secret: str) -> re.Pattern[str]:
     return re.compile("".join(groups))
 
 
+def may_hold_secret(text: str) -> bool:
+    """Whether a text is kept out of the files of a job."""
+    return redact(text) != text or is_surely_secret("", text)
+
+
 def log_text(text: str) -> str:
     """Returns foreign text for a log or a screen, without secrets and control characters; further
     lines are indented.

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -377,11 +377,11 @@ def remember(*texts: str) -> None:
             _revealed[text] = None
 
 
-def redact(text: str) -> str:
+def redact(text: str, revealed: Iterable[str] = _revealed) -> str:
     """Returns foreign text without secrets: those that were revealed, those of the environment
     (HF_TOKEN) and of ``note_sent``, and signatures in URLs.
     """
-    found = [*_revealed, *environment_secrets(is_secret).values(), *_sent]
+    found = [*revealed, *environment_secrets(is_secret).values(), *_sent]
     for secret in sorted(found, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
         if _ESCAPE.search(text):
@@ -415,8 +415,11 @@ def _escaped(secret: str) -> re.Pattern[str]:
 
 
 def may_hold_secret(text: str) -> bool:
-    """Whether a text is kept out of the files of a job."""
-    return redact(text) != text or is_surely_secret("", text)
+    """Whether a text is kept out of the files of a job.
+
+    A value of a URL's query, which is revealed, too, may be an ordinary word.
+    """
+    return redact(text, ()) != text or is_surely_secret("", text)
 
 
 def log_text(text: str) -> str:

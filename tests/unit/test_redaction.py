@@ -16,16 +16,21 @@ from datatrove_ckpt.common.redaction import (
     is_secret,
     is_surely_secret,
     log_text,
+    may_hold_secret,
     note_sent,
     redact,
+    remember,
     without_secrets,
 )
 from datatrove_ckpt.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def _nothing_revealed(monkeypatch):
-    monkeypatch.setattr(redaction, "_revealed", {})
+def _nothing_revealed():
+    before = {**redaction._revealed}
+    redaction._revealed.clear()
+    yield
+    redaction._revealed |= before
 
 
 def test_no_text_and_no_pickle_shows_a_secret():
@@ -55,6 +60,12 @@ def test_a_secret_is_hidden_in_every_text_from_the_moment_it_is_revealed():
     Secret("dummy").reveal()  # what servers without keys are given
     Secret("abc").reveal()
     assert redact("a dummy server, abc") == "a dummy server, abc"
+
+
+def test_a_value_of_an_address_is_hidden_and_no_reason_to_refuse_a_module():
+    remember("my-deployment")
+    assert redact("model of my-deployment") == "model of ***"
+    assert not may_hold_secret("model of my-deployment")
 
 
 H, R = "hidden", "refused"  # what is refused is hidden, too

@@ -13,7 +13,6 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
     GPU_FULL,
@@ -25,6 +24,7 @@ from datatrove_ckpt.config.inference_config import (
     InferenceConfig,
     Launch,
     MetricNames,
+    Variables,
     arguments,
 )
 from datatrove_ckpt.config.ways import VLLM_WAYS
@@ -131,13 +131,13 @@ class Vllm(Engine):
             }
         if nodes.rank > 0:
             flags["headless"] = True
-        env = HiddenDict(
+        env: Variables = {
             # Otherwise transformers imports TensorFlow: tens of seconds per start.
-            USE_TF="0",
-            TRANSFORMERS_NO_TF="1",
-            VLLM_NO_USAGE_STATS="1",  # vLLM would report model and hardware to its developers
-            VLLM_API_KEY=launch.api_key.reveal(),
-        )
+            "USE_TF": "0",
+            "TRANSFORMERS_NO_TF": "1",
+            "VLLM_NO_USAGE_STATS": "1",  # vLLM would report model and hardware to its developers
+            "VLLM_API_KEY": launch.api_key,
+        }
         given = dict(launch.flags)
         if nodes.count > 1 and str(given.get(_RAY[0])).lower() == _RAY[1]:
             del given[_RAY[0]]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import xxhash
 
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 
 # Longer than engines compile (10 to 70 s) is no gain.
@@ -42,8 +42,8 @@ def files_of(config: InferenceConfig) -> tuple[str, Path] | None:
     of its own.
     """
     engine = config.engine
-    command = engine.launch(config, _PORT, Key(""))
-    folder = engine.compile_cache({**os.environ, **command.env})
+    command = engine.launch(config, _PORT, Secret(""))
+    folder = engine.compile_cache(command.environment(os.environ))
     if folder is None:
         return None
     program, *arguments = command.argv

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client.attempts import Sender
@@ -36,7 +36,7 @@ def check_servers(config: InferenceConfig) -> None:
         if config.server_type == "endpoint":
             ExternalServers(config)
         else:
-            config.engine.launch(config, 1, Key("unused"))
+            config.engine.launch(config, 1, Secret(""))
     except CkptError as error:
         named(error, config.name)
         raise

@@ -360,7 +360,7 @@ class ServerSupervisor:
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         server = self.server
-        return await read_metrics(server.url, server.headers, self.config.engine, seconds)
+        return await read_metrics(server.url, server.api_key, self.config.engine, seconds)
 
     async def probe(self, since: float, until_proof: bool) -> None:
         """Returns once the server is known to be alive. If it is dead, the waiting attempts are
@@ -394,7 +394,7 @@ class ServerSupervisor:
                 await asyncio.sleep(_PROBE_PAUSE)
             server = self.server
             problem = await request_health(
-                server.url, server.headers, self.config.engine, _PROBE_TIMEOUT
+                server.url, server.api_key, self.config.engine, _PROBE_TIMEOUT
             )
             if problem is None:
                 return

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import xxhash
 from loguru import logger
 
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
 from datatrove_ckpt.inference.servers.compiled import CompileCache
@@ -94,7 +94,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
     Raises:
         ConfigError, ServerStartFailed: see ``Engine.launch``.
     """
-    command = config.engine.launch(config, _PORT, Key(""))
+    command = config.engine.launch(config, _PORT, Secret(""))
     environment = {**os.environ, **command.env}
     parts = (
         command.argv,

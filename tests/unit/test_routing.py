@@ -1,6 +1,9 @@
 """Which server takes a request: documents by what the caches hold, requests where their text is."""
 
 import asyncio
+import math
+
+import pytest
 
 from datatrove_ckpt.inference.client.attempts import Request
 from datatrove_ckpt.inference.client.body import Body
@@ -117,6 +120,26 @@ async def test_requests_of_other_clients_fill_the_cache_too():
     assert made.take(request()) is not None
     made.admit(resized=True)
     assert made.take(request()) is None
+
+
+@pytest.mark.parametrize(("usage_each", "others"), [(0.01, 500), (1.0, 1), (math.inf, 3)])
+async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_show(
+    usage_each, others
+):
+    """Other clients may fill the cache for hours, and metrics may be old."""
+    made = router(2, 100)
+    for target in made.targets:
+        target.usage_each = usage_each
+        target.others = others
+    made.admit(resized=True)
+    first = made.take(request(order=1))
+    second = made.take(request(order=2))
+    assert {first, second} == {*made.targets}
+    (third,) = await waiting(made, request(order=3))
+    assert not third.done()
+    made.release(first, Request())
+    await settle()
+    assert third.done()
 
 
 async def test_the_oldest_document_goes_first():

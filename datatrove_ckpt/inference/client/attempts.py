@@ -260,6 +260,9 @@ class Target:
         self.in_flight += number
         cache = (self.in_flight + self.others) * self.usage_each / _FULL
         self.load = max(self.in_flight / self.limit, cache)
+        if not self.in_flight:
+            # Other clients may fill the cache for hours, and metrics of an idle engine may be old.
+            self.load = min(self.load, _FULL)
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:

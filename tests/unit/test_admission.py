@@ -236,6 +236,25 @@ async def test_a_number_is_kept(settings, documents):
     assert most_documents(config(**settings)) == work.documents == documents
 
 
+async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
+    limit = DocumentLimit(
+        config(max_concurrent_generations=4, rollouts_per_document=8), media=ByteBudget(1)
+    )
+    router, sender = Router(4), Sender()
+    router.senders.append(sender)
+    target = router.add()
+    target.limit = 4
+    target.up = True
+    limit.follow(router, sender)  # before any document, as while a reader counts
+    for _ in range(2):
+        await asyncio.wait_for(limit.acquire(0), 10)
+        waiting = asyncio.create_task(limit.acquire(0))
+        await _turns(3)
+        assert not waiting.done()
+        waiting.cancel()
+        limit.release(0)
+
+
 async def test_large_documents_share_a_budget_of_bytes_and_small_ones_do_not():
     limit = DocumentLimit(config(max_concurrent_documents=9), media=ByteBudget(1_000_000))
     await limit.acquire(700_000)

@@ -142,6 +142,20 @@ async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_s
     assert third.done()
 
 
+async def test_no_request_waits_for_a_home_while_a_server_without_requests_shows_a_full_cache():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    other.usage_each = 1.0
+    other.others = 8
+    made.admit(resized=True)
+    for _ in range(7):
+        await made.acquire(request("one"))
+    assert await made.acquire(request("one")) is other
+    (waits,) = await waiting(made, request("one"))
+    assert not waits.done()
+
+
 async def test_the_oldest_document_goes_first():
     made = router(1, 1)
     target = await made.acquire(request())

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from datatrove_ckpt.inference.client.attempts import Request
+from datatrove_ckpt.inference.client.attempts import Request, Sender
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.prefixes import Prefixes
 from datatrove_ckpt.inference.client.routing import WINDOW, Router
@@ -185,6 +185,51 @@ async def test_no_more_than_the_window_goes_ahead_of_a_request():
     await settle()
     assert held[0].done()
     assert late.done()
+
+
+async def test_hundreds_of_requests_that_wait_for_a_home_all_end_when_every_server_dies():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request("one"))
+        await made.acquire(request("two"))
+    tasks = await waiting(made, *(request("one", order) for order in range(3 * WINDOW)))
+    made.mark_dead(home, "bang")
+    await settle()
+    assert sum(task.done() for task in tasks) == 1  # the other server's last place
+    made.mark_dead(other, "bang")
+    other.up = True
+    made.admit(resized=True)
+    for number, task in enumerate(tasks):
+        if number:
+            made.release(other, Request())
+        await settle()
+        assert task.done()
+    assert made.waiting == 0
+
+
+@pytest.mark.parametrize("end", ["cancelled", "their rank stops"])
+async def test_requests_that_nobody_wants_any_more_hold_up_no_other(end):
+    made = router(2, 8)
+    sender = Sender()
+    for _ in range(8):
+        home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request())
+    requests = [request("one", order) for order in range(2 * WINDOW)]
+    for each in requests:
+        each.sender = sender
+    tasks = await waiting(made, *requests)
+    assert made.waiting == 2 * WINDOW
+    if end == "cancelled":
+        for task in tasks:
+            task.cancel()
+    else:
+        sender.shutdown.request("SIGTERM")
+    assert await asyncio.wait_for(made.acquire(request("two", WINDOW)), 60) is other
+    assert made.in_flight == home.in_flight + other.in_flight == 16
 
 
 def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count():

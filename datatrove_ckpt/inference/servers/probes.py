@@ -121,7 +121,6 @@ _GROWTH_AFTER_PREEMPTION = 0.1
 _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
 _METRICS_TIMEOUT = 5.0  # seconds
-# datatrove's default for max_concurrent_generations.
 _WAIT_FOR_METRICS_SECONDS = 30.0
 
 

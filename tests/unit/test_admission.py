@@ -155,6 +155,19 @@ async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_
     assert max(loads) > 1
 
 
+async def test_a_cache_that_no_running_request_takes_holds_back_no_document(monkeypatch):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    reads = []
+
+    async def read(seconds):
+        reads.append(seconds)
+        return Metrics(0, 0, len(reads), 0, 1.0)
+
+    target = await adapted(read, lambda target: len(reads) > 2)
+    target.add_in_flight(9)
+    assert target.load < 1
+
+
 @pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "", "many"])
 @pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
 async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(

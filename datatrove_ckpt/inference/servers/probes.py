@@ -203,7 +203,8 @@ async def adapt_admission(
             read_at = time.monotonic()
             admission.update(metrics, target.in_flight)
             target.limit = admission.limit
-            target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
+            # What no request takes now, transfers to other servers hold, say.
+            target.usage_each = metrics.cache_usage / (metrics.running or math.inf)
             target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue

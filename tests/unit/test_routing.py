@@ -74,6 +74,15 @@ async def test_it_goes_to_a_server_that_stands_idle_which_becomes_a_home():
     assert await made.acquire(request("one")) is other  # the least busy home
 
 
+async def test_requests_that_share_a_text_are_spread_over_servers_that_stand_idle():
+    """Where the limit is high, a few hundred rows with one prompt would all be at one server."""
+    made = router(4, 500)
+    for _ in range(200):
+        await made.acquire(request("one"))
+    assert all(target.in_flight >= 40 for target in made.targets)
+    assert all(target.in_flight <= 60 for target in made.targets)
+
+
 async def test_nothing_waits_for_a_home_that_is_down_or_reserved():
     for state in ("down", "reserved", "cooling"):
         made = router(2, 2)

@@ -132,7 +132,6 @@ class Room:
             return None
         return self.best
 
-
     def _stands_idle_beside(self, home: Target) -> bool:
         """Whether the least busy server has so little to do that the home should share its work."""
         if self.best is None or self._load >= _IDLE:

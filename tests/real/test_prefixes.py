@@ -6,6 +6,7 @@ The model is tiny and has random weights: tokens per second say nothing about GP
 hold does. See environment.py for the set-up.
 """
 
+import asyncio
 import json
 import re
 import time
@@ -17,8 +18,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.common.redaction import HiddenDict
-from datatrove_ckpt.inference.servers.probes import read_metrics
+from datatrove_ckpt.inference.servers.probes import parse_metrics
 from tests.jobs import rows, writer
 from tests.patience import until
 from tests.real import environment
@@ -100,16 +100,16 @@ def test_rows_that_share_a_text_are_sent_where_its_blocks_are(tmp_path, urls):
     ):
         expected = list(pool.map(ask, range(TEXTS * ROWS), prompts()))
 
+    names = InferenceConfig("vllm", "tiny").engine.metrics
     usages = []
 
     async def rollout(document, generate):
         moments.append(time.monotonic())
         answer = await generate({"prompt": document.text, **SETTINGS})
         moments.append(time.monotonic())
-        if int(document.id) % ROWS == 0:
-            engine = InferenceConfig("vllm", "tiny").engine
-            for url in urls:
-                usages.append((await read_metrics(url, HiddenDict(), engine, 60.0)).cache_usage)
+        for url in urls:
+            page = await asyncio.to_thread(send, f"{url}/metrics")
+            usages.append(parse_metrics(names, page).cache_usage)
         return answer.text
 
     config = InferenceConfig("endpoint", "tiny", endpoint_url=urls, use_chat=False)

@@ -1,8 +1,11 @@
 """Which server takes a request: documents by what the caches hold, requests where their text is."""
 
 import asyncio
+import math
 
-from datatrove_ckpt.inference.client.attempts import Request
+import pytest
+
+from datatrove_ckpt.inference.client.attempts import Request, Sender
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.prefixes import Prefixes
 from datatrove_ckpt.inference.client.routing import WINDOW, Router
@@ -71,6 +74,15 @@ async def test_it_goes_to_a_server_that_stands_idle_which_becomes_a_home():
     assert await made.acquire(request("one")) is other  # the least busy home
 
 
+async def test_requests_that_share_a_text_are_spread_over_servers_that_stand_idle():
+    """Where the limit is high, a few hundred rows with one prompt would all be at one server."""
+    made = router(4, 500)
+    for _ in range(200):
+        await made.acquire(request("one"))
+    assert all(target.in_flight >= 40 for target in made.targets)
+    assert all(target.in_flight <= 60 for target in made.targets)
+
+
 async def test_nothing_waits_for_a_home_that_is_down_or_reserved():
     for state in ("down", "reserved", "cooling"):
         made = router(2, 2)
@@ -119,6 +131,40 @@ async def test_requests_of_other_clients_fill_the_cache_too():
     assert made.take(request()) is None
 
 
+@pytest.mark.parametrize(("usage_each", "others"), [(0.01, 500), (1.0, 1), (math.inf, 3)])
+async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_show(
+    usage_each, others
+):
+    """Other clients may fill the cache for hours, and metrics may be old."""
+    made = router(2, 100)
+    for target in made.targets:
+        target.usage_each = usage_each
+        target.others = others
+    made.admit(resized=True)
+    first = made.take(request(order=1))
+    second = made.take(request(order=2))
+    assert {first, second} == {*made.targets}
+    (third,) = await waiting(made, request(order=3))
+    assert not third.done()
+    made.release(first, Request())
+    await settle()
+    assert third.done()
+
+
+async def test_no_request_waits_for_a_home_while_a_server_without_requests_shows_a_full_cache():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    other.usage_each = 1.0
+    other.others = 8
+    made.admit(resized=True)
+    for _ in range(7):
+        await made.acquire(request("one"))
+    assert await made.acquire(request("one")) is other
+    (waits,) = await waiting(made, request("one"))
+    assert not waits.done()
+
+
 async def test_the_oldest_document_goes_first():
     made = router(1, 1)
     target = await made.acquire(request())
@@ -148,6 +194,51 @@ async def test_no_more_than_the_window_goes_ahead_of_a_request():
     await settle()
     assert held[0].done()
     assert late.done()
+
+
+async def test_hundreds_of_requests_that_wait_for_a_home_all_end_when_every_server_dies():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request("one"))
+        await made.acquire(request("two"))
+    tasks = await waiting(made, *(request("one", order) for order in range(3 * WINDOW)))
+    made.mark_dead(home, "bang")
+    await settle()
+    assert sum(task.done() for task in tasks) == 1  # the other server's last place
+    made.mark_dead(other, "bang")
+    other.up = True
+    made.admit(resized=True)
+    for number, task in enumerate(tasks):
+        if number:
+            made.release(other, Request())
+        await settle()
+        assert task.done()
+    assert made.waiting == 0
+
+
+@pytest.mark.parametrize("end", ["cancelled", "their rank stops"])
+async def test_requests_that_nobody_wants_any_more_hold_up_no_other(end):
+    made = router(2, 8)
+    sender = Sender()
+    for _ in range(8):
+        home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request())
+    requests = [request("one", order) for order in range(2 * WINDOW)]
+    for each in requests:
+        each.sender = sender
+    tasks = await waiting(made, *requests)
+    assert made.waiting == 2 * WINDOW
+    if end == "cancelled":
+        for task in tasks:
+            task.cancel()
+    else:
+        sender.shutdown.request("SIGTERM")
+    assert await asyncio.wait_for(made.acquire(request("two", WINDOW)), 60) is other
+    assert made.in_flight == home.in_flight + other.in_flight == 16
 
 
 def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count():

@@ -41,6 +41,8 @@ FIRST_LIMIT = 16
 WINDOW = 64
 # Load below which a server stands idle, and takes requests whose homes have no place.
 _IDLE = 0.75
+# A home may have so many times the requests of an idle server, and a few more.
+_BUSIER = 2
 
 Waiting: TypeAlias = tuple[int, int, int, Request, Place]
 """A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
@@ -124,11 +126,17 @@ class Room:
             return self.best
         if usable := homes & self._free & ~self._away:
             home = min((target for target in self._targets if target.bit & usable), key=_load)
-            if is_open or home.load < 1:
+            if (is_open or home.load < 1) and not self._stands_idle_beside(home):
                 return home
         if self._load >= _IDLE and homes & ~self._away:
             return None
         return self.best
+
+    def _stands_idle_beside(self, home: Target) -> bool:
+        """Whether the least busy server has so little to do that the home should share its work."""
+        if self.best is None or self._load >= _IDLE:
+            return False
+        return home.in_flight > _BUSIER * self.best.in_flight + FIRST_LIMIT
 
 
 class Router:

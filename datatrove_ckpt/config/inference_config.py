@@ -703,10 +703,6 @@ class Engine:
             )
         return self.command(Launch(config, self.find(config), port, api_key, nodes))
 
-    def compile_cache(self, environment: Mapping[str, str]) -> Path | None:
-        """Returns the folder of what it compiled, which other nodes can use; None: it has none."""
-        return None
-
     def gpus_per_server(self, config: InferenceConfig) -> int:
         """Tp * dp * pp, unless model_kwargs says otherwise."""
         given = dashed_names(config.model_kwargs)

@@ -401,6 +401,17 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log):
             await run.watch()
 
 
+async def test_a_server_keeps_what_it_compiles_in_the_folder_that_the_environment_names(
+    here, monkeypatch
+):
+    stand_in_for_vllm('#!/bin/sh\ntouch "$VLLM_CACHE_ROOT/compiled"\nexec sleep 600\n', monkeypatch)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(here))
+    launched = InferenceServer(InferenceConfig("vllm", "m", server_stop_timeout_sec=2.0), 0)
+    await launched.launch()
+    await until_async((here / "compiled").exists)
+    await launched.kill()
+
+
 # several nodes -----------------------------------------------------------------------------------
 
 # A vLLM in two parts that find each other on the master port. The first part hangs when the other

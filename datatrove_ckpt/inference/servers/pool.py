@@ -127,7 +127,7 @@ class ServerPool:
                 InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)
             ]
         return [
-            InferenceServer(self.config, self.rank, index, lease, compiled=self.models.compiled)
+            InferenceServer(self.config, self.rank, index, lease)
             for index, lease in enumerate(leases)
         ]
 

@@ -36,7 +36,6 @@ from loguru import logger
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
-from datatrove_ckpt.inference.servers.compiled import CompileCache
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -173,17 +172,9 @@ class RankModels:
     Args:
         configs: of all models of the rank, in their order.
         keeps: servers may come from the rank before, and pass on to the next rank.
-        compiled: of the servers that are launched.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[InferenceConfig],
-        rank: int,
-        keeps: bool,
-        compiled: CompileCache | None = None,
-    ) -> None:
-        self.compiled = compiled
+    def __init__(self, configs: Sequence[InferenceConfig], rank: int, keeps: bool) -> None:
         self._keeps = keeps
         self._configs = [config for config in configs if config.server_type != "endpoint"]
         self._rank = rank

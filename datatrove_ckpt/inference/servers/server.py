@@ -41,7 +41,6 @@ from datatrove_ckpt.config.inference_config import (
     ENGINES,
     GPU_FULL,
     HOST,
-    LINK_KEY_VARIABLE,
     PORT_TAKEN,
     SINGLE_NODE,
     TOO_FEW_GPUS,
@@ -239,10 +238,9 @@ class InferenceServer:
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 
     def _environment(self) -> HiddenDict:
-        """Returns our environment without the keys of nodes and mirrors."""
+        """Returns our environment without the key of mirrors."""
         ours = HiddenDict({**os.environ, **self.lease.env, **self._command.env})
-        for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
-            ours.pop(key, None)
+        ours.pop(MIRROR_KEY_VARIABLE, None)
         return ours
 
     def _open_log(self) -> int:

@@ -35,7 +35,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 
 _PORT = 1  # any, but one for all
-_NOT_FOR_SERVERS = {LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE}
 
 
 @dataclass
@@ -102,9 +101,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
         config.server_log_folder,
         str(Path.cwd()),
         [config.gpus, *gpus],
-        sorted(
-            (name, value) for name, value in environment.items() if name not in _NOT_FOR_SERVERS
-        ),
+        sorted((name, value) for name, value in environment.items() if name != MIRROR_KEY_VARIABLE),
     )
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 

@@ -200,9 +200,9 @@ class Tracker(_Sending):
 
 @dataclass
 class TrainingTracker(_Sending):
-    """Sends the loss curve of a training: each step once, and again after a
-    rollback. It ends when no process saves into the folder, at several looks and for longer than
-    between its newest saves: one that was started again has not saved yet.
+    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
+    no process saves into the folder, at several looks and for longer than between its newest saves:
+    one that was started again has not saved yet.
     """
 
     folder: Path = field(kw_only=True)

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -26,8 +25,6 @@ from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generati
 from datatrove_ckpt.config.ways import WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
-
-LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
 
 
 @dataclass
@@ -185,12 +182,6 @@ class InferenceConfig:
             self.max_concurrent_documents = max(1, texts // self.rollouts_per_document)
         if isinstance(self.api_key, str):
             self.api_key = Secret.in_environment(self.api_key)
-        # The link key of the tasks that this process submits; nodes of a task must not make their
-        # own.
-        if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(
-            LINK_KEY_VARIABLE
-        ):
-            os.environ[LINK_KEY_VARIABLE] = secrets.token_hex(32)
 
     def _check_choices(self) -> None:
         if self.server_type not in ENGINES:
@@ -710,10 +701,6 @@ class Engine:
                 "interpreter."
             )
         return self.command(Launch(config, self.find(config), port, api_key, nodes))
-
-    def compile_cache(self, environment: Mapping[str, str]) -> Path | None:
-        """Returns the folder of what it compiled, which other nodes can use; None: it has none."""
-        return None
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
         """Tp * dp * pp, unless model_kwargs says otherwise."""

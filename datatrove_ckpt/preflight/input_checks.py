@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import has_shard
+from datatrove_ckpt.checkpoint.identity import check_shard
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
@@ -238,9 +238,8 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
     """Compares the input with what each finished rank has read: a listing per reader, a sample per
     file.
 
-    It skips ranks that an earlier release finished, runs with
-    another number of tasks, sources that are no files, and retries of dead letters, whose input may
-    be gone.
+    It skips runs with another number of tasks, sources that are no files, and retries of dead
+    letters, whose input may be gone.
 
     Raises:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a
@@ -282,12 +281,14 @@ def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     if recorded_settings(root).get("tasks") != plan.tasks:
         return []
     folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
-    read = {
-        rank: ShardRecord.read(folder / SHARD)
-        for rank, folder in folders.items()
-        if is_finished(folder) and has_shard(folder)
-    }
-    return [(rank, record) for rank, record in read.items() if record is not None]
+    records = []
+    for rank, folder in folders.items():
+        if is_finished(folder):
+            check_shard(folder)
+            record = ShardRecord.read(folder / SHARD)
+            if record is not None:
+                records.append((rank, record))
+    return records
 
 
 def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:

@@ -6,7 +6,6 @@ import importlib.metadata
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -146,11 +145,6 @@ class Vllm(Engine):
             )
         start = _start(launch)
         return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
-
-    def compile_cache(self, environment: Mapping[str, str]) -> Path | None:
-        home = environment.get("XDG_CACHE_HOME", "~/.cache")
-        root = environment.get("VLLM_CACHE_ROOT", f"{home}/vllm")
-        return Path(root).expanduser() / "torch_compile_cache"
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}

@@ -40,7 +40,6 @@ from datatrove_ckpt.config.inference_config import (
     ENGINES,
     GPU_FULL,
     HOST,
-    LINK_KEY_VARIABLE,
     PORT_TAKEN,
     SINGLE_NODE,
     TOO_FEW_GPUS,
@@ -51,12 +50,6 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian
-from datatrove_ckpt.inference.servers.compiled import (
-    CompileCache,
-    fetch_compiled,
-    files_of,
-    in_thread,
-)
 from datatrove_ckpt.inference.servers.node import (
     GpuLease,
     ServerRecord,
@@ -90,7 +83,6 @@ class InferenceServer:
         rank, replica: appear in the name of the log file.
         nodes: the nodes that serve the model together, including this node.
         on_launch: called at each launch: the other nodes launch their parts, too.
-        compiled: what servers compiled on other nodes.
 
     Attributes:
         url: without /v1; empty while the server is not started.
@@ -104,7 +96,6 @@ class InferenceServer:
     lease: GpuLease = field(default_factory=GpuLease)
     nodes: Nodes = SINGLE_NODE
     on_launch: Callable[[], None] = lambda: None
-    compiled: CompileCache | None = None
 
     def __post_init__(self) -> None:
         self.started_by = self.rank
@@ -192,18 +183,11 @@ class InferenceServer:
         """
         await self.stop()
         try:
-            files = None
-            if self.compiled is not None:
-                files = await asyncio.to_thread(files_of, self.config)
-                if files is not None:
-                    await fetch_compiled(self.compiled, *files)
             await self.launch()
             await self._wait_until_ready()
         except BaseException:
             await self.stop()  # no process and no file may stay
             raise
-        if self.compiled is not None and files is not None:
-            in_thread(self.compiled.save, *files)
 
     async def launch(self) -> None:
         """Creates the process, without waiting until it is ready."""
@@ -244,10 +228,9 @@ class InferenceServer:
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 
     def _environment(self) -> dict[str, str]:
-        """Returns our environment without the keys of nodes and mirrors."""
+        """Returns our environment without the key of mirrors."""
         ours = self._command.environment({**os.environ, **self.lease.env})
-        for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
-            ours.pop(key, None)
+        ours.pop(MIRROR_KEY_VARIABLE, None)
         return ours
 
     def _open_log(self) -> int:

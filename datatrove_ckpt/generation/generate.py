@@ -164,7 +164,6 @@ class Answers:
         is_suspect: see ``routing.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
-        opened: see ``routing.Request``.
         reasons: answers by an unusual finish_reason.
     """
 
@@ -184,7 +183,6 @@ class Answers:
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
-        self.opened: set[object] = set()
         self.reasons: dict[str, int] = {}
         self._rank = rank
 
@@ -488,13 +486,9 @@ class Requests:
                     if model.batches is not None and way.is_shared:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:
+                        order = answers.slot.ordinal
                         request = Request(
-                            client.sender,
-                            answers.doc_id,
-                            answers.slot.ordinal,
-                            answers.opened,
-                            body,
-                            answers.is_suspect,
+                            client.sender, answers.doc_id, order, body, answers.is_suspect
                         )
                         completion = await client.complete(body, way, request)
                 finally:

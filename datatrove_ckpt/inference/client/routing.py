@@ -3,11 +3,11 @@
 Requests wait here, not at a server, so an outage uses up no attempts, and a dead server's requests
 (``mark_dead``) go to the next server that is up.
 
-    waiting      the oldest document's first, until a server has a place for it. A document's first
-                 request also waits while the KV caches are full: new documents would push the
-                 prompts of open documents out of them. A request whose leading text some servers
-                 have in their caches (its homes, see ``prefixes.py``) waits for a place at one of
-                 these, and others go ahead, as long as no server stands idle
+    waiting      the oldest document's first, until a server has a place and room in its KV cache.
+                 So new documents do not push the prompts of open documents out of the caches. A
+                 request whose leading text some servers have in their caches (its homes, see
+                 ``prefixes.py``) waits for one of these, and others go ahead, as long as no server
+                 stands idle
     quarantined  requests that were in flight at two deaths of a server: see ``quarantine.py``
 """
 
@@ -60,6 +60,9 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self.window) + len(self._later)
 
+    def is_beyond_window(self, *order: int) -> bool:
+        return len(self.window) == WINDOW and order > self.window[-1][:2]
+
     def add(self, waiting: Waiting) -> None:
         if len(self.window) == WINDOW and waiting > self.window[-1]:
             heapq.heappush(self._later, waiting)
@@ -84,49 +87,46 @@ class Room:
         best: the least busy one; None: all are full.
     """
 
-    __slots__ = ("_away", "_free", "_load", "_targets", "best")
+    __slots__ = ("_awaited", "_free", "_targets", "best")
 
     def __init__(self, targets: Sequence[Target]) -> None:
         now = time.monotonic()
         self._targets = targets
         self._free = 0
-        self._away = 0  # nothing waits for these, which may take no request for hours
-        self._load = 1.0
+        self._awaited = 0
         self.best: Target | None = None
+        least = 1.0
         cooling = None
         for target in targets:
-            is_up = target.up and not target.reserved
-            is_cooling = target.cooldown_until > now
-            if not is_up or is_cooling:
-                self._away |= target.bit
-            if not is_up or target.in_flight >= target.limit:
+            if not target.up or target.reserved:
                 continue
-            self._free |= target.bit
-            if is_cooling:
-                cooling = target
-            elif self.best is None or target.load < self._load:
+            load = target.load
+            if target.cooldown_until > now:
+                if load < 1:
+                    cooling = target
+                continue
+            self._awaited |= target.bit
+            if load < 1:
+                self._free |= target.bit
+            if load < least:
+                least = load
                 self.best = target
-                self._load = target.load
-        if self.best is None and cooling is not None:
+        if least < _IDLE:
+            self._awaited = 0
+        if self.best is None:
             self.best = cooling
-            self._load = cooling.load
 
-    def choose(self, homes: int, is_open: bool) -> Target | None:
+    def choose(self, homes: int) -> Target | None:
         """Returns the server that takes a request, or None if the request waits.
 
         Args:
-            homes: the servers that have its leading text.
-            is_open: a request of its document was sent before.
+            homes: the servers that have its leading text. It waits for none that is down, reserved
+                or cooling down: these may take no request for hours.
         """
-        if self._load >= 1 and not is_open:
-            return None
-        if not homes:
-            return self.best
-        if usable := homes & self._free & ~self._away:
-            home = min((target for target in self._targets if target.bit & usable), key=_load)
-            if is_open or home.load < 1:
-                return home
-        if self._load >= _IDLE and homes & ~self._away:
+        usable = homes & self._free
+        if usable:
+            return min((target for target in self._targets if target.bit & usable), key=_load)
+        if homes & self._awaited:
             return None
         return self.best
 
@@ -181,12 +181,12 @@ class Router:
         if request.texts is None:
             request.texts = ()
             if len(self.targets) > 1:
-                request.texts, request.known = self._prefixes.enter(request.body)
-        if len(self._waiting) >= WINDOW or request.may_not_be_sent:
+                request.texts, request.known = self._prefixes.find(request.body)
+        if request.may_not_be_sent or (request.deaths and request.is_quarantined):
             return None
-        if request.deaths and request.is_quarantined:
+        if self._waiting.is_beyond_window(request.sender.order, request.order):
             return None
-        target = self._choose(self._room(), request)
+        target = self._room().choose(self._prefixes.homes(request.known))
         if target is not None:
             self._assign(target, request)
         return target
@@ -196,8 +196,8 @@ class Router:
         if target is not None:
             return target
         future: Place = asyncio.get_running_loop().create_future()
+        self._prefixes.add(request.texts or (), 0)
         self._enqueue(request, future)
-        self.admit()
         try:
             return await future
         except asyncio.CancelledError:
@@ -206,12 +206,16 @@ class Router:
             raise
 
     def release(self, target: Target, request: Request) -> None:
+        was_held = target.reserved or self.in_flight >= self._limit
+        stage = _stage(target.load)
         target.add_in_flight(-1)
         self.in_flight -= 1
         request.sender.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
-        self.admit()
+        # A request that waits could not be sent before. Only these changes may let it go.
+        if was_held or stage != _stage(target.load) or not self._waiting.window:
+            self.admit()
         if request.sender.on_release is not None:
             request.sender.on_release()
 
@@ -227,15 +231,15 @@ class Router:
         number = 0
         while number < len(window) and room.best is not None:
             _, _, _, request, place = window[number]
+            chosen = room.choose(self._prefixes.homes(request.known))
+            if chosen is None and not place.done():
+                number += 1
+                continue
+            self._waiting.remove(number)
             # What may not be sent waits until its rank cancels it.
-            if not place.done() and not request.may_not_be_sent:
-                chosen = self._choose(room, request)
-                if chosen is None:
-                    number += 1
-                    continue
+            if chosen is not None and not place.done() and not request.may_not_be_sent:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
-            self._waiting.remove(number)
         if resized or not window:
             for sender in self.senders:
                 if sender.on_change is not None:
@@ -276,13 +280,13 @@ class Router:
     def _enqueue(self, request: Request, future: Place) -> None:
         if request.is_quarantined:
             self._quarantine.add(request, future)
+            self.admit()
         else:
             self._arrivals += 1
             order = (request.sender.order, request.order, self._arrivals)
             self._waiting.add((*order, request, future))
 
     def _assign(self, target: Target, request: Request) -> Target:
-        request.opened.add(self)
         self._prefixes.add(request.texts or (), target.bit)
         target.add_in_flight(1)
         self.in_flight += 1
@@ -293,9 +297,6 @@ class Router:
         if self.in_flight < self._limit:
             return Room(self.targets)
         return Room(())
-
-    def _choose(self, room: Room, request: Request) -> Target | None:
-        return room.choose(self._prefixes.homes(request.known), self in request.opened)
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine
@@ -319,6 +320,10 @@ class Router:
         ):
             request, future = quarantine.start_next()
             future.set_result(self._assign(reserved, request))
+
+
+def _stage(load: float) -> int:
+    return (load >= _IDLE) + (load >= 1)
 
 
 _load = attrgetter("load")

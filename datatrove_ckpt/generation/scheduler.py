@@ -138,7 +138,7 @@ class DocumentLimit:
         places = sum(each.capacity for each in self._routers) // self._rollouts
         if any(len(each.targets) > 1 for each in self._routers):
             places += WINDOW
-        self._size = min(self._most, places + self._elsewhere)
+        self._size = min(self._most, max(1, places) + self._elsewhere)
         if self._in_work < self._size:
             self._wake()
 

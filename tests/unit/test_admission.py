@@ -6,12 +6,19 @@ import asyncio
 
 import pytest
 
+from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
+from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.servers import probes
-from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission
+from datatrove_ckpt.inference.servers.probes import (
+    Admission,
+    Metrics,
+    adapt_admission,
+    read_metrics,
+)
 from datatrove_ckpt.process.memory import ByteBudget
 from tests.simulated_engine import Engine, Simulation
 
@@ -89,8 +96,9 @@ async def adapted(read, until):
     target = Target()
     following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read))
     async with asyncio.timeout(300):
-        while not until(target):
+        while not until(target) and not following.done():
             await asyncio.sleep(0)
+    assert not following.done(), following
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     return target
@@ -123,6 +131,55 @@ async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
 
     target = await adapted(read, lambda target: len(reads) > 100)
     assert (target.limit, log) == (8, [])
+
+
+async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_long(
+    monkeypatch,
+):
+    """Else a server that stops showing them when its cache is full would stay full."""
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    pages = [Metrics(8, 8, 1, 0, 0.9)]
+
+    async def read(seconds):
+        await asyncio.sleep(0.001)
+        return pages.pop() if pages else None
+
+    def is_forgotten(target):
+        target.add_in_flight(4 - target.in_flight)
+        loads.append(target.load)
+        return loads[-1] < 1 and not pages
+
+    loads = []
+    await adapted(read, is_forgotten)
+    assert max(loads) > 1
+
+
+@pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "", "many"])
+@pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
+async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
+    monkeypatch, name, shown
+):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    reads = []
+
+    async def get(url, headers, seconds):
+        reads.append(url)
+        page = (
+            f"vllm:num_requests_waiting {len(reads)}\n"
+            f"vllm:num_preemptions_total {len(reads)}\n"
+            f"vllm:{name} {shown}\n"
+        )
+        return Response(200, HiddenBytes(page.encode()))
+
+    async def read(seconds):
+        return await read_metrics("http://127.0.0.1:1", HiddenDict(), config().engine, seconds)
+
+    monkeypatch.setattr(probes, "get", get)
+    target = await adapted(read, lambda target: len(reads) > 4)
+    target.add_in_flight(0)
+    assert target.limit >= 8
+    assert target.load < 1
 
 
 # Documents in work: enough for the requests in flight, and few more ------------------------------
@@ -245,6 +302,25 @@ async def test_a_number_is_kept(settings, documents):
     work = Work(config(**settings), with_other_work)
     await work.run(500)
     assert most_documents(config(**settings)) == work.documents == documents
+
+
+async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
+    limit = DocumentLimit(
+        config(max_concurrent_generations=4, rollouts_per_document=8), media=ByteBudget(1)
+    )
+    router, sender = Router(4), Sender()
+    router.senders.append(sender)
+    target = router.add()
+    target.limit = 4
+    target.up = True
+    limit.follow(router, sender)  # before any document, as while a reader counts
+    for _ in range(2):
+        await asyncio.wait_for(limit.acquire(0), 60)
+        waiting = asyncio.create_task(limit.acquire(0))
+        await _turns(3)
+        assert not waiting.done()
+        waiting.cancel()
+        limit.release(0)
 
 
 async def test_large_documents_share_a_budget_of_bytes_and_small_ones_do_not():

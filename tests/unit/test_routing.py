@@ -1,6 +1,9 @@
 """Which server takes a request: documents by what the caches hold, requests where their text is."""
 
 import asyncio
+import math
+
+import pytest
 
 from datatrove_ckpt.inference.client.attempts import Request
 from datatrove_ckpt.inference.client.body import Body
@@ -129,6 +132,40 @@ async def test_a_server_that_others_fill_takes_a_quarter_of_its_requests():
     while made.take(request()) is not None:
         sent += 1
     assert sent == 23  # 23 and three times as many of others fill more than 0.9
+
+
+@pytest.mark.parametrize(("usage_each", "others"), [(1.0, 500), (1.0, 1), (math.inf, 3)])
+async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_show(
+    usage_each, others
+):
+    """Other clients may fill the cache for hours, and metrics may be old."""
+    made = router(2, 100)
+    for target in made.targets:
+        target.usage_each = usage_each
+        target.others = others
+    made.admit(resized=True)
+    first = made.take(request(order=1))
+    second = made.take(request(order=2))
+    assert {first, second} == {*made.targets}
+    (third,) = await waiting(made, request(order=3))
+    assert not third.done()
+    made.release(first, Request())
+    await settle()
+    assert third.done()
+
+
+async def test_no_request_waits_for_a_home_while_a_server_without_requests_shows_a_full_cache():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    other.usage_each = 1.0
+    other.others = 8
+    made.admit(resized=True)
+    for _ in range(7):
+        await made.acquire(request("one"))
+    assert await made.acquire(request("one")) is other
+    (waits,) = await waiting(made, request("one"))
+    assert not waits.done()
 
 
 async def test_the_oldest_document_goes_first():

@@ -258,9 +258,12 @@ class Target:
 
     def add_in_flight(self, number: int) -> None:
         self.in_flight += number
-        others = min(self.others, _MOST_OTHERS * self.in_flight)
-        cache = (self.in_flight + others) * self.usage_each / _FULL
-        self.load = max(self.in_flight / self.limit, cache)
+        self.load = 0.0
+        # Metrics of an idle engine may be old: a request must come to see new ones.
+        if self.in_flight:
+            others = min(self.others, _MOST_OTHERS * self.in_flight)
+            cache = (self.in_flight + others) * self.usage_each / _FULL
+            self.load = max(self.in_flight / self.limit, cache)
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:

@@ -76,12 +76,15 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name and name in (running, waiting, preemptions, usage, *tokens):
-            caches += name == usage
             if "}" in line:
-                value = line[line.rindex("}") + 1 :]
+                shown = line[line.rindex("}") + 1 :]
             else:
-                value = line[len(name) :]
-            found[name] = found.get(name, 0.0) + float(value.split()[0])
+                shown = line[len(name) :]
+            number, *_ = shown.split()  # a time may follow
+            value = float(number)
+            if math.isfinite(value):
+                caches += name == usage
+                found[name] = found.get(name, 0.0) + value
     if not found:
         return None
     processed = sum(found.get(name, 0.0) for name in tokens)
@@ -188,24 +191,31 @@ async def adapt_admission(
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
-    Without metrics (vLLM's ``disable-log-stats``) it takes datatrove's default number.
+    Without metrics (vLLM's ``disable-log-stats``) it takes datatrove's default number. If they stop
+    later, the limit stays, and what they showed of the cache is forgotten.
 
     Args:
         read: gives the engine's metrics within so many seconds.
     """
     admission = Admission()  # new for each process of the server
-    started = time.monotonic()
+    read_at = time.monotonic()
     seen = False
-    while seen or time.monotonic() - started < _WAIT_FOR_METRICS_SECONDS:
+    while True:
         await asyncio.sleep(_SAMPLE_SECONDS)
         metrics = await read(_METRICS_TIMEOUT)
-        if metrics is None:
+        if metrics is not None:
+            seen = True
+            read_at = time.monotonic()
+            admission.update(metrics, target.in_flight)
+            target.limit = admission.limit
+            target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
+            target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+        elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue
-        seen = True
-        admission.update(metrics, target.in_flight)
-        target.limit = admission.limit
-        target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
-        target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+        elif not seen:
+            break
+        else:
+            target.usage_each = 0.0
         router.admit(resized=True)
     target.limit = REQUESTS_WITHOUT_METRICS
     router.admit(resized=True)

@@ -57,9 +57,6 @@ class WaitingLine:
         self.window: list[Waiting] = []
         self._later: list[Waiting] = []
 
-    def __len__(self) -> int:
-        return len(self.window) + len(self._later)
-
     def is_beyond_window(self, *order: int) -> bool:
         return len(self.window) == WINDOW and order > self.window[-1][:2]
 
@@ -153,11 +150,10 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + self._quarantine.waiting
+        return len(self._all_waiting())
 
     def waiting_of(self, sender: Sender) -> int:
-        waiting = [*self._waiting.all(), *self._quarantine.all()]
-        return sum(request.sender is sender for request, _ in waiting)
+        return sum(request.sender is sender for request, _ in self._all_waiting())
 
     def oldest_of(self, sender: Sender) -> Attempt | None:
         own = []
@@ -270,12 +266,15 @@ class Router:
     def fail(self, cause: str) -> None:
         """Makes ``acquire`` raise ServerDied."""
         self._failure = cause
-        waiting = [*self._waiting.all(), *self._quarantine.all()]
+        waiting = self._all_waiting()
         self._waiting = WaitingLine()
         self._quarantine.clear()
         for _, place in waiting:
-            if not place.done():
-                place.set_exception(ServerDied(cause))
+            place.set_exception(ServerDied(cause))
+
+    def _all_waiting(self) -> list[tuple[Request, Place]]:
+        waiting = [*self._waiting.all(), *self._quarantine.all()]
+        return [(request, place) for request, place in waiting if not place.done()]
 
     def _enqueue(self, request: Request, future: Place) -> None:
         if request.is_quarantined:

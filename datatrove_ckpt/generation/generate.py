@@ -161,7 +161,7 @@ class Answers:
         requests: of each rollout, those that ended.
         tokens: prompt and completion tokens of each answer in turn.
         failed: requests without an answer.
-        is_suspect: see ``routing.Request``.
+        order, is_suspect: see ``attempts.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
         reasons: answers by an unusual finish_reason.
@@ -176,6 +176,7 @@ class Answers:
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
+        self.order = slot.ordinal
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
         self.occurrences: dict[tuple[int, str], int] = {}
@@ -486,9 +487,8 @@ class Requests:
                     if model.batches is not None and way.is_shared:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:
-                        order = answers.slot.ordinal
                         request = Request(
-                            client.sender, answers.doc_id, order, body, answers.is_suspect
+                            client.sender, answers.doc_id, answers.order, body, answers.is_suspect
                         )
                         completion = await client.complete(body, way, request)
                 finally:

@@ -2,10 +2,13 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.inference.client.attempts import Request
+from datatrove_ckpt.generation.batches import Batches
+from datatrove_ckpt.inference.client.answers import CHAT
+from datatrove_ckpt.inference.client.attempts import MustDivide, Request, Sender
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.prefixes import _REMEMBERED, Prefixes
 from datatrove_ckpt.inference.client.routing import WINDOW, Router
@@ -235,3 +238,27 @@ def test_media_are_part_of_the_leading_text():
     assert prefixes.find(Body(texts, [b"one picture"]))[1] != 0
     shared, known = prefixes.find(Body(texts, [b"another"]))
     assert known == shared[0] != shared[-1]
+
+
+async def test_a_shared_request_and_its_parts_have_the_order_and_the_text_of_a_document():
+    seen = []
+
+    async def complete(body, way, request):
+        assert request.body == body
+        seen.append((request.order, body))
+        if request.is_shared:
+            raise MustDivide
+        raise LookupError
+
+    client = SimpleNamespace(sender=Sender(), complete=complete)
+    waiter = SimpleNamespace(
+        order=7, is_suspect=False, request_started=lambda: None, request_finished=lambda: None
+    )
+    batches = Batches(2)
+    texts = [batches.complete(client, {"input": text}, CHAT, waiter) for text in "ab"]
+    await asyncio.gather(*texts, return_exceptions=True)
+    assert seen == [
+        (7, b'{"input":["a","b"]}'),
+        (7, b'{"input":"a"}'),
+        (7, b'{"input":"b"}'),
+    ]

@@ -130,6 +130,8 @@ class World:
         orders = [_order(request) for request in waiting if not request.body]
         for target in router.targets:
             assert target.in_flight == at_servers.count(target)
+            if target.reserved and router.in_flight < router._limit:
+                assert target.in_flight  # of others, or of quarantined requests
             takes = target.up and not target.reserved and target.cooldown_until == 0
             if takes and router.in_flight < router._limit and len(waiting) <= WINDOW:
                 assert not orders or target.load >= 1

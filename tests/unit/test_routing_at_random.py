@@ -9,7 +9,9 @@ import pytest
 from datatrove_ckpt.inference.client.attempts import Request, Sender
 from datatrove_ckpt.inference.client.routing import WINDOW, Router
 
-TEXTS = [b'{"messages":[{"content":"%s"}]}' % (word * 200) for word in (b"one ", b"two ", b"three ")]
+TEXTS = [
+    b'{"messages":[{"content":"%s"}]}' % (word * 200) for word in (b"one ", b"two ", b"three ")
+]
 
 
 class World:

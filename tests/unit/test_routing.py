@@ -183,23 +183,47 @@ async def test_the_oldest_document_goes_first():
         assert [each for each in "abc" if tasks[each].done()] == [*"abc"[: "abc".index(name) + 1]]
 
 
-async def test_no_more_than_the_window_goes_ahead_of_a_request():
+async def with_a_full_window():
+    """A router with two full servers, of which as many wait for the first as may."""
     made = router(2, 8)
     home = await made.acquire(request("one"))
     for _ in range(7):
         await made.acquire(request("one"))
     for _ in range(8):
         await made.acquire(request())
-    held = await waiting(made, *(request("one", order) for order in range(WINDOW)))
-    (late,) = await waiting(made, request("two", WINDOW))
-    other = made.targets[1 - made.targets.index(home)]
+    held = await waiting(made, *(request("one", order) for order in range(1, WINDOW + 1)))
+    return made, home, made.targets[1 - made.targets.index(home)], held
+
+
+async def test_no_more_than_the_window_goes_ahead_of_a_request():
+    made, home, other, held = await with_a_full_window()
+    (late,) = await waiting(made, request("two", WINDOW + 1))
     made.release(other, Request())
     await settle()
     assert not late.done()
+    assert made.take(request("two", 0)) is other
+    made.release(other, Request())
     made.release(home, Request())
     await settle()
     assert held[0].done()
     assert late.done()
+
+
+async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
+    made, home, other, held = await with_a_full_window()
+    made.release(other, Request())
+    looked_up = []
+    homes = Prefixes.homes
+    monkeypatch.setattr(
+        Prefixes, "homes", lambda self, text: looked_up.append(text) or homes(self, text)
+    )
+    other.limit = 9
+    made.take(request())
+    made.release(other, Request())
+    assert len(looked_up) == 1
+    made.release(home, Request())
+    await settle()
+    assert held[0].done()
 
 
 def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count():

@@ -36,8 +36,8 @@ from datatrove_ckpt.inference.client.quarantine import Quarantine
 
 # Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
 FIRST_LIMIT = 16
-# The oldest of the waiting requests: they may go ahead of each other. So many documents more than
-# places are in work, so that there is a choice.
+# The oldest of the waiting requests may go ahead of each other. So many documents more than places
+# are in work, so that there is a choice.
 WINDOW = 64
 # Load below which a server stands idle, and takes requests whose homes have no place.
 _IDLE = 0.75
@@ -50,7 +50,7 @@ class WaitingLine:
     """Requests that wait, the oldest document's first.
 
     Attributes:
-        window: the first of them.
+        window: the first of them, which may go ahead of each other.
     """
 
     def __init__(self) -> None:
@@ -58,6 +58,7 @@ class WaitingLine:
         self._later: list[Waiting] = []
 
     def is_beyond_window(self, *order: int) -> bool:
+        """Takes the orders of a sender and a document."""
         return len(self.window) == WINDOW and order > self.window[-1][:2]
 
     def add(self, waiting: Waiting) -> None:
@@ -209,7 +210,7 @@ class Router:
         request.sender.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
-        # A request that waits could not be sent before. Only these changes may let it go.
+        # No request that waits could be sent before. Only these changes may let one go.
         if was_held or stage != _stage(target.load) or not self._waiting.window:
             self.admit()
         if request.sender.on_release is not None:
@@ -322,6 +323,7 @@ class Router:
 
 
 def _stage(load: float) -> int:
+    """0: the server stands idle; 1: it takes requests; 2: it is full."""
     return (load >= _IDLE) + (load >= 1)
 
 

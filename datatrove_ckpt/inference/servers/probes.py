@@ -174,9 +174,11 @@ class Admission:
             wanted = metrics.running
         else:
             self._growth *= _ACCELERATION
-            self._has_queued |= metrics.waiting > 0
-            most = self.target * (2 - self._has_queued)
-            missing = most - metrics.waiting - max(0.0, on_the_way - usual)
+            self._has_queued = self._has_queued or metrics.waiting > 0
+            more = self.target
+            if not self._has_queued:
+                more *= 2
+            missing = more - metrics.waiting - max(0.0, on_the_way - usual)
             wanted = in_flight + self._exact % 1 + min(missing, self._growth)
         falls = metrics.waiting or preempted
         self._exact = max(_LEAST_TARGET, wanted if falls else max(self._exact, wanted))

@@ -98,7 +98,7 @@ class DocumentLimit:
     ) -> None:
         self._most = most_documents(config, *others)
         self._rollouts = config.rollouts_per_document
-        self._routers: list[Router] = []
+        self._models: list[tuple[InferenceConfig, Router]] = []
         self._size = self._most
         self._is_fixed = config.limits_documents
         self._elsewhere = 0  # documents that do other work than requests
@@ -124,9 +124,9 @@ class DocumentLimit:
         self._in_work -= 1
         self._wake()
 
-    def follow(self, router: Router, sender: Sender) -> None:
+    def follow(self, config: InferenceConfig, router: Router, sender: Sender) -> None:
         """Follows the places at the servers of a model, up and down."""
-        self._routers.append(router)
+        self._models.append((config, router))
         if not self._is_fixed:
             sender.on_change = partial(self._follow, router)
             self._follow(router)
@@ -135,8 +135,9 @@ class DocumentLimit:
         is_full = self._in_work >= self._size or self._room is not None
         if is_full and not router.waiting and router.in_flight < router.capacity:
             self._elsewhere += 1
-        places = sum(each.capacity for each in self._routers) // self._rollouts
-        if any(len(each.targets) > 1 for each in self._routers):
+        texts = sum(config.texts_for(each.capacity) for config, each in self._models)
+        places = texts // self._rollouts
+        if any(len(each.targets) > 1 for _, each in self._models):
             places += WINDOW
         self._size = min(self._most, max(1, places) + self._elsewhere)
         if self._in_work < self._size:
@@ -306,7 +307,7 @@ class Scheduler:
         try:
             async with self.connect(model.config) as (client, watch):
                 model.observer.serving(client)
-                self._document_limit.follow(client.servers.router, client.sender)
+                self._document_limit.follow(model.config, client.servers.router, client.sender)
                 model.client.set_result(client)
                 watching = asyncio.ensure_future(watch())
                 try:

@@ -155,6 +155,19 @@ async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_
     assert max(loads) > 1
 
 
+async def test_a_cache_that_no_running_request_takes_holds_back_no_document(monkeypatch):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    reads = []
+
+    async def read(seconds):
+        reads.append(seconds)
+        return Metrics(0, 0, len(reads), 0, 1.0)
+
+    target = await adapted(read, lambda target: len(reads) > 2)
+    target.add_in_flight(9)
+    assert target.load < 1
+
+
 @pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "", "many"])
 @pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
 async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
@@ -207,6 +220,7 @@ class Work:
         self.documents = 0
         self.most = 0
         self.limit = DocumentLimit(settings, media=ByteBudget(1))
+        self._settings = settings
         self._rollout = rollout
 
     async def run(self, turns):
@@ -214,7 +228,7 @@ class Work:
         await _turns(3)  # the server starts
         self.target.up = True
         self.router.admit()
-        self.limit.follow(self.router, self.sender)
+        self.limit.follow(self._settings, self.router, self.sender)
         await self.go_on(turns)
 
     async def go_on(self, turns):
@@ -305,15 +319,14 @@ async def test_a_number_is_kept(settings, documents):
 
 
 async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
-    limit = DocumentLimit(
-        config(max_concurrent_generations=4, rollouts_per_document=8), media=ByteBudget(1)
-    )
+    settings = config(max_concurrent_generations=4, rollouts_per_document=8)
+    limit = DocumentLimit(settings, media=ByteBudget(1))
     router, sender = Router(4), Sender()
     router.senders.append(sender)
     target = router.add()
     target.limit = 4
     target.up = True
-    limit.follow(router, sender)  # before any document, as while a reader counts
+    limit.follow(settings, router, sender)  # before any document, as while a reader counts
     for _ in range(2):
         await asyncio.wait_for(limit.acquire(0), 60)
         waiting = asyncio.create_task(limit.acquire(0))
@@ -321,6 +334,19 @@ async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
         assert not waiting.done()
         waiting.cancel()
         limit.release(0)
+
+
+async def test_documents_whose_texts_share_a_request_are_in_work_together():
+    settings = config(max_concurrent_generations=4, texts_per_request=8)
+    limit = DocumentLimit(settings, media=ByteBudget(1))
+    router, sender = Router(4), Sender()
+    router.senders.append(sender)
+    target = router.add()
+    target.limit = 4
+    target.up = True
+    limit.follow(settings, router, sender)
+    for _ in range(4 * 8):
+        await asyncio.wait_for(limit.acquire(0), 60)
 
 
 async def test_large_documents_share_a_budget_of_bytes_and_small_ones_do_not():

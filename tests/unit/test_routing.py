@@ -77,6 +77,15 @@ async def test_it_goes_to_a_server_that_stands_idle_which_becomes_a_home():
     assert await made.acquire(request("one")) is other  # the least busy home
 
 
+async def test_requests_that_share_a_text_are_spread_over_servers_that_stand_idle():
+    """Where the limit is high, a few hundred rows with one prompt would all be at one server."""
+    made = router(4, 500)
+    for _ in range(200):
+        await made.acquire(request("one"))
+    assert all(target.in_flight >= 40 for target in made.targets)
+    assert all(target.in_flight <= 60 for target in made.targets)
+
+
 async def test_nothing_waits_for_a_home_that_is_down_or_reserved():
     for state in ("down", "reserved", "cooling"):
         made = router(2, 2)
@@ -224,6 +233,51 @@ async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
     made.release(home, Request())
     await settle()
     assert held[0].done()
+
+
+async def test_hundreds_of_requests_that_wait_for_a_home_all_end_when_every_server_dies():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request("one"))
+        await made.acquire(request("two"))
+    tasks = await waiting(made, *(request("one", order) for order in range(3 * WINDOW)))
+    made.mark_dead(home, "bang")
+    await settle()
+    assert sum(task.done() for task in tasks) == 1  # the other server's last place
+    made.mark_dead(other, "bang")
+    other.up = True
+    made.admit(resized=True)
+    for number, task in enumerate(tasks):
+        if number:
+            made.release(other, Request())
+        await settle()
+        assert task.done()
+    assert made.waiting == 0
+
+
+@pytest.mark.parametrize("end", ["cancelled", "their rank stops"])
+async def test_requests_that_nobody_wants_any_more_hold_up_no_other(end):
+    made = router(2, 8)
+    sender = Sender()
+    for _ in range(8):
+        home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request())
+    requests = [request("one", order) for order in range(2 * WINDOW)]
+    for each in requests:
+        each.sender = sender
+    tasks = await waiting(made, *requests)
+    assert made.waiting == 2 * WINDOW
+    if end == "cancelled":
+        for task in tasks:
+            task.cancel()
+    else:
+        sender.shutdown.request("SIGTERM")
+    assert await asyncio.wait_for(made.acquire(request("two", WINDOW)), 60) is other
+    assert made.in_flight == home.in_flight + other.in_flight == 16
 
 
 def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count():

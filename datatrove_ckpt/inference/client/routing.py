@@ -41,6 +41,8 @@ FIRST_LIMIT = 16
 WINDOW = 64
 # Load below which a server stands idle, and takes requests whose homes have no place.
 _IDLE = 0.75
+# A home may have so many times the requests of an idle server, and a few more.
+_BUSIER = 2
 
 Waiting: TypeAlias = tuple[int, int, int, Request, Place]
 """A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
@@ -85,7 +87,7 @@ class Room:
         best: the least busy one; None: all are full.
     """
 
-    __slots__ = ("_awaited", "_free", "_targets", "best")
+    __slots__ = ("_awaited", "_free", "_idle", "_targets", "best")
 
     def __init__(self, targets: Sequence[Target]) -> None:
         now = time.monotonic()
@@ -109,7 +111,9 @@ class Room:
             if load < least:
                 least = load
                 self.best = target
+        self._idle: Target | None = None
         if least < _IDLE:
+            self._idle = self.best
             self._awaited = 0
         if self.best is None:
             self.best = cooling
@@ -123,8 +127,11 @@ class Room:
         """
         usable = homes & self._free
         if usable:
-            return min((target for target in self._targets if target.bit & usable), key=_load)
-        if homes & self._awaited:
+            home = min((target for target in self._targets if target.bit & usable), key=_load)
+            idle = self._idle
+            if idle is None or home.in_flight <= _BUSIER * idle.in_flight + FIRST_LIMIT:
+                return home
+        elif homes & self._awaited:
             return None
         return self.best
 
@@ -195,6 +202,8 @@ class Router:
         future: Place = asyncio.get_running_loop().create_future()
         self._prefixes.add(request.texts or (), 0)
         self._enqueue(request, future)
+        if len(self._waiting.window) == WINDOW:  # requests that are cancelled may fill it
+            self.admit()
         try:
             return await future
         except asyncio.CancelledError:
@@ -229,12 +238,13 @@ class Router:
         while number < len(window) and room.best is not None:
             _, _, _, request, place = window[number]
             chosen = room.choose(self._prefixes.homes(request.known))
-            if chosen is None and not place.done():
+            # What may not be sent waits until its rank cancels it.
+            is_wanted = not place.done() and not request.may_not_be_sent
+            if is_wanted and chosen is None:
                 number += 1
                 continue
             self._waiting.remove(number)
-            # What may not be sent waits until its rank cancels it.
-            if chosen is not None and not place.done() and not request.may_not_be_sent:
+            if is_wanted and chosen is not None:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
         if resized or not window:

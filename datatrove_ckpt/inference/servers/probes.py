@@ -121,7 +121,6 @@ _GROWTH_AFTER_PREEMPTION = 0.1
 _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
 _METRICS_TIMEOUT = 5.0  # seconds
-# datatrove's default for max_concurrent_generations.
 _WAIT_FOR_METRICS_SECONDS = 30.0
 
 
@@ -210,7 +209,8 @@ async def adapt_admission(
             read_at = time.monotonic()
             admission.update(metrics, target.in_flight)
             target.limit = admission.limit
-            target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
+            # What no request takes now, transfers to other servers hold, say.
+            target.usage_each = metrics.cache_usage / (metrics.running or math.inf)
             target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue

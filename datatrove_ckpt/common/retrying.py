@@ -11,11 +11,13 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
+from itertools import takewhile
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -23,7 +25,6 @@ from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, error_text
-from datatrove_ckpt.common.redaction import frames_cut
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     CkptError,
@@ -82,7 +83,7 @@ class FileSystemFailed(OSError):
     """A library below fsspec raised ``__cause__``, which is no ``OSError``."""
 
 
-class file_system_call(frames_cut):
+class file_system_call:
     """Wraps calls into fsspec, and nothing else: all errors leave as an ``OSError``.
 
     So ``except OSError`` handles file systems, and our bugs surface. Library frames are cut,
@@ -92,15 +93,14 @@ class file_system_call(frames_cut):
         FileSystemFailed: for an error that is no ``OSError``.
     """
 
-    __slots__ = ()
+    __slots__ = ("_outer",)
 
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        trace: object,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __enter__(self) -> None:
+        self._outer = sys.exception()  # belongs to the caller, and keeps its frames
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for cause in takewhile(lambda cause: cause is not self._outer, causes(error)):
+            cause.__traceback__ = None
         if isinstance(error, Exception) and not isinstance(error, OSError | CkptError):
             raise FileSystemFailed(error_text(error)) from error
 

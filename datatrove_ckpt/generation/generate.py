@@ -560,7 +560,7 @@ class Requests:
                         return completion
                     raise unfinished(None)
                 except RetryableError as error:
-                    error.quote(redact)
+                    error.quote()
                     cause = str(error)
                     if isinstance(error, UnknownForm):  # it was paid for
                         limit = min(limit, _UNKNOWN_FORMS)

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
@@ -176,17 +175,17 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     reads = []
 
-    async def get(url, headers, seconds):
+    async def get(url, api_key, seconds):
         reads.append(url)
         page = (
             f"vllm:num_requests_waiting {len(reads)}\n"
             f"vllm:num_preemptions_total {len(reads)}\n"
             f"vllm:{name} {shown}\n"
         )
-        return Response(200, HiddenBytes(page.encode()))
+        return Response(200, page.encode())
 
     async def read(seconds):
-        return await read_metrics("http://127.0.0.1:1", HiddenDict(), config().engine, seconds)
+        return await read_metrics("http://127.0.0.1:1", None, config().engine, seconds)
 
     monkeypatch.setattr(probes, "get", get)
     target = await adapted(read, lambda target: len(reads) > 4)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -1013,7 +1013,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():
         asking = asyncio.create_task(client.complete(BODY))
         await old.arrived.acquire()
         await client.servers.disconnect(target)
-        client.servers.mark_up(target, HiddenUrl(second), Key("new"))
+        client.servers.mark_up(target, HiddenUrl(second), Secret("new"))
         assert (await asking).text == "right"
         assert b"Bearer new" in new.requests[0][0]
         assert (client.stats.resent, client.stats.retries) == (1, 0)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.transport import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -239,7 +239,7 @@ class Target:
     def __init__(self, bit: int = 1, probe: HealthProbe | None = None) -> None:
         self.bit = bit
         self.url: HiddenUrl | None = None
-        self.api_key: Key | None = None
+        self.api_key: Secret | None = None
         self.transports: dict[str, Transport] = {}
         self.up = False
         self.limit = math.inf

@@ -61,7 +61,7 @@ from dataclasses import dataclass, field
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import (
@@ -396,7 +396,7 @@ class ModelServers:
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
         self._proxied = False
 
-    def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Key | None) -> None:
+    def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Secret | None) -> None:
         """Adds servers that are always there.
 
         Raises:
@@ -422,7 +422,7 @@ class ModelServers:
             if sender.on_server is not None:
                 sender.on_server(what, name, url, why)
 
-    def mark_up(self, target: Target, url: HiddenUrl, api_key: Key | None) -> None:
+    def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
         """Sends requests to this URL from now on.
 
         A restarted server has another port and another key.
@@ -451,11 +451,7 @@ class ModelServers:
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
             timeout = self.timeout
-            if target.api_key is not None:
-                headers = target.api_key.headers(way.path)
-            else:
-                headers = None
-            found = make_transport(target.url.api(way.path), headers, timeout, self._proxied)
+            found = make_transport(target.url.api(way.path), target.api_key, timeout, self._proxied)
             target.transports[way.path] = found
         return found
 
@@ -685,10 +681,9 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             if isinstance(failure, UnknownForm):
-                # No local variable: a traceback would show what the body quotes.
                 failure.quoted = f"{response.form} ".lstrip()
                 failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
-            failure.quote(transport.redact)
+            failure.quote()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(transport, failure)
             elif failure.status:

@@ -36,10 +36,10 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
+from datatrove_ckpt.common.redaction import Secret, redact
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, asked_wait
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
-from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside, headers_for
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
@@ -85,7 +85,7 @@ class Response(NamedTuple):
     """
 
     status: int
-    body: HiddenBytes
+    body: bytes
     wait: float | None = None
     form: str = ""
 
@@ -107,7 +107,7 @@ def usual_response(data: bytes) -> Response | None:
         return None
     if data[head.end() : head.end() + 1] not in b"{[":
         return None
-    return Response(200, HiddenBytes(memoryview(data)[head.end() :]))
+    return Response(200, bytes(memoryview(data)[head.end() :]))
 
 
 class ResponseParser:
@@ -133,7 +133,7 @@ class ResponseParser:
 
     def response(self) -> Response:
         builder = self._builder
-        return Response(builder.status, HiddenBytes(builder.body), builder.wait, builder.form)
+        return Response(builder.status, bytes(builder.body), builder.wait, builder.form)
 
     def feed(self, data: bytes) -> bool:
         """Whether the response is complete with these bytes.
@@ -335,13 +335,12 @@ class _Connection(asyncio.Protocol):
         self._parser: ResponseParser | None = None
         self._complete: Response | None = None
 
-    def request(self, head: HiddenBytes, body: AnyBody) -> asyncio.Future[Response]:
+    def request(self, head: bytes, body: AnyBody) -> asyncio.Future[Response]:
         self._response = response = self._loop.create_future()
-        # asyncio's frames hold the written value, hence HiddenBytes.
         if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
-            self._transport.write(HiddenBytes(b"%s%d\r\n\r\n%s" % (head, len(body), body)))
+            self._transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
         else:
-            self._transport.write(HiddenBytes(b"%s%d\r\n\r\n" % (head, len(body))))
+            self._transport.write(b"%s%d\r\n\r\n" % (head, len(body)))
             if isinstance(body, bytes):
                 self._transport.write(body)
             else:
@@ -475,6 +474,7 @@ class UnaskedCounter:
     """
 
     url: HiddenUrl
+    api_key: Secret | None
     errors: tuple[type[Exception], ...]
     unasked = unread = 0
     unread_since = 0.0
@@ -532,7 +532,7 @@ class PlainTransport(UnaskedCounter):
     def __init__(
         self,
         url: HiddenUrl,
-        headers: HiddenDict | None,
+        api_key: Secret | None,
         timeout: float,
         connect_timeout: float,
         keepalive: float,
@@ -545,9 +545,9 @@ class PlainTransport(UnaskedCounter):
         self._connect_timeout = min(connect_timeout, timeout)
         self._keepalive = keepalive
         self._method = method
-        self._headers = headers or HiddenDict()
+        self.api_key = api_key
+        self._headers = headers_for(url, api_key)
         self._head = _head(method, url, self._headers)
-        self.redact = url.redactor(headers)
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = []
@@ -616,7 +616,7 @@ class PlainTransport(UnaskedCounter):
                 return "no host of this name (DNS)"
             return f"the name of the host was not found (DNS): {error.strerror}"
         number = getattr(error, "errno", None)
-        return self.redact(os.strerror(number) if number else str(error))
+        return redact(os.strerror(number) if number else str(error))
 
     def _take_idle(self) -> _Connection | None:
         """Returns the most recently used connection, so that spare ones reach their idle limit."""
@@ -684,7 +684,7 @@ class PlainTransport(UnaskedCounter):
             connection.abort(TimeoutError())
 
 
-def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
+def _head(method: str, url: HiddenUrl, headers: dict[str, str]) -> bytes:
     """Returns the head of every request, up to the value of Content-Length.
 
     Raises:
@@ -702,11 +702,6 @@ def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
         "Accept-Encoding": "identity",
         "Content-Type": "application/json",
     }
-    fields = HiddenDict({**own, **headers})
-    return HiddenBytes(
-        (
-            f"{method} {url.reveal().raw_path_qs} HTTP/1.1\r\n"
-            + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-            + "Content-Length: "
-        ).encode()
-    )
+    fields = {**own, **headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {url.reveal().raw_path_qs} HTTP/1.1\r\n{lines}Content-Length: ".encode()

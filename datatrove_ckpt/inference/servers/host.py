@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
-from datatrove_ckpt.inference.servers.compiled import CompileCache
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
@@ -36,7 +35,7 @@ def check_servers(config: InferenceConfig) -> None:
         if config.server_type == "endpoint":
             ExternalServers(config)
         else:
-            config.engine.launch(config, 1, Key("unused"))
+            config.engine.launch(config, 1, Secret(""))
     except CkptError as error:
         named(error, config.name)
         raise
@@ -113,14 +112,12 @@ class ServerHost:
         rank: int,
         sender: Sender,
         on_outage: Callable[[Outage], None],
-        compiled: CompileCache | None = None,
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
         """Returns a rank's client of one model's servers, once they are ready.
 
         Args:
             configs: of all models of the rank.
             on_outage: gets the outage clock of endpoints before the client is there.
-            compiled: what servers compiled on other nodes.
 
         Raises:
             ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
@@ -132,7 +129,7 @@ class ServerHost:
             one = _Running(model_servers, asyncio.get_running_loop().create_future())
             self._running[config.name] = one
             # It begins once this rank has joined below.
-            serve = self._serve(one, configs, rank, on_outage, compiled)
+            serve = self._serve(one, configs, rank, on_outage)
             one.serving = asyncio.create_task(serve, context=self._context.copy())
         was_ready = one.ready.done()
         client = CompletionClient(one.servers, sender)
@@ -156,10 +153,9 @@ class ServerHost:
         configs: Sequence[InferenceConfig],
         rank: int,
         on_outage: Callable[[Outage], None],
-        compiled: CompileCache | None,
     ) -> None:
         if self._models is None:
-            self._models = RankModels(configs, rank, self._keeps, compiled)
+            self._models = RankModels(configs, rank, self._keeps)
         try:
             async with running(one.servers, rank, self._shutdown, self._models, on_outage) as watch:
                 one.ready.set_result(watch)

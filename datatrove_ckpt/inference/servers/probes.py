@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt.common.redaction import HiddenDict
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS, Engine, MetricNames
 from datatrove_ckpt.errors import TooManyOpenFiles
 from datatrove_ckpt.inference.client.attempts import Target
@@ -24,19 +24,19 @@ from datatrove_ckpt.process.shutdown import wait_until_cancelled
 NO_ANSWER = "does not answer"
 
 
-async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
+async def answers(url: str, api_key: Secret | None, seconds: float) -> bool:
     try:
-        return (await get(HiddenUrl(url), headers, seconds)).status == 200
+        return (await get(HiddenUrl(url), api_key, seconds)).status == 200
     except ExchangeFailed:
         return False
 
 
 async def request_health(
-    url: str, headers: HiddenDict, engine: Engine, seconds: float
+    url: str, api_key: Secret | None, engine: Engine, seconds: float
 ) -> str | None:
     """Returns None if the server reports itself healthy, else what is wrong."""
     try:
-        status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), headers, seconds)).status
+        status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), api_key, seconds)).status
     except ExchangeFailed as error:
         if error.kind == "TimeoutError":
             return NO_ANSWER
@@ -98,13 +98,13 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
 
 
 async def read_metrics(
-    url: str, headers: HiddenDict, engine: Engine, seconds: float
+    url: str, api_key: Secret | None, engine: Engine, seconds: float
 ) -> Metrics | None:
     """Returns None if the engine has no metrics, or does not answer in time."""
     if engine.metrics is None:
         return None
     try:
-        response = await get(HiddenUrl(f"{url}/metrics"), headers, seconds)
+        response = await get(HiddenUrl(f"{url}/metrics"), api_key, seconds)
         if response.status == 200:
             return parse_metrics(engine.metrics, response.body.decode())
         return None

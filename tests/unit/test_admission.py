@@ -70,17 +70,17 @@ def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(req
     auto = Simulation(
         ENGINES["gpu, 256 places"](), LENGTHS["short"], Admission(), requests=requests
     ).run(30)
-    assert auto.admission.limit <= max(16, requests + 8)
+    assert auto.admission.limit <= max(16, requests + 16)
 
 
 @pytest.mark.parametrize(
     ("seen", "limit"),
     [
-        ([(Metrics(16, 0, 100), 16)] * 50, 24),  # no work since the last sample changes nothing
+        ([(Metrics(16, 0, 100), 16)] * 50, 32),  # no work since the last sample changes nothing
         # What has not arrived is not sent twice.
         ([(Metrics(0, 0, tokens), 16) for tokens in range(4)], 16),
         # An empty queue never lowers the limit.
-        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 24),
+        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 32),
     ],
 )
 def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
@@ -268,6 +268,17 @@ async def with_other_work(ask):
     await _turns(10)
     await ask()
     await _turns(10)
+
+
+def test_the_limit_grows_twice_as_fast_until_a_request_waits():
+    admission = Admission()
+    admission.limit = 800
+    admission.update(Metrics(800, 0, 1), 800)
+    assert admission.limit == 1000
+    admission.update(Metrics(960, 40, 2), 1000)
+    assert admission.limit == 1080
+    admission.update(Metrics(1080, 0, 3), 1080)
+    assert admission.limit == 1215
 
 
 @pytest.mark.matrix

@@ -17,8 +17,11 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 _DEATHS_TO_QUARANTINE = 2
 _IN_A_ROW = 20  # documents
-# Share of a KV cache from which it counts as full: the requests that run grow.
-_FULL = 0.85
+# Share of a KV cache from which it counts as full: the requests that run grow. Simulated engines
+# are slower by half from 1.0 on, and by 2 % at 0.85.
+_FULL = 0.9
+# A server that other clients fill gets at least a quarter of its requests from this one.
+_MOST_OTHERS = 3
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
@@ -118,7 +121,6 @@ class Request:
     Args:
         document: the id of its document.
         order: of its document: requests of the document with the lowest order are sent first.
-        opened: the routers that have let through a request of its document.
         body: what is sent.
         is_suspect: an earlier attempt has found its document at fault.
 
@@ -135,14 +137,12 @@ class Request:
         sender: Sender | None = None,
         document: str = "",
         order: int = 0,
-        opened: set[object] | None = None,
         body: AnyBody = b"",
         is_suspect: bool = False,
     ) -> None:
         self.sender = sender or Sender()
         self.document = document
         self.order = order
-        self.opened = set() if opened is None else opened
         self.body = body
         self.texts: Sequence[int] | None = None
         self.known = 0
@@ -152,7 +152,7 @@ class Request:
         self.age = 0.0
 
     def copy(self) -> Request:
-        other = Request(self.sender, self.document, self.order, self.opened)
+        other = Request(self.sender, self.document, self.order)
         other.deaths = list(self.deaths)
         other.age = self.age
         return other
@@ -227,7 +227,7 @@ class Target:
         limit: how many requests may be in flight.
         usage_each: share of the KV cache that a running request takes, on average.
         others: requests in flight that other clients have sent.
-        load: share of its places, or of its KV cache, that is taken. From 1 on it gets no document.
+        load: share of its places, or of its KV cache, that is taken. From 1 on it is full.
         reserved: for quarantined requests, once the others are answered.
         cooldown_until: until then other servers are preferred, because a connection failed.
         alive_at: when the server last worked, or got its first request after an idle time.
@@ -259,10 +259,10 @@ class Target:
     def add_in_flight(self, number: int) -> None:
         self.in_flight += number
         self.load = 0.0
-        # Other clients may fill the cache for hours, and metrics of an idle engine may be old: a
-        # request must come to see new ones.
+        # Metrics of an idle engine may be old: a request must come to see new ones.
         if self.in_flight:
-            cache = (self.in_flight + self.others) * self.usage_each / _FULL
+            others = min(self.others, _MOST_OTHERS * self.in_flight)
+            cache = (self.in_flight + others) * self.usage_each / _FULL
             self.load = max(self.in_flight / self.limit, cache)
 
     def start_attempt(self, request: Request) -> Attempt:

@@ -133,6 +133,7 @@ class Admission:
     - Everything on the way to the queue, or back, may reach the queue at once. So only what is
       always on the way counts as normal, and the limit grows by at most ``target`` per sample: the
       queue stays below twice the target.
+    - Until a request waits in the queue, the limit grows twice as fast.
     - vLLM's numbers are as of its last step. A sample that equals the sample before changes
       nothing.
     - With an empty queue the limit never falls: what is missing is on the way.
@@ -149,6 +150,7 @@ class Admission:
         self.limit = FIRST_LIMIT
         self.target = _LEAST_TARGET
         self._last: Metrics | None = None
+        self._has_queued = False
         self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
         self._growth = math.inf  # requests more per sample
         self._exact = float(FIRST_LIMIT)  # the limit with its fraction
@@ -171,7 +173,11 @@ class Admission:
             wanted = metrics.running
         else:
             self._growth *= _ACCELERATION
-            missing = self.target - metrics.waiting - max(0.0, on_the_way - usual)
+            self._has_queued = self._has_queued or metrics.waiting > 0
+            more = self.target
+            if not self._has_queued:
+                more *= 2
+            missing = more - metrics.waiting - max(0.0, on_the_way - usual)
             wanted = in_flight + self._exact % 1 + min(missing, self._growth)
         falls = metrics.waiting or preempted
         self._exact = max(_LEAST_TARGET, wanted if falls else max(self._exact, wanted))

@@ -7,6 +7,7 @@ seconds, and how fast the machine is, or what else runs on it, changes no result
 import asyncio
 import os
 import selectors
+import time
 from pathlib import Path
 
 _LOOK_AGAIN = 0.0001  # seconds of real time
@@ -35,7 +36,8 @@ class _Selector(selectors.DefaultSelector):
             # Only what comes from a socket, or from another thread, gives threads something to do.
             if not self._is_settled:
                 # This also gives threads that wait for the GIL the chance to take it.
-                events = super().select(_LOOK_AGAIN)
+                time.sleep(_LOOK_AGAIN)  # ``select`` would wait for a whole millisecond
+                events = super().select(0)
                 self._is_settled = not events and not _other_threads_work()
                 continue
             if timeout is None:

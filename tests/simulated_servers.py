@@ -65,10 +65,13 @@ class SimulatedServer:
         if self._step_end is not None:
             self._step_end.cancel()
         self._reset()
+        self.stop()
+        self.died.set()
+
+    def stop(self):
         self._server.close()
         for connection in list(self._connections):
             connection.abort()
-        self.died.set()
 
     def ask(self, payload, answer):
         """Calls ``answer`` with the body, when the engine has finished the request. Returns the

@@ -10,9 +10,13 @@ import asyncio
 import json
 import random
 import sys
+import threading
 import time
 import types
+from contextlib import contextmanager
 from itertools import chain, cycle
+from pathlib import Path
+from unittest import mock
 
 from tests.bench.throughput_jobs import JOBS
 from tests.simulated_servers import SimulatedServer
@@ -22,9 +26,18 @@ from tests.virtual_time import VirtualTimeLoop
 AT_ONCE = 500
 
 
+_REAL_MONOTONIC = time.monotonic
+
+
 def virtual_loop():
     loop = VirtualTimeLoop()
-    time.monotonic = loop.time  # type: ignore[assignment]
+    own_thread = threading.get_ident()
+
+    def monotonic():
+        # Other threads wait in real time: their clock must move while they do.
+        return loop.time() if threading.get_ident() == own_thread else _REAL_MONOTONIC()
+
+    time.monotonic = monotonic  # type: ignore[assignment]
     return loop
 
 
@@ -134,20 +147,15 @@ def rollout_of(job):
 def writer():
     from datatrove.pipeline.writers import JsonlWriter
 
-    return JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None)
+    return JsonlWriter(
+        str(Path.cwd() / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+    )
 
 
 def ours(job, seed, at_once):
-    sys.modules["uvloop"] = types.SimpleNamespace(new_event_loop=virtual_loop)  # type: ignore[assignment]
     from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
-    from datatrove_ckpt.generation import rank
-    from datatrove_ckpt.inference.servers import pool
-    from datatrove_ckpt.preflight import before_run
 
     servers = servers_of(job)
-    pool.InferenceServer = _launched(job, servers)
-    for module in (rank, before_run):
-        module.check_servers = lambda config: None  # type: ignore[attr-defined]
     settings = {"hang_timeout": 1e6, "reuse_servers": job.tasks > 1}
     if at_once is not None:
         settings["max_concurrent_generations"] = at_once
@@ -159,18 +167,38 @@ def ours(job, seed, at_once):
         rollout_of(job),
         models.get("", models),
         writer(),
-        checkpoints_local_dir="checkpoints",
+        checkpoints_local_dir=str(Path.cwd() / "checkpoints"),
         records_per_chunk=1000,
     )
-    if job.tasks == 1:
-        runner.run(documents(job, seed), 0, 1)
-        return servers
 
     def read(data, rank, world_size):
         return documents(job, seed, rank, world_size)
 
-    LocalPipelineExecutor([read, runner], job.tasks, workers=1, logging_dir="logs").run()
+    with _simulated(job, servers):
+        if job.tasks == 1:
+            runner.run(documents(job, seed), 0, 1)
+        else:
+            LocalPipelineExecutor(
+                [read, runner], job.tasks, workers=1, logging_dir=str(Path.cwd() / "logs")
+            ).run()
     return servers
+
+
+@contextmanager
+def _simulated(job, servers):
+    """Lets the runner launch simulated servers, and its loops run in virtual time."""
+    from datatrove_ckpt.generation import rank
+    from datatrove_ckpt.inference.servers import pool
+    from datatrove_ckpt.preflight import before_run
+
+    loops = types.SimpleNamespace(new_event_loop=virtual_loop)
+    with (
+        mock.patch.dict(sys.modules, uvloop=loops),
+        mock.patch.object(pool, "InferenceServer", _launched(job, servers)),
+        mock.patch.object(rank, "check_servers"),
+        mock.patch.object(before_run, "check_servers"),
+    ):
+        yield
 
 
 def _launched(job, servers):
@@ -198,6 +226,7 @@ def _launched(job, servers):
             return -9
 
         async def stop(self):
+            self.engine.stop()
             self.url = ""
 
         kill = stop
@@ -237,26 +266,29 @@ def _start_before(runner, server, config):
     runner.run_async = run
 
 
-def main():
-    name, system, seed, at_once = json.loads(sys.argv[1])
-    job = JOBS[name]
-    began = time.perf_counter()
+def run(job, system, seed, at_once=None):
+    """Returns the result of one run. It leaves ``time.monotonic`` with the run's virtual time."""
     if system in ("ours", "datatrove"):
         by_model = {"ours": ours, "datatrove": datatrove}[system](job, seed, at_once)
     else:
-        run = {"ideal": ideal, "loop": plain_loop}[system]
+        main = {"ideal": ideal, "loop": plain_loop}[system]
         with asyncio.Runner(loop_factory=virtual_loop) as runner:
-            by_model = runner.run(run(job, seed, at_once))
+            by_model = runner.run(main(job, seed, at_once))
     servers = [server for server in chain(*by_model.values()) if server.first is not None]
     prompts = sum(server.prompt_tokens for server in servers)
-    result = {
+    return {
         "seconds": max(server.last for server in servers) - min(server.first for server in servers),
         "requests": sum(server.answered for server in servers),
         "cached": sum(server.cached_tokens for server in servers) / prompts,
         "preemptions": sum(server.preemptions + server.engine.preemptions for server in servers),
-        "took": time.perf_counter() - began,
     }
-    print(json.dumps(result))
+
+
+def main():
+    name, system, seed, at_once = json.loads(sys.argv[1])
+    began = time.perf_counter()
+    result = run(JOBS[name], system, seed, at_once)
+    print(json.dumps({**result, "took": time.perf_counter() - began}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ best       the best of some numbers as ``max_concurrent_generations``, in bracke
 loop, datatrove    see ``throughput_run.py``
 
 What has missed its goal, or is more than 2 % slower than before, is listed below the table.
+``--write`` also writes the table to docs/internals/benchmarks.md, and README's lines about it.
 """
 
 import json
@@ -23,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.bench import tables
+from tests.bench import report, tables
 from tests.bench.commits import checkout
 from tests.bench.measure import ROOT
 from tests.bench.throughput_jobs import JOBS
@@ -121,8 +122,11 @@ def main():
     parser.add_argument(
         "--results", type=Path, metavar="FILE", help="of this commit: what it has is not run again"
     )
+    parser.add_argument("--write", action="store_true", help="all jobs and systems, to the docs")
     options = parser.parse_args()
     names = [name for name in JOBS if any(part in name for part in options.jobs)]
+    if options.write and (len(names) < len(JOBS) or set(options.systems) != set(SYSTEMS)):
+        parser.error("--write: needs all jobs and systems")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-commit-"))
         before = stack.enter_context(checkout(options.against, Path(folder) / "before"))
@@ -133,7 +137,10 @@ def main():
         [name, *(_cell(system, row) for system in options.systems)]
         for name, row in zip(names, found, strict=True)
     ]
-    print(tables.markdown(["job", *options.systems], rows))
+    table = tables.markdown(["job", *options.systems], rows)
+    print(table)
+    if options.write:
+        report.write_shares(table)
     for name, row in zip(names, found, strict=True):
         for line in _missed(name, row):
             print(f"\n{line}")

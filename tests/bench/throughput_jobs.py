@@ -232,12 +232,12 @@ FP8 = {"base": 4.5e-3, "per_prompt_token": 1.7e-5, "per_cached_token": 2.8e-8, "
 # Of documents that are shared and shuffled, 150 a server are a little more than its cache holds.
 JOBS = {
     "rewriting, 1 server": Job(1, rewriting(2_500), one_call),
-    "rewriting, 4 servers": Job(4, rewriting(10_000), one_call),
+    "rewriting, 4 servers": Job(4, rewriting(8_000), one_call),
     "rewriting, 8 servers": Job(8, rewriting(20_000), one_call, goal=1.0),
     "3 calls in sequence, 1 server": Job(1, calls(2_000, 3), in_sequence, goal=1.65),
     "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence, goal=1.6),
     "10 calls in sequence, 1 server": Job(1, calls(400, 10), in_sequence),
-    "10 calls in sequence, 8 servers": Job(8, calls(3_200, 10), in_sequence),
+    "10 calls in sequence, 8 servers": Job(8, calls(1_600, 10), in_sequence),
     "8 rows share a document, 2 servers": Job(2, shared(375), one_call),
     "8 rows share a document, 4 servers": Job(4, shared(750), one_call),
     "8 rows share a document, 8 servers": Job(8, shared(1_500), one_call, goal=3.8),
@@ -252,18 +252,18 @@ JOBS = {
         8, calls(1_500, 8, prompt=3000, answer=60), in_parallel, goal=3.8
     ),
     "one prompt for all rows, 8 servers": Job(8, system_prompts(20_000, 1), one_call, goal=0.97),
-    "64 system prompts, 8 servers": Job(8, system_prompts(16_000, 64), one_call),
+    "64 system prompts, 8 servers": Job(8, system_prompts(10_000, 64), one_call),
     "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call, numbers=(64, 128, 256)),
-    "labels, 8 servers": Job(8, labels(24_000), one_call),
+    "labels, 8 servers": Job(8, labels(12_000), one_call),
     "prompts of 20,000 tokens, 8 servers": Job(
         8, rewriting(1_000, prompt=20_000, answer=300), one_call, numbers=(8, 16, 24)
     ),
-    "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(16_000), one_call, {"places": 128}),
+    "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(8_000), one_call, {"places": 128}),
     "max-num-batched-tokens 2048, 3 calls, 8 servers": Job(
-        8, calls(6_000, 3), in_sequence, {"budget": 2048}
+        8, calls(4_000, 3), in_sequence, {"budget": 2048}
     ),
-    "a small model, rewriting, 8 servers": Job(8, rewriting(20_000), one_call, SMALL_MODEL),
-    "fp8, rewriting, 8 servers": Job(8, rewriting(20_000), one_call, FP8),
+    "a small model, rewriting, 8 servers": Job(8, rewriting(12_000), one_call, SMALL_MODEL),
+    "fp8, rewriting, 8 servers": Job(8, rewriting(12_000), one_call, FP8),
     "one of 8 servers dies, and is back after 30 s, 3 calls": Job(
         8, calls(6_000, 3), in_sequence, death=(30.0, 30.0)
     ),

@@ -169,17 +169,17 @@ def write_shares(table):
 
 
 def share_summary(table):
+    """README's lines, from the text of the table of shares."""
     cells = _cells(table)
     ours, datatrove = cells["job"].index("ours"), cells["job"].index("datatrove")
-
-    def shares(job):
-        return f"{cells[job][ours]} ({cells[job][datatrove]})"
-
+    rewriting = cells["rewriting, 8 servers"]
+    calls = cells["3 calls in sequence, 8 servers"]
+    shuffled = cells["the same, shuffled, 8 servers"]
     return (
-        f"Of the ideal of eight GPUs, simulated, you get {shares('rewriting, 8 servers')} with one call for each document,\n"
-        f"{shares('3 calls in sequence, 8 servers')} with three calls in sequence, and {shares('the same, shuffled, 8 servers')} where shuffled rows share documents;\n"
-        "in brackets datatrove's runner. Above 1, more of the prompts is found in the KV caches than in the ideal. No real\n"
-        "GPU was measured.\n"
+        f"On eight simulated GPUs, default settings reach {rewriting[ours]} of the ideal with one call for each document\n"
+        f"(datatrove's runner, with a task for each GPU: {rewriting[datatrove]}), {calls[ours]} ({calls[datatrove]}) with three calls in sequence, and\n"
+        f"{shuffled[ours]} ({shuffled[datatrove]}) where shuffled rows share documents. Above 1, the KV caches serve more of the prompts than in\n"
+        "the ideal. No real GPU was measured. [How this was measured](docs/internals/benchmarks.md).\n"
     )
 
 

@@ -7,7 +7,7 @@ prompt. An answer has as many tokens as ``max_tokens`` says.
 import asyncio
 import json
 
-from tests.simulated_engine import BLOCK, Request
+from tests.simulated_engine import BLOCK, Engine, Request
 
 _BYTES = 4  # of a token
 _PIECE = BLOCK * _BYTES
@@ -16,29 +16,62 @@ _PIECE = BLOCK * _BYTES
 class SimulatedServer:
     """One engine and its address.
 
+    Args:
+        settings: of the engine.
+
     Attributes:
         first, last: when the first request came, and the last answer went.
+        preemptions: of the engines that were killed.
+        died: set by ``kill``.
     """
 
-    def __init__(self, engine):
-        self.engine = engine
+    def __init__(self, **settings):
+        self._settings = settings
+        self._port = 0
+        self._connections = set()
         self.first = None
         self.last = 0.0
         self.answered = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.preemptions = 0
+        self.died = asyncio.Event()
+        self._reset()
+
+    def _reset(self):
+        self.engine = Engine(**self._settings)
         self._answers = {}
-        self._is_busy = False
-        self._seen = engine.metrics()
+        self._step_end = None
+        self._seen = self.engine.metrics()
         self._usage = 0.0
 
-    async def start(self, port=0):
-        """Returns its URL."""
-        self._loop = asyncio.get_running_loop()
+    async def start(self):
+        """Returns its URL, which stays the same after ``kill``."""
+        self.use(asyncio.get_running_loop())
         self._server = await self._loop.create_server(
-            lambda: _Connection(self), "127.0.0.1", port, backlog=4096
+            lambda: _Connection(self), "127.0.0.1", self._port, backlog=4096
         )
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._port = self._server.sockets[0].getsockname()[1]
+        self.died.clear()
+        return f"http://127.0.0.1:{self._port}"
+
+    def use(self, loop):
+        """Lets the engine run on a loop, without an address."""
+        self._loop = loop
+
+    def kill(self):
+        """Ends without answers to its requests, and forgets what is in its cache."""
+        self.preemptions += self.engine.preemptions
+        if self._step_end is not None:
+            self._step_end.cancel()
+        self._reset()
+        self.stop()
+        self.died.set()
+
+    def stop(self):
+        self._server.close()
+        for connection in list(self._connections):
+            connection.abort()
 
     def ask(self, payload, answer):
         """Calls ``answer`` with the body, when the engine has finished the request. Returns the
@@ -76,20 +109,19 @@ class SimulatedServer:
         ).encode()
 
     def _step(self):
-        if self._is_busy or self.engine.is_idle:
+        if self._step_end is not None or self.engine.is_idle:
             return
-        self._is_busy = True
         seconds, finished = self.engine.step()
         self._seen = self.engine.metrics()
         self._usage = self.engine.cache.usage
-        self._loop.call_later(seconds, self._end_step, finished)
+        self._step_end = self._loop.call_later(seconds, self._end_step, finished)
 
     def _end_step(self, finished):
-        self._is_busy = False
+        self._step_end = None
         for request in finished:
             self._answer(request)
         self._step()
-        if not self._is_busy:
+        if self._step_end is None:
             self._seen = self.engine.metrics()
             self._usage = self.engine.cache.usage
 
@@ -136,8 +168,10 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport):
         self._transport = transport
+        self._server._connections.add(transport)
 
     def connection_lost(self, error):
+        self._server._connections.discard(self._transport)
         if self._request is not None:
             self._server.abort(self._request)
 

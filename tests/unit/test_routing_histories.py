@@ -8,7 +8,6 @@ import random
 
 import pytest
 
-from datatrove_ckpt.common.redaction import HiddenBytes
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.inference.client import client
@@ -20,7 +19,7 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import Sleeps
 
 CHOICE = {"message": {"content": "yes"}, "finish_reason": "stop"}
-ANSWER = Response(200, HiddenBytes(json.dumps({"choices": [CHOICE], "usage": {}}).encode()))
+ANSWER = Response(200, json.dumps({"choices": [CHOICE], "usage": {}}).encode())
 DOCUMENTS = 60  # of each rank
 URL = HiddenUrl("http://127.0.0.1:1")
 

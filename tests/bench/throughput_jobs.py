@@ -229,13 +229,15 @@ SMALL_MODEL = {
 }
 FP8 = {"base": 4.5e-3, "per_prompt_token": 1.7e-5, "per_cached_token": 2.8e-8, "blocks": 53_000}
 
+CALLS = (64, 128, 160, 192)
+
 # Of documents that are shared and shuffled, 150 a server are a little more than its cache holds.
 JOBS = {
     "rewriting, 1 server": Job(1, rewriting(2_500), one_call),
     "rewriting, 4 servers": Job(4, rewriting(8_000), one_call),
     "rewriting, 8 servers": Job(8, rewriting(20_000), one_call, goal=1.0),
-    "3 calls in sequence, 1 server": Job(1, calls(2_000, 3), in_sequence, goal=1.65),
-    "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence, goal=1.6),
+    "3 calls in sequence, 1 server": Job(1, calls(2_000, 3), in_sequence, goal=1.65, numbers=CALLS),
+    "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence, goal=1.6, numbers=CALLS),
     "10 calls in sequence, 1 server": Job(1, calls(400, 10), in_sequence),
     "10 calls in sequence, 8 servers": Job(8, calls(1_600, 10), in_sequence),
     "8 rows share a document, 2 servers": Job(2, shared(375), one_call),

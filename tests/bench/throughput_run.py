@@ -92,6 +92,8 @@ async def plain_loop(job, seed, at_once):
         schedule_death(job, mortal)
         restart = asyncio.create_task(_restart(job, mortal))
     rows = iter(rows_of(job, seed))
+    most = (at_once or AT_ONCE) * sum(job.models.values())
+    places = asyncio.Semaphore(most)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -100,7 +102,10 @@ async def plain_loop(job, seed, at_once):
             while True:
                 url = f"{next(urls[model])}/v1/chat/completions"
                 try:
-                    async with session.post(url, json={"model": "m", **payload}) as response:
+                    async with (
+                        places,
+                        session.post(url, json={"model": "m", **payload}) as response,
+                    ):
                         return (await response.json())["choices"][0]["message"]["content"]
                 except aiohttp.ClientError:
                     await asyncio.sleep(0.1)
@@ -109,7 +114,6 @@ async def plain_loop(job, seed, at_once):
             for row in rows:
                 await job.rollout(row, ask)
 
-        most = (at_once or AT_ONCE) * sum(job.models.values())
         await asyncio.gather(*(work() for _ in range(most)))
     if job.death is not None:
         restart.cancel()

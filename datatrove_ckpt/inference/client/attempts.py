@@ -7,13 +7,16 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from datatrove_ckpt.common.redaction import Key
 from datatrove_ckpt.inference.client.body import AnyBody
 from datatrove_ckpt.inference.client.transport import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.inference.client.pace import Pace
 
 _DEATHS_TO_QUARANTINE = 2
 _IN_A_ROW = 20  # documents
@@ -225,6 +228,7 @@ class Target:
     Attributes:
         transports: by path.
         limit: how many requests may be in flight.
+        pace: adapts the limit; None: it is a number, or follows the server's metrics.
         usage_each: share of the KV cache that a running request takes, on average.
         others: requests in flight that other clients have sent.
         load: share of its places, or of its KV cache, that is taken. From 1 on it gets no document.
@@ -243,6 +247,7 @@ class Target:
         self.transports: dict[str, Transport] = {}
         self.up = False
         self.limit = math.inf
+        self.pace: Pace | None = None
         self.usage_each = 0.0
         self.others = 0.0
         self.load = 0.0

@@ -34,8 +34,6 @@ from datatrove_ckpt.inference.client.attempts import (
 from datatrove_ckpt.inference.client.prefixes import Prefixes
 from datatrove_ckpt.inference.client.quarantine import Quarantine
 
-# Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
-FIRST_LIMIT = 16
 # The oldest of the waiting requests: they may go ahead of each other. So many documents more than
 # places are in work, so that there is a choice.
 WINDOW = 64

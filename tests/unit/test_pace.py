@@ -84,12 +84,12 @@ ALL = ("quotas", "wait")
 @pytest.mark.parametrize(
     ("made", "minutes", "share", "refused"),
     [
-        ({"requests": 60, "shows": ALL}, 5, 0.95, 0.20),
-        ({"requests": 60, "shows": ALL, "window": True}, 10, 0.95, 0.05),
+        ({"requests": 60, "shows": ALL}, 3, 0.95, 0),
+        ({"requests": 60, "shows": ALL, "window": True}, 10, 0.95, 0),
         ({"requests": 60, "shows": ("wait",)}, 10, 0.95, 0.3),
         ({"requests": 60, "shows": ("wait",), "window": True}, 10, 0.95, 0.2),
         ({"requests": 60}, 10, 0.95, 0.3),
-        ({"requests": 5, "shows": ALL}, 30, 0.95, 0.6),
+        ({"requests": 5, "shows": ALL}, 30, 0.95, 0.1),
         ({"requests": 5}, 30, 0.95, 5),
         ({"tokens": (2000, 120_000), "shows": ALL}, 10, 0.9, 0.2),
     ],
@@ -109,7 +109,7 @@ def test_a_number_stays_and_most_of_its_requests_are_refused(in_virtual_time):
     assert provider.refused > 10 * provider.answered
 
 
-def test_the_requests_in_flight_double_with_each_round_of_answers_up_to_500(in_virtual_time):
+def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_time):
     provider = SimulatedProvider(lambda: 1.0)
     times = []
     ask = provider.ask
@@ -119,9 +119,9 @@ def test_the_requests_in_flight_double_with_each_round_of_answers_up_to_500(in_v
         return ask(payload, answer)
 
     provider.ask = noted
-    in_virtual_time(ask_for, 7.5 / 60, provider, "auto", 600)
-    by_second = [sum(second <= at < second + 1 for at in times) for second in range(7)]
-    assert by_second == [16, 32, 64, 128, 256, 500, 500]
+    in_virtual_time(ask_for, 3.5 / 60, provider)
+    by_second = [sum(second <= at < second + 1 for at in times) for second in range(3)]
+    assert by_second == [16, 32, 64]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_quotas_of_providers_are_read(fields, shown):
 SMALL = {"places": 64, "blocks": 2_000, "base": 0.02, "per_decode": 2e-4, "per_prompt_token": 1e-4}
 
 
-async def job(clients, documents=360):
+async def job(clients, documents=240):
     """How long a server takes for calls in pairs, of which the second has the first's prompt."""
     server = SimulatedServer(Engine(**SMALL))
     url = await server.start()
@@ -192,17 +192,12 @@ async def job(clients, documents=360):
     return server.last - server.first, server.engine.preemptions, limits
 
 
-def test_two_clients_of_a_server_take_no_longer_than_one(in_virtual_time):
-    one, _, _ = in_virtual_time(job, 1)
+def test_two_clients_of_an_endpoint_that_shows_metrics_take_no_longer_than_one(in_virtual_time):
+    one, _, (limit,) = in_virtual_time(job, 1)
     two, preemptions, _ = in_virtual_time(job, 2)
-    print(one, two, preemptions)
+    assert 16 < limit < 100
     assert two <= 1.05 * one
     assert preemptions <= 10
-
-
-def test_an_endpoint_that_shows_metrics_is_followed_as_a_launched_server(in_virtual_time):
-    _, _, (limit,) = in_virtual_time(job, 1)
-    assert 16 < limit < 100
 
 
 # What is said, and open files --------------------------------------------------------------------

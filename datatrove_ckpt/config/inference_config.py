@@ -58,7 +58,8 @@ class InferenceConfig:
         rollouts_per_document (identity): rollouts of each document.
         max_concurrent_generations (free): requests in flight at each server, of all tasks that
             share it. "auto": as many as keep a short queue in the engine, and their documents in
-            its cache (vLLM, SGLang); 500 for servers whose metrics are not known.
+            its cache (vLLM, SGLang, also as an endpoint). Without metrics it starts with 16, and
+            follows the server's answers and limits, up to 500.
         max_concurrent_documents (free): documents in work, per task. None: they follow the
             requests: as many as all servers have places for, // rollouts per document, times
             ``texts_per_request``, but at most 10,000 for that.

@@ -26,7 +26,8 @@ Only the HTTP status decides, not a body, which may quote the document. One exce
 500 for a text that is too long for an embedding counts as 413.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
-(at most 120 s, and never beyond the patience). A sleeping request holds no slot.
+(at most 120 s, and never beyond the patience). A sleeping request holds no place, except at a
+server that limits requests under ``max_concurrent_generations: auto`` (see ``pace.py``).
 
 A null finish_reason may mean a truncated answer, but some gateways send nothing else:
 ``accept_null_finish_reason`` decides.

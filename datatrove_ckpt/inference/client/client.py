@@ -27,7 +27,7 @@ Only the HTTP status decides, not a body, which may quote the document. One exce
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
 (at most 120 s, and never beyond the patience). A sleeping request holds no place, except at a
-server that limits requests under ``max_concurrent_generations: auto`` (see ``pace.py``).
+server that limits requests under ``max_concurrent_generations: auto`` (see ``Pace``).
 
 A null finish_reason may mean a truncated answer, but some gateways send nothing else:
 ``accept_null_finish_reason`` decides.
@@ -90,12 +90,12 @@ from datatrove_ckpt.inference.client.attempts import (
     Attempt,
     AttemptLost,
     MustDivide,
+    Pace,
     Request,
     Sender,
     Target,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, in_tier
-from datatrove_ckpt.inference.client.pace import Pace
 from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy

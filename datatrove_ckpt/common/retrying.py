@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from itertools import takewhile
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from loguru import logger
@@ -222,7 +222,37 @@ def is_taken(error: BaseException) -> bool:
     return isinstance(error, FileExistsError) or http_status(error) == 412
 
 
-WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit")
+class Quota(NamedTuple):
+    """What a provider's limit leaves: requests, or tokens, until it resets in ``seconds``."""
+
+    of_tokens: bool
+    limit: float
+    left: float
+    seconds: float
+
+
+_QUOTA_KINDS = ("-requests", "-tokens", "")
+QUOTA_FIELDS = tuple(
+    f"x-ratelimit-{part}{kind}" for kind in _QUOTA_KINDS for part in ("limit", "remaining", "reset")
+)
+"""The fields of ``quotas``: OpenAI's, Groq's, Together's and others'."""
+WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit", *QUOTA_FIELDS)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd]|$)")  # parts of "6m0s", "120ms" or "1"
+_SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_QUOTA = 10 * 86400  # a larger number is a time, which is in seconds or milliseconds
+
+
+def quotas(fields: Mapping[str, str]) -> list[Quota]:
+    """Returns the quotas that a response shows together with the time of their reset."""
+    shown = []
+    for kind in _QUOTA_KINDS:
+        limit = _number(fields.get(f"x-ratelimit-limit{kind}", ""))
+        left = _number(fields.get(f"x-ratelimit-remaining{kind}", ""))
+        parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", ""))
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        if left is not None and 0 < seconds < _LONGEST_QUOTA:
+            shown.append(Quota(kind == "-tokens", limit or math.inf, left, seconds))
+    return shown
 
 
 def asked_wait(fields: Mapping[str, str]) -> float | None:
@@ -244,6 +274,7 @@ def asked_wait(fields: Mapping[str, str]) -> float | None:
     used_up = [
         float(until) for left, until in _AT.findall(fields.get("ratelimit", "")) if left == "0"
     ]
+    used_up += [quota.seconds for quota in quotas(fields) if quota.left < 1]
     return max(used_up, default=None)
 
 

@@ -55,7 +55,8 @@ class InferenceConfig:
         rollouts_per_document (identity): rollouts of each document.
         max_concurrent_generations (free): requests in flight at each server, of all tasks that
             share it. "auto": as many as keep a short queue in the engine, and their documents in
-            its cache (vLLM, SGLang); 500 for servers whose metrics are not known.
+            its cache (vLLM, SGLang, also as an endpoint). Without metrics it starts with 16, and
+            follows the server's answers and limits, up to 500.
         max_concurrent_documents (free): documents in work, per task. None: they follow the
             requests: as many as all servers have places for, // rollouts per document, times
             ``texts_per_request``, but at most 10,000 for that.
@@ -323,6 +324,24 @@ class InferenceConfig:
         return self.max_concurrent_generations == "auto" and self.engine.metrics is not None
 
     @property
+    def places(self) -> str:
+        """What ``max_concurrent_generations`` means, for a person."""
+        number = self.max_concurrent_generations
+        known = "as the engine's queue and KV cache allow"
+        adapts = f"starts with {FIRST_LIMIT}, follows the server's answers and limits"
+        if self.follows_metrics:
+            return f"auto: {known}"
+        if number == "auto" and self.server_type == "endpoint":
+            return f"auto: {known} where /metrics shows them; else {adapts}"
+        if number == "auto":
+            return f"auto: {adapts}"
+        if self.servers == 1:
+            return f"up to {number:,} at once"
+        return (
+            f"up to {number:,} at each of {self.servers} servers, {number * self.servers:,} in all"
+        )
+
+    @property
     def servers(self) -> int:
         """The servers that a task launches, or the endpoint's URLs."""
         if self.server_type == "endpoint":
@@ -376,7 +395,9 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
-# Under ``max_concurrent_generations: auto``, at each server; datatrove's default.
+# Under ``max_concurrent_generations: auto``, at each server: at first, and at most without metrics,
+# which is datatrove's default.
+FIRST_LIMIT = 16
 REQUESTS_WITHOUT_METRICS = 500
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
@@ -581,6 +602,10 @@ class MetricNames(NamedTuple):
     preemptions: str
     tokens: tuple[str, ...]
     cache_usage: str = ""
+
+    def are_in(self, page: str) -> bool:
+        """Whether a server shows them. A router of servers shows a part."""
+        return all(name in page for name in (self.running, self.waiting, self.tokens[0]))
 
 
 class Cause(NamedTuple):

@@ -28,6 +28,7 @@ from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import (
     CheckpointError,
     CkptError,
@@ -51,7 +52,7 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, WINDOW, Router
+from datatrove_ckpt.inference.client.routing import WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop

@@ -3,6 +3,8 @@ are enough for it.
 """
 
 import asyncio
+import math
+from itertools import cycle
 
 import pytest
 
@@ -103,19 +105,39 @@ async def adapted(read, until):
     return target
 
 
-async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(monkeypatch, log):
+async def test_without_metrics_the_answers_decide_and_a_line_says_why(monkeypatch, log):
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
     async def read(seconds):
         return None
 
-    await adapted(read, lambda target: target.limit == 500)
+    await adapted(read, lambda target: target.pace is not None)
     (said,) = log
     assert (
-        "Server 0 shows no metrics at /metrics, which max_concurrent_generations: auto needs. 500 "
-        in said
-    )
+        "Server 0 shows no metrics at /metrics, so max_concurrent_generations: auto starts with 16 "
+        "requests at once and goes up to 500."
+    ) in said
+
+
+async def test_several_servers_behind_one_address_are_noticed_before_the_limit_runs_away(
+    monkeypatch, log
+):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    limits = []
+    tokens = cycle([1000, 900, 1100, 950])
+
+    async def read(seconds):
+        return Metrics(8, 0, next(tokens))
+
+    def until(target):
+        limits.append(target.limit)
+        return target.pace is not None
+
+    target = await adapted(read, until)
+    assert target.limit == 16
+    assert all(limit <= 24 for limit in limits if limit != math.inf)
+    assert "as a load balancer does" in log[0]
 
 
 async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
@@ -175,7 +197,7 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     reads = []
 
-    async def get(url, api_key, seconds):
+    async def get(url, api_key, seconds, proxied):
         reads.append(url)
         page = (
             f"vllm:num_requests_waiting {len(reads)}\n"
@@ -185,7 +207,7 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
         return Response(200, page.encode())
 
     async def read(seconds):
-        return await read_metrics("http://127.0.0.1:1", None, config().engine, seconds)
+        return await read_metrics("http://127.0.0.1:1", None, config().engine.metrics, seconds)
 
     monkeypatch.setattr(probes, "get", get)
     target = await adapted(read, lambda target: len(reads) > 4)

@@ -571,7 +571,9 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
         fails = server.requests[-1][1] == BODY
         await (answer(http(status, b"", header)) if fails else GOOD)(server, writer)
 
-    async with talking(reply, sleep=sleep, server_patience_seconds=100.0) as (_, client, sleeps):
+    # Under "auto" it would keep the only place while it waits.
+    settings = {"server_patience_seconds": 100.0, "max_concurrent_generations": 2}
+    async with talking(reply, sleep=sleep, **settings) as (_, client, sleeps):
         with pytest.raises(
             RequestFailed, match=rf"this request failed while others.*HTTP {status}"
         ):

@@ -16,7 +16,7 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from datatrove_ckpt.common.redaction import Secret, redact
-from datatrove_ckpt.common.retrying import asked_wait
+from datatrove_ckpt.common.retrying import asked_wait, quotas
 from datatrove_ckpt.inference.client import plain
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.plain import (
@@ -153,7 +153,8 @@ class AiohttpTransport(UnaskedCounter):
                 if response.status == 200:
                     self.refuse_late(connection, body, answer)
                     form = f"{response.headers.get('Content-Type', '')} {coding}"
-                    return Response(200, answer, form=form.strip())
+                    shown = quotas(response.headers)
+                    return Response(200, answer, form=form.strip(), quotas=shown)
                 return Response(response.status, answer, asked_wait(response.headers))
         except aiohttp.ConnectionTimeoutError:
             raise ConnectTimeout from None

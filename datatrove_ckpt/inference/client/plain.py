@@ -28,7 +28,7 @@ import os
 import re
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -37,7 +37,7 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import Secret, redact
-from datatrove_ckpt.common.retrying import WAIT_FIELDS, asked_wait
+from datatrove_ckpt.common.retrying import QUOTA_FIELDS, WAIT_FIELDS, Quota, asked_wait, quotas
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside, headers_for
 
@@ -54,6 +54,7 @@ _MAX_FRAMING_BYTES_PER_CHUNK = 32
 
 _WAIT_FIELDS = tuple(name.encode() for name in WAIT_FIELDS)
 _FORM = (b"content-type", b"content-encoding")
+_QUOTA_FIELDS = frozenset(name.encode() for name in QUOTA_FIELDS)
 _FIELDS = frozenset((b"connection", b"content-length", b"transfer-encoding", *_FORM, *_WAIT_FIELDS))
 
 _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
@@ -62,9 +63,9 @@ _INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another p
 _INTERIM_HEAD = re.compile(
     rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*"
 )
-# 200, insignificant header fields, and one length.
+# 200, header fields that are not read, and one length.
 _SILENT = (
-    rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:)"
+    rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:|x-ratelimit-)"
     rb"[!#$%&'*+.^_`|~0-9a-z-]+:[\t -~\x80-\xff]*\r\n|connection:[\t ]*keep-alive\r\n)*"
 )
 _USUAL_HEAD = re.compile(
@@ -82,12 +83,14 @@ class Response(NamedTuple):
     Attributes:
         wait: the seconds that an error asks to wait.
         form: content type and coding; "" for an answer that is probably JSON.
+        quotas: what is left of the server's limits.
     """
 
     status: int
     body: bytes
     wait: float | None = None
     form: str = ""
+    quotas: Sequence[Quota] = ()
 
 
 class RemoteProtocolError(ConnectionError):
@@ -133,7 +136,13 @@ class ResponseParser:
 
     def response(self) -> Response:
         builder = self._builder
-        return Response(builder.status, bytes(builder.body), builder.wait, builder.form)
+        return Response(
+            builder.status,
+            bytes(builder.body),
+            builder.wait,
+            builder.form,
+            builder.quotas,
+        )
 
     def feed(self, data: bytes) -> bool:
         """Whether the response is complete with these bytes.
@@ -226,6 +235,7 @@ class _ResponseBuilder:
         self.status = 0
         self.wait: float | None = None
         self.form = ""
+        self.quotas: Sequence[Quota] = ()
         self.body = bytearray()
         self.chunks = 0
         self.reusable = False
@@ -278,10 +288,11 @@ class _ResponseBuilder:
         # llhttp checks for "close" in HTTP/1.1 only.
         options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
         self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
-        if status >= 300:
-            self.wait = asked_wait(
-                {name.decode(): value.decode("latin-1") for name, value in fields.items()}
-            )
+        if status >= 300 or not _QUOTA_FIELDS.isdisjoint(fields):
+            texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
+            self.quotas = quotas(texts)
+            if status >= 300:
+                self.wait = asked_wait(texts)
         self.status = status
 
     def on_chunk_header(self) -> None:

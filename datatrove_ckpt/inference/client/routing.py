@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
+from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.attempts import (
     Attempt,
@@ -34,8 +35,6 @@ from datatrove_ckpt.inference.client.attempts import (
 from datatrove_ckpt.inference.client.prefixes import Prefixes
 from datatrove_ckpt.inference.client.quarantine import Quarantine
 
-# Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
-FIRST_LIMIT = 16
 # The oldest of the waiting requests may go ahead of each other. So many documents more than places
 # are in work, so that there is a choice.
 WINDOW = 64

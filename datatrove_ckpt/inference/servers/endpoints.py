@@ -7,6 +7,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 from loguru import logger
@@ -14,12 +15,16 @@ from loguru import logger
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.inference.client.attempts import Target
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+from datatrove_ckpt.inference.servers.probes import adapt_admission, read_metrics, read_page
 
 _PROBE_TIMEOUT = 10.0  # seconds
 _OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
@@ -89,6 +94,29 @@ class ExternalServers:
                 )
             self.outage.show(causes[0])
             await asyncio.sleep(delay)
+
+    async def follow(self, target: Target, router: Router) -> None:
+        """Adapts a target's limit to its engine, if /metrics has the names of an engine.
+
+        Some names come with the first request. So it is looked for until an answer has come.
+        """
+        assert target.url is not None
+        url = target.url.api("/metrics")
+        proxied = needs_proxy(self.urls)
+        looks = 0
+        while True:
+            is_last = target.answers > 0
+            page = await read_page(url, self.api_key, _PROBE_TIMEOUT, proxied)
+            for engine in ENGINES.values():
+                names = engine.metrics
+                if names is not None and names.are_in(page):
+                    target.pace = None
+                    read = partial(read_metrics, url, self.api_key, names, proxied=proxied)
+                    await adapt_admission(str(target.url), target, router, read)
+            if is_last:
+                return
+            looks += 1
+            await asyncio.sleep(retrying.RESTART.wait(looks))
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
         """Returns what is wrong with the endpoints that do not answer.

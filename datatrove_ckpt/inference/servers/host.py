@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from loguru import logger
+
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
@@ -51,6 +53,8 @@ async def running(
 ) -> AsyncIterator[Watch]:
     """Keeps the servers ready for requests in this block. See ``ServerHost.lend``."""
     config = servers.config
+    logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
+    following: list[asyncio.Task[None]] = []
     try:
         if config.server_type == "endpoint":
             endpoints = ExternalServers(config)
@@ -59,6 +63,12 @@ async def running(
             servers.add_endpoints(endpoints.urls, endpoints.api_key)
             for index, url in enumerate(endpoints.urls):
                 servers.tell("ready", config.server_name(index), str(url), "")
+            if config.max_concurrent_generations == "auto":
+                router = servers.router
+                following += [
+                    asyncio.create_task(endpoints.follow(target, router))
+                    for target in router.targets
+                ]
             yield wait_until_cancelled  # a failure of these servers shows in their answers
         else:
             from datatrove_ckpt.inference.servers.pool import ServerPool
@@ -66,6 +76,9 @@ async def running(
             async with ServerPool(config, rank, servers, shutdown, models).running() as watch:
                 yield watch
     finally:
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         await servers.close()
 
 

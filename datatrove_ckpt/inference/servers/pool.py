@@ -350,7 +350,8 @@ class ServerSupervisor:
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         server = self.server
-        return await read_metrics(server.url, server.api_key, self.config.engine, seconds)
+        url = HiddenUrl(f"{server.url}/metrics")
+        return await read_metrics(url, server.api_key, self.config.engine.metrics, seconds)
 
     async def probe(self, since: float, until_proof: bool) -> None:
         """Returns once the server is known to be alive. If it is dead, the waiting attempts are

@@ -13,10 +13,15 @@ from typing import NoReturn
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import Secret
-from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS, Engine, MetricNames
+from datatrove_ckpt.config.inference_config import (
+    FIRST_LIMIT,
+    REQUESTS_WITHOUT_METRICS,
+    Engine,
+    MetricNames,
+)
 from datatrove_ckpt.errors import TooManyOpenFiles
-from datatrove_ckpt.inference.client.attempts import Target
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
+from datatrove_ckpt.inference.client.attempts import Pace, Target
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -97,18 +102,32 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     )
 
 
+async def read_page(
+    url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool = False
+) -> str:
+    """Returns the text at /metrics; "" if the server shows none, or does not answer in time."""
+    try:
+        response = await get(url, api_key, seconds, proxied)
+        if response.status == 200:
+            return response.body.decode()
+        return ""
+    except (ExchangeFailed, TooManyOpenFiles, ValueError):
+        return ""
+
+
 async def read_metrics(
-    url: str, api_key: Secret | None, engine: Engine, seconds: float
+    url: HiddenUrl,
+    api_key: Secret | None,
+    names: MetricNames | None,
+    seconds: float,
+    proxied: bool = False,
 ) -> Metrics | None:
     """Returns None if the engine has no metrics, or does not answer in time."""
-    if engine.metrics is None:
+    if names is None:
         return None
     try:
-        response = await get(HiddenUrl(f"{url}/metrics"), api_key, seconds)
-        if response.status == 200:
-            return parse_metrics(engine.metrics, response.body.decode())
-        return None
-    except (ExchangeFailed, TooManyOpenFiles, ValueError):
+        return parse_metrics(names, await read_page(url, api_key, seconds, proxied))
+    except ValueError:
         return None
 
 
@@ -120,6 +139,7 @@ _USUAL_SAMPLES = 5
 _GROWTH_AFTER_PREEMPTION = 0.1
 _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
+_MOST_FALLS = 2  # of a counter: a restart is one
 _METRICS_TIMEOUT = 5.0  # seconds
 _WAIT_FOR_METRICS_SECONDS = 30.0
 
@@ -192,21 +212,29 @@ async def adapt_admission(
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
-    Without metrics (vLLM's ``disable-log-stats``) it takes datatrove's default number. If they stop
-    later, the limit stays, and what they showed of the cache is forgotten.
+    Without metrics (vLLM's ``disable-log-stats``) the answers decide. So they do if a counter of
+    tokens falls twice: a load balancer then shows another server's metrics each time, of which the
+    limit would run away. If the metrics stop, the limit stays, and what they showed of the cache is
+    forgotten.
 
     Args:
         read: gives the engine's metrics within so many seconds.
     """
     admission = Admission()  # new for each process of the server
     read_at = time.monotonic()
-    seen = False
+    tokens: float | None = None
+    falls = 0
+    why = "shows no metrics at /metrics"
     while True:
         await asyncio.sleep(_SAMPLE_SECONDS)
         metrics = await read(_METRICS_TIMEOUT)
         if metrics is not None:
-            seen = True
             read_at = time.monotonic()
+            falls += tokens is not None and metrics.tokens < tokens
+            tokens = metrics.tokens
+            if falls == _MOST_FALLS:
+                why = "shows the metrics of several servers in turn, as a load balancer does"
+                break
             admission.update(metrics, target.in_flight)
             target.limit = admission.limit
             # What no request takes now, transfers to other servers hold, say.
@@ -214,16 +242,18 @@ async def adapt_admission(
             target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
         elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue
-        elif not seen:
+        elif tokens is None:
             break
         else:
             target.usage_each = 0.0
         router.admit(resized=True)
-    target.limit = REQUESTS_WITHOUT_METRICS
+    target.pace = Pace(target)
+    target.usage_each = 0.0
+    target.others = 0.0
     router.admit(resized=True)
     logger.warning(
-        f"{name} shows no metrics at /metrics, which max_concurrent_generations: auto needs. "
-        f"{REQUESTS_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "
-        "metrics, or set a number."
+        f"{name} {why}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests at "
+        f"once and goes up to {REQUESTS_WITHOUT_METRICS}. Let the server show its own metrics, or "
+        "set a number."
     )
     await wait_until_cancelled()

@@ -242,7 +242,7 @@ _SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_QUOTA = 10 * 86400  # a larger number is a time, which is in seconds or milliseconds
 
 
-def quotas(fields: Mapping[str, str]) -> list[Quota]:
+def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
     """Returns the quotas that a response shows together with the time of their reset."""
     shown = []
     for kind in _QUOTA_KINDS:
@@ -252,7 +252,7 @@ def quotas(fields: Mapping[str, str]) -> list[Quota]:
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         if left is not None and 0 < seconds < _LONGEST_QUOTA:
             shown.append(Quota(kind == "-tokens", limit or math.inf, left, seconds))
-    return shown
+    return tuple(shown)
 
 
 def asked_wait(fields: Mapping[str, str]) -> float | None:

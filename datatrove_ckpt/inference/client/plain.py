@@ -90,7 +90,7 @@ class Response(NamedTuple):
     body: bytes
     wait: float | None = None
     form: str = ""
-    quotas: Sequence[Quota] = ()
+    quotas: tuple[Quota, ...] = ()
 
 
 class RemoteProtocolError(ConnectionError):
@@ -235,7 +235,7 @@ class _ResponseBuilder:
         self.status = 0
         self.wait: float | None = None
         self.form = ""
-        self.quotas: Sequence[Quota] = ()
+        self.quotas: tuple[Quota, ...] = ()
         self.body = bytearray()
         self.chunks = 0
         self.reusable = False

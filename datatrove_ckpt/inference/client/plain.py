@@ -28,7 +28,7 @@ import os
 import re
 import socket
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 

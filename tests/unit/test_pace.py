@@ -153,7 +153,7 @@ def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_tim
     ],
 )
 def test_quotas_of_providers_are_read(fields, shown):
-    assert quotas(fields) == [pytest.approx(quota) for quota in shown]
+    assert list(quotas(fields)) == [pytest.approx(quota) for quota in shown]
     waits = [quota.seconds for quota in shown if not quota.left]
     assert asked_wait(fields) == max(waits, default=None)
 

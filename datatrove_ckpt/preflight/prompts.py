@@ -35,7 +35,7 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
             f"({percent(start / size)}) are the same in all {number:,}: a prefix cache computes "
             "them once."
         )
-        yield Finding("ok", "prompts", text)
+        yield Finding("note", "prompts", text)
     if end >= least:
         text = (
             f"the last {end:,} characters of all {number:,} prompts are the same. A prefix cache "

@@ -123,6 +123,33 @@ def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_tim
     assert by_second == [16, 32, 64]
 
 
+async def seconds_for(documents, providers, number):
+    host = ServerHost(Shutdown())
+    urls = [await provider.start() for provider in providers]
+    loop = asyncio.get_running_loop()
+    async with lend(host, urls, number) as (client, _):
+        async with asyncio.TaskGroup() as group:
+            for order in range(documents):
+                request = Request(client.sender, order=order)
+                group.create_task(client.complete(body(), request=request))
+        taken = loop.time()
+    await host.close()
+    for provider in providers:
+        provider.close()
+    return taken
+
+
+@pytest.mark.parametrize("number", ["auto", 8])
+def test_a_server_that_refuses_everything_takes_little_of_another_ones_time(
+    in_virtual_time, number
+):
+    alone = in_virtual_time(seconds_for, 100, [SimulatedProvider(lambda: 1.0)], number)
+    refusing = SimulatedProvider(lambda: 1.0, requests=0)
+    both = [refusing, SimulatedProvider(lambda: 1.0)]
+    assert in_virtual_time(seconds_for, 100, both, number) < 1.5 * alone + 3
+    assert refusing.refused < 100
+
+
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [

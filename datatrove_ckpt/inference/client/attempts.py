@@ -237,7 +237,9 @@ class Target:
         others: requests in flight that other clients have sent.
         load: share of its places, or of its KV cache, that is taken. From 1 on it is full.
         reserved: for quarantined requests, once the others are answered.
-        cooldown_until: until then other servers are preferred, because a connection failed.
+        cooldown_until: until then it gets no request that another server may take, because a
+            connection failed or it refused a request.
+        is_lost: it could not be reached, and was said to be.
         alive_at: when the server last worked, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: an answer had a finish_reason.
@@ -258,6 +260,7 @@ class Target:
         self.in_flight = 0
         self.attempts: set[Attempt] = set()
         self.cooldown_until = 0.0
+        self.is_lost = False
         self.reserved = False
         self.alive_at = 0.0
         self.accepted_at = 0.0

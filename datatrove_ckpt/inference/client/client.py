@@ -102,9 +102,11 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
-# Seconds for which other URLs are preferred after a failed connection: a dead server fails at once,
-# has the fewest requests in flight, and would get all.
+# Seconds for which only other URLs get requests after a failed connection, and after a refusal
+# (unless the server asks for more): such a server fails at once, has the fewest requests in flight,
+# and would get all.
 _COOLDOWN = 5.0
+_REFUSED_COOLDOWN = 1.0
 _MAX_UNASKED = 3
 _MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
@@ -690,6 +692,9 @@ class CompletionClient:
                 self._check_reason(answer, target)
             transport.is_read = True
             target.mark_alive(started_at)
+            if target.is_lost:
+                target.is_lost = False
+                logger.info(f"{target.url} answers again.")
             if target.pace is not None:
                 tokens = answer.usage.get("total_tokens", 0)
                 target.pace.answered(started_at, tokens, response.quotas)
@@ -711,11 +716,26 @@ class CompletionClient:
                 target.mark_alive(started_at)
             if target.pace is not None and failure.server_is_limited:
                 target.pace.refused(started_at, failure.asked_wait or 0.0)
-            if failure.unreachable:
-                target.cooldown_until = time.monotonic() + _COOLDOWN
+            self._rest(target, failure)
             if target.probe is not None and not failure.server_is_well:
                 await target.probe(started_at, failure.status not in retrying.BUSY)
             raise
+
+    def _rest(self, target: Target, failure: RetryableError) -> None:
+        """Lets other servers have the next requests, if there are any."""
+        if failure.unreachable:
+            seconds = _COOLDOWN
+            if not target.is_lost and len(self._router.targets) > 1 and target.probe is None:
+                target.is_lost = True
+                logger.warning(
+                    f"{target.url} cannot be reached ({failure}). The other servers get its "
+                    "requests, and it is tried again every few seconds."
+                )
+        elif failure.server_is_limited:
+            seconds = min(_COOLDOWN, max(_REFUSED_COOLDOWN, failure.asked_wait or 0.0))
+        else:
+            return
+        target.cooldown_until = max(target.cooldown_until, time.monotonic() + seconds)
 
     def _check_reason(self, answer: Completion, target: Target) -> None:
         """Raises RetryableError for an answer that may be cut off."""

@@ -101,7 +101,7 @@ class Room:
                 continue
             load = target.load
             if target.cooldown_until > now:
-                if load < 1:
+                if load < 1 and (cooling is None or load < cooling.load):
                     cooling = target
                 continue
             self._awaited |= target.bit
@@ -114,7 +114,8 @@ class Room:
         if least < _IDLE:
             self._idle = self.best
             self._awaited = 0
-        if self.best is None:
+        # Whoever refuses at once would always be the least busy, and get what the others could do.
+        if self.best is None and not self._awaited:
             self.best = cooling
 
     def choose(self, homes: int) -> Target | None:

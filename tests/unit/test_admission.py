@@ -189,7 +189,7 @@ async def test_a_cache_that_no_running_request_takes_holds_back_no_document(monk
     assert target.load < 1
 
 
-@pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "", "many"])
+@pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "1e308", "", "many"])
 @pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
 async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     monkeypatch, name, shown
@@ -202,6 +202,7 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
         page = (
             f"vllm:num_requests_waiting {len(reads)}\n"
             f"vllm:num_preemptions_total {len(reads)}\n"
+            f"vllm:{name} {shown}\n"
             f"vllm:{name} {shown}\n"
         )
         return Response(200, page.encode())

@@ -176,6 +176,8 @@ def test_a_server_that_refuses_everything_takes_little_of_another_ones_time(
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1795867200"}, []),
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "2026-11-28T12:00:00Z"}, []),
         ({"x-ratelimit-remaining-requests": "0"}, []),
+        # Searched as a whole, it would take a minute.
+        ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1" * 60_000 + "x"}, []),
         ({}, []),
     ],
 )

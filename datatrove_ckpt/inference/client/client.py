@@ -63,7 +63,7 @@ from dataclasses import dataclass, field
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.common.redaction import Secret, note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import (
@@ -696,7 +696,7 @@ class CompletionClient:
                 target.is_lost = False
                 logger.info(f"{target.url} answers again.")
             if target.pace is not None:
-                tokens = answer.usage.get("total_tokens", 0)
+                tokens = answer.usage.get("total_tokens") or 0  # null at some gateways
                 target.pace.answered(started_at, tokens, response.quotas)
             return answer
         except (RequestRejected, ServerRefused):
@@ -704,6 +704,7 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
+            note_sent(way.extras)  # which the answer may quote
             if isinstance(failure, UnknownForm):
                 failure.quoted = f"{response.form} ".lstrip()
                 failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")

@@ -86,10 +86,10 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
             else:
                 shown = line[len(name) :]
             number, *_ = shown.split()  # a time may follow
-            value = float(number)
-            if math.isfinite(value):
+            total = found.get(name, 0.0) + float(number)
+            if math.isfinite(total):
                 caches += name == usage
-                found[name] = found.get(name, 0.0) + value
+                found[name] = total
     if not found:
         return None
     processed = sum(found.get(name, 0.0) for name in tokens)

@@ -56,8 +56,7 @@ import contextvars
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from loguru import logger
@@ -161,14 +160,6 @@ class ClientStats:
     @property
     def lost(self) -> int:
         return self.retries + self.resent
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        self.pausing += 1
-        try:
-            yield
-        finally:
-            self.pausing -= 1
 
 
 class Outage:
@@ -560,8 +551,7 @@ class CompletionClient:
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
                 if target.pace is not None and (seconds := target.pace.take()):
-                    with self.stats.pause():
-                        await self._sleep(seconds)
+                    await self._pause(seconds)
                     continue
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
@@ -609,17 +599,23 @@ class CompletionClient:
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
         bounded = self.outage.left() > 0
-        with self.stats.pause():
-            while seconds > 0 and not (bounded and self.outage.left() <= 0):
-                if bounded:
-                    pause = min(seconds, self.outage.left())
-                else:
-                    pause = seconds
-                if failure.asked_wait:  # without it attempts are frequent enough to show the line
-                    pause = min(pause, self.outage.next_line())
-                await self._sleep(pause)
-                seconds -= pause
-                self.outage.show(str(failure))
+        while seconds > 0 and not (bounded and self.outage.left() <= 0):
+            if bounded:
+                pause = min(seconds, self.outage.left())
+            else:
+                pause = seconds
+            if failure.asked_wait:  # without it attempts are frequent enough to show the line
+                pause = min(pause, self.outage.next_line())
+            await self._pause(pause)
+            seconds -= pause
+            self.outage.show(str(failure))
+
+    async def _pause(self, seconds: float) -> None:
+        self.stats.pausing += 1
+        try:
+            await self._sleep(seconds)
+        finally:
+            self.stats.pausing -= 1
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
         self._router.attribute_deaths(request)

@@ -97,9 +97,7 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     )
 
 
-async def read_page(
-    url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool = False
-) -> str:
+async def read_page(url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool) -> str:
     """Returns the text at /metrics; "" if the server shows none, or does not answer in time."""
     try:
         response = await get(url, api_key, seconds, proxied)

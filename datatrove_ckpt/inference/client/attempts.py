@@ -26,7 +26,7 @@ _FULL = 0.9
 _MOST_OTHERS = 3
 _MARGIN = 0.25  # seconds by which a provider's window may end later than it says
 _TOGETHER = 0.1  # seconds within which a provider may get requests in another order
-_WEIGHT = 1 / 8  # of the newest answer in a mean
+_WEIGHT = 1 / 8  # of the newest answer in the mean number of tokens
 _GROWTH = 1 / 8  # of a limit in a round trip, once it was halved
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
@@ -296,7 +296,7 @@ class Pace:
     """
 
     def __init__(self, target: Target) -> None:
-        self.seconds = 0.0  # that an answer takes
+        self.seconds = 0.0  # that the last answer took
         self._target = target
         self._growth = 1.0  # of the limit, with each answer
         self._most = float(REQUESTS_WITHOUT_METRICS)
@@ -329,7 +329,7 @@ class Pace:
         target = self._target
         self._was_refused = False
         self._is_proven |= sent_at > self._halved_at
-        self.seconds += (time.monotonic() - sent_at - self.seconds) * _WEIGHT
+        self.seconds = time.monotonic() - sent_at
         self._tokens += (tokens - self._tokens) * _WEIGHT
         if target.in_flight >= target.limit:
             target.limit = min(target.limit + self._growth, self._most)

@@ -207,13 +207,11 @@ def check_format(
     Raises:
         VersionMismatch: the format is newer, or too old.
     """
-    if isinstance(content, dict):
-        number = content.get(FORMAT_KEY)
-    else:
-        number = None
+    if not isinstance(content, dict):
+        return
+    number = content.get(FORMAT_KEY)
     if type(number) is not int or number in known:
         return
-    assert isinstance(content, dict)
     if 0 < number < known.start:
         raise VersionMismatch(
             f"{where} was written by a version before datatrove-ckpt {_LAST_WITH_OLDER} (format "

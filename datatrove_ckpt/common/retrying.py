@@ -231,12 +231,17 @@ class Quota(NamedTuple):
     seconds: float
 
 
-_QUOTA_KINDS = ("-requests", "-tokens", "")
-QUOTA_FIELDS = tuple(
-    f"x-ratelimit-{part}{kind}" for kind in _QUOTA_KINDS for part in ("limit", "remaining", "reset")
+_QUOTA_KINDS = ("-requests", "-tokens", "")  # OpenAI's, Groq's, Together's and others'
+WAIT_FIELDS = (
+    "retry-after-ms",
+    "retry-after",
+    "ratelimit",
+    *(
+        f"x-ratelimit-{part}{kind}"
+        for kind in _QUOTA_KINDS
+        for part in ("limit", "remaining", "reset")
+    ),
 )
-"""The fields of ``quotas``: OpenAI's, Groq's, Together's and others'."""
-WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit", *QUOTA_FIELDS)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd]|$)")  # parts of "6m0s", "120ms" or "1"
 _LONGEST_DURATION = 50  # characters: the time of a search grows with their square
 _SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}

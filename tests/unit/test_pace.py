@@ -140,14 +140,17 @@ async def seconds_for(documents, providers, number):
 
 
 @pytest.mark.parametrize("number", ["auto", 8])
-def test_a_server_that_refuses_everything_takes_little_of_another_ones_time(
-    in_virtual_time, number
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_server_that_fails_at_everything_takes_little_of_another_ones_time(
+    in_virtual_time, status, number, log
 ):
-    alone = in_virtual_time(seconds_for, 100, [SimulatedProvider(lambda: 1.0)], number)
-    refusing = SimulatedProvider(lambda: 1.0, requests=0)
-    both = [refusing, SimulatedProvider(lambda: 1.0)]
-    assert in_virtual_time(seconds_for, 100, both, number) < 1.5 * alone + 3
-    assert refusing.refused < 100
+    alone = in_virtual_time(seconds_for, 300, [SimulatedProvider(lambda: 1.0)], number)
+    failing = SimulatedProvider(lambda: 1.0, requests=0, status=status)
+    both = [failing, SimulatedProvider(lambda: 1.0)]
+    assert in_virtual_time(seconds_for, 300, both, number) < 1.2 * alone + 3
+    assert failing.refused < 60
+    if number != "auto":  # longer
+        assert sum("It gets a request now and then" in line for line in log) == 1
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,7 @@ import contextvars
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from loguru import logger
@@ -102,11 +101,11 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
-# Seconds for which only other URLs get requests after a failed connection, and after a refusal
-# (unless the server asks for more): such a server fails at once, has the fewest requests in flight,
-# and would get all.
+# Seconds for which only other servers get requests after a failed connection, and after other
+# failures: a server that fails at once has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
-_REFUSED_COOLDOWN = 1.0
+_SHORTEST_REST = 1.0
+_LONGEST_REST = 30.0
 _MAX_UNASKED = 3
 _MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
@@ -163,14 +162,6 @@ class ClientStats:
     @property
     def lost(self) -> int:
         return self.retries + self.resent
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        self.pausing += 1
-        try:
-            yield
-        finally:
-            self.pausing -= 1
 
 
 class Outage:
@@ -562,8 +553,7 @@ class CompletionClient:
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
                 if target.pace is not None and (seconds := target.pace.take()):
-                    with self.stats.pause():
-                        await self._sleep(seconds)
+                    await self._pause(seconds)
                     continue
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
@@ -611,17 +601,23 @@ class CompletionClient:
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
         bounded = self.outage.left() > 0
-        with self.stats.pause():
-            while seconds > 0 and not (bounded and self.outage.left() <= 0):
-                if bounded:
-                    pause = min(seconds, self.outage.left())
-                else:
-                    pause = seconds
-                if failure.asked_wait:  # without it attempts are frequent enough to show the line
-                    pause = min(pause, self.outage.next_line())
-                await self._sleep(pause)
-                seconds -= pause
-                self.outage.show(str(failure))
+        while seconds > 0 and not (bounded and self.outage.left() <= 0):
+            if bounded:
+                pause = min(seconds, self.outage.left())
+            else:
+                pause = seconds
+            if failure.asked_wait:  # without it attempts are frequent enough to show the line
+                pause = min(pause, self.outage.next_line())
+            await self._pause(pause)
+            seconds -= pause
+            self.outage.show(str(failure))
+
+    async def _pause(self, seconds: float) -> None:
+        self.stats.pausing += 1
+        try:
+            await self._sleep(seconds)
+        finally:
+            self.stats.pausing -= 1
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
         self._router.attribute_deaths(request)
@@ -692,8 +688,9 @@ class CompletionClient:
                 self._check_reason(answer, target)
             transport.is_read = True
             target.mark_alive(started_at)
-            if target.is_lost:
-                target.is_lost = False
+            target.failures = 0
+            if target.is_said:
+                target.is_said = False
                 logger.info(f"{target.url} answers again.")
             if target.pace is not None:
                 tokens = answer.usage.get("total_tokens") or 0  # null at some gateways
@@ -724,19 +721,24 @@ class CompletionClient:
 
     def _rest(self, target: Target, failure: RetryableError) -> None:
         """Lets other servers have the next requests, if there are any."""
+        now = time.monotonic()
+        if not target.failures:
+            target.failing_since = now
+        target.failures += 1
+        lasts = now - target.failing_since
         if failure.unreachable:
-            seconds = _COOLDOWN
-            if not target.is_lost and len(self._router.targets) > 1 and target.probe is None:
-                target.is_lost = True
-                logger.warning(
-                    f"{target.url} cannot be reached ({failure}). The other servers get its "
-                    "requests, and it is tried again every few seconds."
-                )
-        elif failure.server_is_limited:
-            seconds = min(_COOLDOWN, max(_REFUSED_COOLDOWN, failure.asked_wait or 0.0))
+            seconds = max(_COOLDOWN, lasts)
+        elif target.fails or failure.server_is_limited:
+            seconds = max(_SHORTEST_REST, lasts, min(_COOLDOWN, failure.asked_wait or 0.0))
         else:
             return
-        target.cooldown_until = max(target.cooldown_until, time.monotonic() + seconds)
+        target.cooldown_until = max(target.cooldown_until, now + min(seconds, _LONGEST_REST))
+        if lasts >= _SAY_AFTER and not target.is_said and len(self._router.targets) > 1:
+            target.is_said = True
+            logger.warning(
+                f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets a request now and "
+                "then, and the other servers the rest."
+            )
 
     def _check_reason(self, answer: Completion, target: Target) -> None:
         """Raises RetryableError for an answer that may be cut off."""

@@ -208,7 +208,7 @@ class SimulatedProvider:
         for kind, cost in costs.items():
             self._left[kind] -= cost
         body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}
-        body["usage"] = {"total_tokens": self._each}
+        body["usage"] = {"total_tokens": self._each or None}  # null at some gateways
         self._loop.call_later(self._seconds(), self._answer, body, answer, self._quotas())
         return
 

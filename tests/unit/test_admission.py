@@ -9,6 +9,7 @@ from itertools import cycle
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
 from datatrove_ckpt.inference.client.plain import Response
@@ -291,6 +292,24 @@ async def with_other_work(ask):
     await _turns(10)
     await ask()
     await _turns(10)
+
+
+async def test_documents_that_wait_for_each_other_before_they_ask_are_started(monkeypatch):
+    monkeypatch.setattr(scheduler, "_IDLE_SECONDS", 0.0)
+    arrived = []
+    all_here = asyncio.Event()
+
+    async def rollout(ask):
+        arrived.append(ask)
+        if len(arrived) == 50:
+            all_here.set()
+        await all_here.wait()
+        await ask()
+
+    work = Work(config(), rollout)
+    await work.run(100)
+    assert all_here.is_set()
+    assert work.most > 0
 
 
 def test_the_limit_grows_twice_as_fast_until_a_request_waits():

@@ -259,11 +259,12 @@ def test_a_request_that_was_refused_and_waits_keeps_nobody_waiting(tmp_path, rer
         threading.Timer(0.1, send_signal).start()  # while the request waits
         return 429
 
-    with FakeServer(status=status) as server, pytest.raises(Preempted):
-        # Longer than a test may take.
+    with FakeServer(status=status) as server:
         settings = {"max_concurrent_generations": "auto"}
+        # Longer than a test may take.
         step = runner(tmp_path, server, plain, drain_seconds=3600, config=settings)
-        step.run(documents(1))
+        with pytest.raises(Preempted):
+            step.run(documents(1))
 
 
 def test_a_blocked_reader_keeps_nobody_waiting(tmp_path, reraised, server):

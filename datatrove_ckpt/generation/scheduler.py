@@ -137,8 +137,8 @@ class DocumentLimit:
         """Follows the places at the servers of a model, up and down."""
         self._models.append((config, router))
         if not self._is_fixed:
-            sender.on_change = partial(self._follow, router)
-            self._follow(router)
+            sender.on_change = partial(self._follow, router, sender)
+            self._follow(router, sender)
 
     def _is_idle(self) -> bool:
         """Whether no server has a request, and none waits."""
@@ -146,7 +146,7 @@ class DocumentLimit:
         busy = any(router.in_flight or router.waiting for router in routers)
         return bool(routers) and not self._is_fixed and not busy
 
-    def _follow(self, router: Router) -> None:
+    def _follow(self, router: Router, sender: Sender) -> None:
         is_full = self._in_work >= self._size or self._room is not None
         if is_full and not router.waiting and router.in_flight < router.capacity:
             self._elsewhere += 1
@@ -155,6 +155,9 @@ class DocumentLimit:
         if any(len(each.targets) > 1 for _, each in self._models):
             places += WINDOW
         self._size = min(self._most, max(1, places) + self._elsewhere)
+        sender.on_free = None
+        if self._size < self._most:
+            sender.on_free = sender.on_change
         if self._in_work < self._size:
             self._wake()
 

@@ -83,6 +83,7 @@ class Sender:
         at_fault: numbers of documents whose requests fail while others are answered.
         on_release: called after each attempt that ends.
         on_change: called when targets may have more or fewer places than before.
+        on_free: called when a target could take a request, and none waits.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Sender:
         self.in_flight = 0
         self.on_release: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
+        self.on_free: Callable[[], None] | None = None
 
     @property
     def most_at_fault(self) -> int:

@@ -216,10 +216,11 @@ class Router:
             if is_wanted and chosen is not None:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
-        if resized or not waiting:
-            for sender in self.senders:
-                if sender.on_change is not None:
-                    sender.on_change()
+        for sender in self.senders:
+            if resized and sender.on_change is not None:
+                sender.on_change()
+            elif not waiting and sender.on_free is not None:
+                sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""

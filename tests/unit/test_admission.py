@@ -359,15 +359,20 @@ async def test_a_number_is_kept(settings, documents):
     assert most_documents(config(**settings)) == work.documents == documents
 
 
-async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
-    settings = config(max_concurrent_generations=4, rollouts_per_document=8)
+def following_four_places(settings):
     limit = DocumentLimit(settings, media=ByteBudget(1))
     router, sender = Router(4), Sender()
     router.senders.append(sender)
     target = router.add()
     target.limit = 4
     target.up = True
-    limit.follow(settings, router, sender)  # before any document, as while a reader counts
+    limit.follow(settings, router, sender)
+    return limit
+
+
+async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
+    settings = config(max_concurrent_generations=4, rollouts_per_document=8)
+    limit = following_four_places(settings)  # before any document, as while a reader counts
     for _ in range(2):
         await asyncio.wait_for(limit.acquire(0), 60)
         waiting = asyncio.create_task(limit.acquire(0))
@@ -379,13 +384,7 @@ async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
 
 async def test_documents_whose_texts_share_a_request_are_in_work_together():
     settings = config(max_concurrent_generations=4, texts_per_request=8)
-    limit = DocumentLimit(settings, media=ByteBudget(1))
-    router, sender = Router(4), Sender()
-    router.senders.append(sender)
-    target = router.add()
-    target.limit = 4
-    target.up = True
-    limit.follow(settings, router, sender)
+    limit = following_four_places(settings)
     for _ in range(4 * 8):
         await asyncio.wait_for(limit.acquire(0), 60)
 

@@ -442,6 +442,8 @@ class ModelServers:
         else:
             target.limit = self.config.max_concurrent_generations
         target.usage_each = 0.0
+        target.failures = 0
+        target.cooldown_until = 0.0
         target.up = True
         self.outage.ended()  # a restart is no time without answers
         self.router.admit(resized=True)

@@ -118,8 +118,8 @@ class DocumentLimit:
             self._room = asyncio.get_running_loop().create_future()
             if self._is_idle():
                 # Rollouts may wait for more documents, to send their requests together.
-                await asyncio.wait([self._room], timeout=_IDLE_SECONDS)
-                if self._is_idle():
+                ended, _ = await asyncio.wait([self._room], timeout=_IDLE_SECONDS)
+                if not ended and self._is_idle():
                     self._elsewhere += self._size
                     self._size = min(self._most, 2 * self._size)
             else:

@@ -382,6 +382,24 @@ async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
         limit.release(0)
 
 
+async def test_a_document_that_ends_while_no_request_is_in_flight_makes_room_for_one():
+    limit = following_four_places(config())
+    admitted = []
+
+    async def admit():
+        while True:
+            await limit.acquire(0)
+            admitted.append(True)
+
+    admitting = asyncio.create_task(admit())
+    await _turns(3)
+    before = len(admitted)
+    limit.release(0)
+    await _turns(9)
+    assert len(admitted) == before + 1
+    admitting.cancel()
+
+
 async def test_documents_whose_texts_share_a_request_are_in_work_together():
     settings = config(max_concurrent_generations=4, texts_per_request=8)
     limit = following_four_places(settings)

@@ -68,6 +68,14 @@ MAX_PUBLISHING = 4
 _COPIES = 4
 
 
+LastRecords = Callable[[bool], Sequence[Record]]
+
+
+def no_records(completed: bool) -> Sequence[Record]:
+    """The ``LastRecords`` of an attempt that ends without a word."""
+    return ()
+
+
 class OpenCheckpoint:
     """One rank's checkpoint, open. ``admit`` each document in input order, ``finish`` it, and
     ``close`` at the end.
@@ -100,10 +108,6 @@ class OpenCheckpoint:
         """
         self.on_change: Callable[[], None] = lambda: None
         """Called in other threads after progress and failure. Must return at once."""
-        self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
-        """Called by ``close``, once nothing more is committed: the end of the attempt, for the
-        history.
-        """
         self._folder = folder = settings.folder
         self._files = rank_files  # used in the storage thread only, except its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
@@ -121,22 +125,26 @@ class OpenCheckpoint:
         if lease.mirror is not None:
             lease.mirror.start(self)
 
-    def close(self, completed: bool = False) -> None:
-        """Writes what was handed over and releases the rank. ``completed``: every document of the
-        input is committed.
+    def close(self, completed: bool = False, last_records: LastRecords = no_records) -> None:
+        """Writes what was handed over and releases the rank.
 
         In any thread; only the first call has an effect. Errors of the threads are in ``error``,
         not raised.
+
+        Args:
+            completed: every document of the input is committed.
+            last_records: called once nothing more is committed. Returns the end of the attempt, for
+                the history.
         """
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._close(completed)
+                self._close(completed, last_records)
 
-    def _close(self, completed: bool) -> None:
+    def _close(self, completed: bool, last_records: LastRecords) -> None:
         self._output.stop()
         self._publisher.stop()
-        last = self.last_records(completed)
+        last = last_records(completed)
         self.note(*last)
         self._storage.stop()
         if self._storage.error is not None:

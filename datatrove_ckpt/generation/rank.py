@@ -325,7 +325,7 @@ class _Run:
             raise error from error.__cause__
         finally:
             with exports.ending(completed):
-                checkpoint.close(completed)
+                checkpoint.close(completed, progress.last_records)
             numbers.fill(step.stats, checkpoint)
             if shutdown.is_requested and not completed:
                 say.stopped(shutdown)
@@ -407,7 +407,6 @@ class _Run:
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
                     parking=await passes.parking() if passes is not None else None,
-                    run_digest=identity,
                 )
                 await scheduler.run(documents)
                 ends_well = True

@@ -20,9 +20,9 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.rollouts.batch import BatchRollout
 
@@ -62,7 +62,7 @@ class RankNumbers:
         self.work.add(work)
         self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
 
-    def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
+    def fill(self, stats: Stats, checkpoint: OpenCheckpoint | None = None) -> None:
         """Sets the numbers of a step. ``checkpoint``: the open one, closed."""
         if checkpoint is not None:
             self._add(self._opened, checkpoint.counts, checkpoint.work, checkpoint.seconds)

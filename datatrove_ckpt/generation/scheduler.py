@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
+from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -55,7 +56,6 @@ from datatrove_ckpt.inference.client.routing import WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.memory import ByteBudget
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout

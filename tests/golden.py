@@ -16,7 +16,7 @@ IS_WRITTEN = "DATATROVE_CKPT_WRITE_GOLDEN" in os.environ
 
 def hold(file, section, text, **names):
     """Holds a text against its section. ``names``: what stands there for what differs."""
-    for name, value in {"HERE": Path.cwd(), "VERSION": __version__, **names}.items():
+    for name, value in {**names, "HERE": Path.cwd(), "VERSION": __version__}.items():
         text = text.replace(str(value), name)
     path = FOLDER / f"{file}.txt"
     sections = {}

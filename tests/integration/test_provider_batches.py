@@ -29,7 +29,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import disk_in_place
 from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
-from tests.jobs import ask, documents, letters, rows, runner
+from tests.jobs import ask, documents, letters, rows, run_job, runner
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
 BATCHES = {"provider_batches": True}
@@ -45,7 +45,7 @@ def _soon(monkeypatch, policy):
 
 
 def run(folder, provider, number=3, rollout=ask, **changes):
-    runner(folder, provider, rollout, **{"config": BATCHES, **changes}).run(documents(number))
+    run_job(folder, provider, number, rollout, **{"config": BATCHES, **changes})
 
 
 def assert_paid_once(folder, provider, number=3, batches=None):

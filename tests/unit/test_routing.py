@@ -188,6 +188,7 @@ async def test_no_more_than_the_window_goes_ahead_of_a_request():
     made.release(other, Request())
     await settle()
     assert not late.done()
+    assert made.take(request("three", WINDOW + 2)) is None
     assert made.take(request("two", 0)) is other
     made.release(other, Request())
     made.release(home, Request())

@@ -252,51 +252,6 @@ def test_without_checkpoints_everything_is_written_and_nothing_is_kept(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("template", "message"), [("${rank}.jsonl", "chunk_index"), ("out_${chunk_index}.jsonl", None)]
-)
-def test_a_template_that_would_lose_data_is_refused(tmp_path, server, template, message):
-    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
-    if message:
-        with pytest.raises(ConfigError, match=message):
-            runner(tmp_path, server, output_writer=output)
-        return
-    step = runner(tmp_path, server, output_writer=output)
-    step.run(documents(1))
-    with pytest.raises(ConfigError, match=r"2 tasks would write the same files.*\$\{rank\}"):
-        step.run(documents(1), rank=0, world_size=2)
-
-
-PROMPT = "say {}"
-
-
-async def ask_with_prompt(document, generate):
-    return await generate(chat(PROMPT.format(document.text)))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
-        ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
-        ({"rollout": ask}, "rollout_fn"),
-    ],
-)
-def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
-    tmp_path, server, change, field
-):
-    run_job(tmp_path, server, 3, ask_with_prompt)
-    before = outputs(tmp_path)
-    changed = {"rollout": ask_with_prompt, **change}
-    with pytest.raises(CheckpointMismatch) as refused:
-        run_job(tmp_path, server, 3, **changed)
-    assert field in str(refused.value)
-    after = outputs(tmp_path)
-    after.pop("checkpoints/00000/lock", None)
-    assert after == before
-
-
-@pytest.mark.parametrize(
     ("url", "cause"),
     [
         *((url, "endpoint_url: ") for url in ("${MY_URL", "host/v1", "")),
@@ -325,19 +280,6 @@ def test_a_secret_in_an_endpoint_url_comes_from_the_environment(
     assert isinstance(hidden, HiddenUrl)
     assert repr(hidden) == "http://127.0.0.1:1/"
     assert str(hidden.reveal()) == "http://127.0.0.1:1/?api-version=2024-10-21&code=hush"
-
-
-def test_what_cannot_change_an_answer_may_change(tmp_path, server):
-    run_job(tmp_path, server, 2)
-    changes = {
-        "max_concurrent_generations": 3,
-        "request_timeout": 5,
-        "tp": 1,
-        "server_log_folder": "x",
-        "dp": 2,
-    }
-    run_job(tmp_path, server, 3, config=changes, sync_seconds=0)
-    assert len(ids(tmp_path)) == 3
 
 
 def test_an_input_that_changed_under_finished_documents_is_refused(tmp_path, server):
@@ -378,16 +320,3 @@ def test_all_requests_of_a_document_go_to_one_replica(tmp_path):
     found = [{text.partition(",")[0] for text in server.asked} for server in (one, other)]
     assert all(found)
     assert not found[0] & found[1]
-
-
-def test_accepted_changes_are_recorded(tmp_path, server):
-    run_job(tmp_path, server, 2)
-    for number, model in enumerate(("other", "third"), 3):
-        config = {"model_name_or_path": model}
-        run_job(tmp_path, server, number, config=config, accept_changes=True)
-    run_job(tmp_path, server, 5, config=config)
-    record = json.loads((tmp_path / "checkpoints/00000/run.json").read_text())["accepted_changes"]
-    assert [(change["field"], change["old"], change["new"]) for change in record] == [
-        ("model", "fake", "other"),
-        ("model", "other", "third"),
-    ]

@@ -3,8 +3,6 @@ never ends a run, and nobody's sys.exit ends a rank in success.
 """
 
 import asyncio
-import os
-import signal
 import threading
 from contextlib import contextmanager
 
@@ -214,21 +212,6 @@ def test_a_document_that_fails_where_few_others_are_left_stops_the_run_by_name(t
     assert "5 other requests had answers" in str(caught.value)
     assert "Check the server and the network" not in str(caught.value)
     assert letters(tmp_path) == []
-
-
-def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path):
-    with FakeServer(status=lambda payload, times: 503) as server:
-        step = runner(tmp_path, server, config={"server_patience_seconds": 3600.0})
-
-        def interrupt():
-            until(lambda: server.asked.total() >= 6)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        timer = threading.Thread(target=interrupt)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            step.run(documents(4))  # sooner than a test may take
-        timer.join()
 
 
 # exits -------------------------------------------------------------------------------------------

@@ -38,7 +38,6 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
 from datatrove_ckpt.generation.exits import exit_error, name_of
@@ -461,10 +460,11 @@ class Scheduler:
 
     def _not_repeatable(self) -> ConfigError:
         return ConfigError(
-            f"{written.rollout_fn}: {name_of(self.rollout_fn)} did not use an answer of its last "
+            f"{name_of(self.rollout_fn)} did not use an answer of its last "
             "pass, and sent other requests, so each pass would be paid for. With "
             "provider_batches, a rollout must send the same requests for a document each time: "
-            "no random numbers, no time in its prompts (a seed may come from document.id)"
+            "no random numbers, no time in its prompts (a seed may come from document.id)",
+            setting="rollout_fn",
         )
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:

@@ -38,7 +38,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
-from datatrove_ckpt.errors.doors import use
+from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
@@ -84,7 +84,7 @@ _STARTS_OVER = (
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
     """See ``InferenceRunner.run``."""
-    use(step.door)
+    use(step.form)
     models = step.models.values()
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.

@@ -24,9 +24,10 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
-from datatrove_ckpt.checkpoint.journal import Finished, Outcome
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -39,7 +40,6 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
 from datatrove_ckpt.generation.exits import exit_error, name_of
@@ -56,7 +56,6 @@ from datatrove_ckpt.inference.client.routing import WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.memory import ByteBudget
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
@@ -460,10 +459,11 @@ class Scheduler:
 
     def _not_repeatable(self) -> ConfigError:
         return ConfigError(
-            f"{written.rollout_fn}: {name_of(self.rollout_fn)} did not use an answer of its last "
+            f"{name_of(self.rollout_fn)} did not use an answer of its last "
             "pass, and sent other requests, so each pass would be paid for. With "
             "provider_batches, a rollout must send the same requests for a document each time: "
-            "no random numbers, no time in its prompts (a seed may come from document.id)"
+            "no random numbers, no time in its prompts (a seed may come from document.id)",
+            setting="rollout_fn",
         )
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:

@@ -39,7 +39,7 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
-from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
+from datatrove_ckpt.generation.dead_letters import TakenLetters, next_retry
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, offer_skipping
@@ -165,18 +165,16 @@ class _Run:
                     restore_rank(
                         step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
                     )
-            if step.retry_dead_letters:
-                self._retry(root)
-            else:
+            if not step.retry_dead_letters:
                 self._take_in_passes(self.data, root)
-
-    def _retry(self, root: Path) -> None:
-        StepStats(self.data).restore(rank_folder(root, self.rank) / SHARD)
-        if (retry := DeadLetterPass.next(root, self.rank)) is None:
-            logger.info(f"Task {self.rank}: there are no dead letters to retry.")
-            RankNumbers(self.rank, root).fill(self.step.stats)
-            return
-        self._take_in_passes(retry.documents(), retry.root, retry.prefix)
+                return
+            StepStats(self.data).restore(rank_folder(root, rank) / SHARD)
+            retry = next_retry(root, rank)
+            if retry is None:
+                logger.info(f"Task {rank}: there are no dead letters to retry.")
+                RankNumbers(rank, root).fill(step.stats)
+            else:
+                self._take_in_passes(retry.documents(), retry.root, retry.prefix)
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
         """Takes the rank again with the input read anew, until no request waits for a batch."""
@@ -278,12 +276,7 @@ class _Run:
 
     def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
         step = self.step
-        folder = None
-        revisions = None
         finished = None
-        if step.checkpoints_local_dir is not None:
-            folder = step.checkpoints_root
-            revisions = Revisions(folder)
         if step.finished_from:
             rollouts = step.model.rollouts_per_document
             finished = FinishedDocuments(
@@ -291,7 +284,7 @@ class _Run:
                 self.rank,
                 step.metadata_key,
                 rollouts,
-                folder,
+                self.root,
                 isinstance(step.rollout_fn, ReadyMade),
             )
         return DocumentSource(
@@ -299,7 +292,7 @@ class _Run:
             keep_as_read,
             step.seek,
             step.steps_before,
-            revisions,
+            Revisions(self.root),
             step.records_per_chunk,
             finished,
         )
@@ -398,8 +391,7 @@ class _Run:
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-        taken = TakenLetters()
-        taken.read(self.root, rank)
+        taken = TakenLetters(self.root, rank)
         failures = Failures(step, checkpoint.resumed.finished.dead, taken)
         documents = self._open_source(data, failures.keep_as_read)
         shared_host = shared_servers()

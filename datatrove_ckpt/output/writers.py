@@ -39,6 +39,11 @@ def has_default_adapter(writer: DiskWriter) -> bool:
     return getattr(writer.adapter, "__func__", None) is _DEFAULT
 
 
+def is_usual(writer: DiskWriter) -> bool:
+    """Whether the writer makes rows of documents as datatrove's do."""
+    return has_default_adapter(writer) and _has_default_write(writer)
+
+
 def _has_default_write(writer: DiskWriter) -> bool:
     return type(writer).write is DiskWriter.write
 
@@ -53,7 +58,7 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     is_json = JSONL.is_written_by(writer)
     if is_json:
         writer._write = partial(_write_row, writer._write)
-    if has_default_adapter(writer) and _has_default_write(writer):
+    if is_usual(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
         if is_json:
             return decode_json
@@ -122,8 +127,7 @@ def _count_nothing(*numbers: object) -> None:
 
 def writes_media(writer: DiskWriter) -> bool:
     """Whether the writer may save the bytes of media: by its setting, or by code of its own."""
-    is_usual = has_default_adapter(writer) and _has_default_write(writer)
-    return not is_usual or bool(getattr(writer, "save_media_bytes", True))
+    return not is_usual(writer) or bool(getattr(writer, "save_media_bytes", True))
 
 
 def _plain_adapter(writer: DiskWriter, document: Document) -> Row:

@@ -410,7 +410,7 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     # A document that fails without a checkpoint is lost anyway.
-                    check_writable=trial if failures.are_kept else None,
+                    trial=trial if failures.are_kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
                     parking=await passes.parking() if passes is not None else None,

@@ -52,12 +52,15 @@ class WriterTrial:
 
     Args:
         given: types of the input's columns, by their paths in the writer's rows.
+
+    Attributes:
+        is_quick: whether a trial may run in the event loop.
     """
 
     def __init__(self, writer: DiskWriter, given: Types) -> None:
         self._writer = writer
         self._given = given
-        self._only_rows = is_usual(writer) and (
+        self.is_quick = is_usual(writer) and (
             JSONL.is_written_by(writer) or PARQUET.is_written_by(writer)
         )
         self._copied = self._copy()
@@ -69,15 +72,15 @@ class WriterTrial:
             data: an encoded document.
 
         Returns:
-            Whether the writer can write all documents with float32 arrays, so that these need no
-            trial.
+            Whether the writer can write all documents of JSON, float32 arrays and values of tables,
+            so that these need no trial.
 
         Raises:
             DocumentNotSerializable: the writer cannot write the document.
         """
         writer = self._writer
         try:
-            if self._only_rows:
+            if self.is_quick:
                 self._try_row(data)
             else:
                 self._try_all(data)

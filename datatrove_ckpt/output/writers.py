@@ -7,7 +7,10 @@ of dataclasses.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
 from functools import partial
 from types import MethodType
 
@@ -74,7 +77,7 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
 def _write_row(write: Callable[..., None], row: Row, *place: object) -> None:
     try:
         write(row, *place)
-    except TypeError:  # perhaps an integer beyond 64 bits
+    except TypeError:  # perhaps an integer beyond 64 bits, or a value of a table
         write(_for_orjson(row), *place)
 
 
@@ -85,6 +88,12 @@ def _for_orjson(value: object) -> object:
         return [_for_orjson(item) for item in value]
     if isinstance(value, np.ndarray):
         return as_json(value)
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     if type(value) is int:
         return orjson.Fragment(str(value))
     return value

@@ -10,7 +10,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.checkpoint.layout import COLUMNS
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers import IpcReader, ParquetReader
-from tests.jobs import rejects, runner
+from tests.jobs import rejects, rows, runner
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -233,3 +233,26 @@ def test_a_rollout_may_replace_a_column(tmp_path, server):
 
     files = run(tmp_path, server, a_table([(pa.int8(), [1])]), rollout=rollout)
     assert str(pq.read_schema(files[0]).field("v0").type) == "string"
+
+
+def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
+    columns = [
+        (pa.decimal128(20, 3), [Decimal("1.500")]),
+        (pa.binary(), [b"\xff"]),
+        (pa.duration("ms"), [datetime.timedelta(1, 2, 3000)]),
+        (pa.date32(), [DAY]),
+        (pa.list_(pa.decimal128(5, 2)), [[Decimal("1.50"), None]]),
+        (pa.timestamp("ns"), [1_700_000_000_000_000_001]),
+    ]
+    (tmp_path / "data").mkdir()
+    pq.write_table(a_table(columns, rows=2), tmp_path / "data" / "a.parquet")
+    runner(tmp_path, server).run(ParquetReader(str(tmp_path / "data")).run())
+    metadata = rows(tmp_path)[0]["metadata"]
+    assert [metadata[f"v{number}"] for number in range(5)] == [
+        "1.500",
+        "/w==",
+        86402.003,
+        "2026-01-02",
+        ["1.50", None],
+    ]
+    assert metadata["v5"].startswith("2023-11-14T22:13:20")

@@ -7,7 +7,6 @@ import signal
 import sys
 
 from datatrove.executor.base import PipelineExecutor
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
@@ -33,14 +32,8 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.errors.doors import command, current
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import (
-    check_after_run,
-    check_before_run,
-    check_steps,
-    note_workers,
-)
-from datatrove_ckpt.preflight.doctor import check_rules_of_hub
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.preflight.findings import check_after_run, check_before_run
+from datatrove_ckpt.preflight.run_plan import RunPlan, check_steps, note_workers
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 
@@ -114,17 +107,14 @@ def _checked_run(
                 )
             if arguments.retry_dead_letters:
                 plan = _retry_dead_letters(executor, plan)
-            # Complete ranks have dead letters, too.
-            executor.skip_completed = executor.skip_completed and not plan.retries
+            if plan.retries:  # datatrove's executors, and a flag, leave it as it was
+                executor.skip_completed = False
             if arguments.worker:
                 started = True
                 _work(executor)
                 return 0
-            if isinstance(executor, JobsPipelineExecutor):
-                executor.check(plan)
             with plan.with_mirrors() as seen:
                 check_before_run(seen)
-            _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
@@ -180,13 +170,6 @@ def _work(executor: LocalPipelineExecutor) -> None:
     executor._quiet = QuietErrors(said_later=True)
     completed = executor.run_worker()
     say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
-
-
-def _warn_of_hub(plan: RunPlan) -> None:
-    for runner in plan.runners:
-        for finding in check_rules_of_hub(plan, runner.step):
-            if finding.state == "warning":
-                logger.warning(f"{finding.what}: {finding.message}")
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:

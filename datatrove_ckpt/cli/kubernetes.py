@@ -31,8 +31,12 @@ from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import lost_with_disk, note_workers, refuse_without_claims
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.preflight.run_plan import (
+    RunPlan,
+    lost_with_disk,
+    note_workers,
+    refuse_without_claims,
+)
 from datatrove_ckpt.process.own_modules import own_modules
 
 _SECTION = "kubernetes"

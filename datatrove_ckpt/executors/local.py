@@ -128,6 +128,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         ranks_at_once: int | None = None,
     ) -> None:
         super().__init__(**datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"))
+        if any(runner.retry_dead_letters for runner in self._runners):
+            self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
         if max_rank_attempts < 1:
             raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
@@ -152,7 +154,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
-        from datatrove_ckpt.preflight.before_run import run_checked
+        from datatrove_ckpt.preflight.findings import run_checked
 
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
@@ -228,7 +230,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have
                 drained.
         """
-        from datatrove_ckpt.preflight.before_run import check_before_worker
+        from datatrove_ckpt.preflight.findings import check_before_worker
         from datatrove_ckpt.preflight.run_plan import RunPlan
 
         check_before_worker(RunPlan(self))

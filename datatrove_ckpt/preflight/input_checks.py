@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
-from datatrove_ckpt.errors.doors import StartOver, written
+from datatrove_ckpt.errors.doors import StartOver, step_place, written
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
@@ -34,6 +34,7 @@ from datatrove_ckpt.readers.inputs import (
     MISSING,
     InputFolder,
     Inputs,
+    check_reachable,
     list_input,
     options_of,
     sample_files,
@@ -83,9 +84,9 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     if is_dataset:
         reader = reader.preview()
     try:
-        inputs = within(lambda: _list(reader), where)
+        place = f'{written.data_folder}: "{where}"'
+        inputs = within(lambda: _list(place, reader), where)
         names = list(inputs.names)
-        check_codecs(where, reader, names)
         if isinstance(reader, BatchReader) and reader.data_folder.is_local():
             reader.check()
         sample = within(lambda: _read_some(reader, len(names)), where)
@@ -106,10 +107,7 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     ):
         return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
     if not sample.documents:
-        files = ": no file matches"
-        if names:
-            files = ""
-        text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
+        text = f"{where} holds no documents for this reader. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
     text = f"{where}: the first {plural(len(sample.documents), 'document')} read."
     if is_dataset and whole.shares_rows(len(names)):
@@ -128,6 +126,50 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     return found, sample
 
 
+def refuse_input(plan: RunPlan, index: int, step: object) -> Iterator[Finding]:
+    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks
+    complete.
+
+    Lists local folders, and others only before paid jobs. A retry does not need its input.
+
+    Raises:
+        ConfigError: see ``list_files``.
+        InputError, OSError: the tasks run here, and their input cannot be reached.
+    """
+    folder = getattr(step, "data_folder", None)
+    if plan.waits or plan.retries or folder is None or getattr(step, "paths_file", None):
+        return
+    place = f"{step_place(index, step)}: {written.data_folder}"
+    if not folder.is_local():
+        if plan.is_local and plan.incomplete():
+            check_reachable(folder)
+        elif plan.as_jobs and hasattr(step, "glob_pattern") and plan.incomplete():
+            check_listed(place, step)
+    elif hasattr(step, "glob_pattern"):
+        list_files(f'{place}: "{folder.path}"', step)
+        if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
+            step.check()
+    elif not folder.isdir(""):  # of the media that documents name
+        raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
+    yield from ()
+
+
+def check_listed(place: str, reader: BaseDiskReader) -> None:
+    """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
+    url = reader.data_folder.resolve_paths("")
+    pattern = reader.glob_pattern
+    try:
+        names = list_input(reader).names
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{place}: {url} is not there, or this account may not see it: {failure_line(error)}"
+        ) from error
+    if not names:
+        raise ConfigError(
+            f"{place}: {url} has no files{f' that match {pattern!r}' if pattern else ''}."
+        )
+
+
 def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
     """Raises NoDocument for a task whose files were all refused, or if nothing else was found."""
     for first in range(min(files, tasks)):
@@ -137,13 +179,31 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
         raise next(iter(sample.refused.values()))
 
 
-def _list(reader: BaseDiskReader) -> Inputs:
-    folder = reader.data_folder
-    if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
-        raise ConfigError(
-            f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}."
-        )
-    return list_input(reader)
+def _list(place: str, reader: BaseDiskReader) -> Inputs:
+    if not reader.paths_file and not is_on_hub(reader.data_folder):
+        return list_files(place, reader)
+    inputs = list_input(reader)
+    check_codecs(place, reader, inputs.names)
+    return inputs
+
+
+def list_files(place: str, reader: BaseDiskReader) -> Inputs:
+    """Lists the input of a reader. ``place`` names the reader's setting in errors.
+
+    Raises:
+        ConfigError: the folder is missing, no file matches, or a package for a compression is
+            missing.
+    """
+    if not reader.data_folder.isdir(""):
+        raise ConfigError(f"{place} is not a folder.")
+    inputs = list_input(reader)
+    if not inputs.names:
+        pattern = ""
+        if reader.glob_pattern:
+            pattern = f' that match "{reader.glob_pattern}"'
+        raise ConfigError(f"{place} contains no files{pattern}.")
+    check_codecs(place, reader, inputs.names)
+    return inputs
 
 
 def _read_some(reader: BaseDiskReader, files: int) -> Sample:

@@ -5,23 +5,32 @@ Only ``incomplete`` and ``pulls`` read the executor again, because completion ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import Parameter, signature
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from datatrove.executor import JobsPipelineExecutor, LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers.base import BaseReader
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.checkpoint.layout import is_journal
+from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import file_system_call, naming_hub
 from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors.doors import setting_of, step_place, written
+from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
+from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
 
 
@@ -78,6 +87,14 @@ class RunnerPlan:
         return self.step.identity(self.plan.tasks)
 
 
+class WrongMarker(NamedTuple):
+    """A completion marker that must be removed. ``text``: what is wrong with it."""
+
+    plan: RunPlan
+    rank: int
+    text: str
+
+
 class RunPlan:
     """A job, as any datatrove executor describes it.
 
@@ -126,6 +143,17 @@ class RunPlan:
             else:
                 before.append(step)
         return found
+
+    def place(self, index: int) -> str:
+        """Returns what stands before the subjects of a step's checks, if there are several."""
+        if len(self.runners) > 1:
+            return f"pipeline[{index}] "
+        return ""
+
+    def check_executor(self) -> None:
+        """Makes the executor's own checks, see ``JobsPipelineExecutor.check``."""
+        if self.as_jobs:
+            self._executor.check(self)
 
     @property
     def inputs(self) -> list[Path]:
@@ -217,3 +245,120 @@ class RunPlan:
             for name, one in found.items()
         }
         return {name: time for name, time in times.items() if time is not None}
+
+
+# What is wrong by the settings alone --------------------------------------------------------------
+
+
+def check_steps(plan: RunPlan) -> None:
+    """Checks a job, and the jobs that it depends on.
+
+    Raises:
+        ConfigError: steps or tasks would write the same files, a step would read its own output,
+            or get no documents, or there is no task.
+    """
+    if plan.depends is not None:
+        check_steps(plan.depends)
+    if plan.tasks < 1:
+        raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
+    for runner in plan.runners:
+        check_rank_in_template(runner.step.output_writer, plan.tasks)
+    _check_order(plan.pipeline)
+    check_pipeline_folders(plan.pipeline)
+
+
+def _check_order(pipeline: Sequence[object]) -> None:
+    """Refuses a reader whose limit is negative, an ``InferenceRunner`` without a step before it,
+    and a step right after one that needs documents.
+
+    As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
+    default.
+
+    Raises:
+        ConfigError: naming the steps.
+    """
+    for index, step in enumerate(pipeline):
+        if isinstance(step, BaseReader) and step.limit < -1:  # it would read nothing
+            raise ConfigError(
+                f"{step_place(index, step)}: limit: must be >= 0, or -1 for all documents; it is "
+                f"{step.limit}."
+            )
+    if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
+        raise ConfigError(
+            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it "
+            "reads any. Put a reader before it."
+        )
+    for index, (before, step) in enumerate(pairwise(pipeline)):
+        if (
+            isinstance(before, InferenceRunner)
+            and isinstance(step, PipelineStep)
+            and _needs_documents(step)
+        ):
+            raise ConfigError(
+                f"pipeline[{index + 1}] {type(step).__name__} would get no documents: "
+                f"pipeline[{index}] {type(before).__name__} passes none on, it writes them with "
+                "its output_writer. Put this step into a second executor, whose first step reads "
+                "that output, and which has the first executor as its `depends`. (If it is a step "
+                "of yours that needs no documents, give `data` in its run() a default.)"
+            )
+
+
+def _needs_documents(step: PipelineStep) -> bool:
+    first = next(iter(signature(step.run).parameters.values()), None)
+    return (
+        first is not None
+        and first.default is Parameter.empty
+        and first.kind is not Parameter.VAR_POSITIONAL
+    )
+
+
+def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
+    """Returns the settings that name something on the disk of a machine that is lost with it.
+
+    Args:
+        is_kept: whether a folder outlives the machine.
+    """
+    folders: list[tuple[str, object]] = [(written.logging_dir, plan.logging_dir)]
+    for index, step in enumerate(plan.pipeline):
+        name = setting_of("data_folder", f"pipeline[{index}]")
+        folders.append((name, getattr(step, "data_folder", None)))
+    folders += [
+        (setting_of("output_folder", place), writer.output_folder)
+        for place, writer in writers_of(plan.pipeline)
+    ]
+    local = [
+        (name, folder)
+        for name, folder in folders
+        if isinstance(folder, DataFolder) and folder.is_local()
+    ]
+    lost = [name for name, folder in local if not is_kept(folder.resolve_paths(""))]
+    for runner in plan.runners:
+        step = runner.step
+        mirror = runner.step.checkpoints_remote_dir
+        if step.checkpoints_local_dir is None:
+            lost.append(
+                "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"
+            )
+        elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
+            lost.append(f"checkpoints_remote_dir (the mirror of {written.checkpoints_local_dir})")
+    return list(dict.fromkeys(lost))
+
+
+def note_workers(workers: int, tasks: int) -> None:
+    """Says so if some workers will have no task."""
+    if workers > tasks:
+        logger.info(
+            f"workers is {workers}, but there is work for {tasks}: one worker runs each task. For "
+            f"more, start a new run with tasks: {workers}, and at least as many input files."
+        )
+
+
+def refuse_without_claims(plan: RunPlan) -> None:
+    """Raises ConfigError if claims cannot lie in ``logging_dir``, or protect nothing."""
+    refuse_for_claims(written.logging_dir, plan.logging_dir.resolve_paths(""))
+    for runner in plan.runners:
+        if runner.step.checkpoints_local_dir is None:
+            raise ConfigError(
+                f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs "
+                "one, because only the checkpoint keeps two workers apart."
+            )

@@ -39,7 +39,7 @@ from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
-from datatrove_ckpt.preflight.before_run import check_before_run
+from datatrove_ckpt.preflight.findings import check_before_run
 from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs

@@ -56,7 +56,6 @@ from datatrove_ckpt.common.retrying import (
 )
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
@@ -249,8 +248,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
-                f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes "
-                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
+                "a job of Hugging Face starts with an empty disk, which goes "
+                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}.",
+                setting="executor",
             )
         self._secrets()
         own_files()
@@ -322,7 +322,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. "
-            f"To cancel them: {written.cancel}."
+            "To cancel them: run --cancel, or cancel() of the executor."
         )
 
     def _run_dependency(self) -> None:
@@ -401,7 +401,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise CheckpointMismatch(
                 f"{plural(len(others), 'job')} of an earlier start still run, with other settings, "
                 f"rollout code or package: {_shown(others)}. Wait for them with what they were "
-                f"started with, or cancel them ({written.cancel}), and run this again."
+                "started with, or cancel them (run --cancel, or cancel() of the executor), and run "
+                "this again."
             )
         return running
 
@@ -621,8 +622,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 else:
                     how = "Export"
                 raise ConfigError(
-                    f"{written.executor}: secrets: {name} is not set here, and the jobs need it. "
-                    f"{how} it."
+                    f"secrets: {name} is not set here, and the jobs need it. {how} it.",
+                    setting="executor",
                 )
         return found
 

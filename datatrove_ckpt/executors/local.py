@@ -47,7 +47,6 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
@@ -461,16 +460,16 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if left and self._is_worker and runs:
                 raise CheckpointLocked(
                     f"All tasks of this job are run by {', '.join(runs)}, which was started "
-                    f"{written.as_run}. Stop it, and start every machine {written.as_worker}. If "
-                    "it was killed on another machine or in another container, it counts as alive "
-                    "for five minutes."
+                    "as one run of all tasks. Stop it, and start every machine as a worker (run "
+                    "--worker). If it was killed on another machine or in another container, it "
+                    "counts as alive for five minutes."
                 )
             locked = left & claims.locked
             if locked and self._is_worker:
                 raise CheckpointLocked(
                     f"{plural_is(len(locked), 'task')} run by processes that were started "
-                    f"{written.as_run}. Task {min(locked)} is the first. Wait for them, and start "
-                    "this command again."
+                    f"as one run of all tasks. Task {min(locked)} is the first. Wait for them, "
+                    "and start this command again."
                 )
             given_up = claims.given_up()
             if given_up:
@@ -762,7 +761,7 @@ def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
     return GivenUp(
         f"{len(causes)} of {tasks} tasks are not complete, because they were given "
         f"up:{named}\nCorrect the cause, and "
-        f"run the job again ({written.as_run}) to resume."
+        "run the job again, not as a worker, to resume."
     )
 
 

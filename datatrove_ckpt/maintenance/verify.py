@@ -30,10 +30,9 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_ranks,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.common.formatting import number_range, plural
+from datatrove_ckpt.common.formatting import number_range, plural, repair_command
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
-from datatrove_ckpt.errors.doors import repair_command
 from datatrove_ckpt.maintenance.where import Place, looks_like_mirror
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema

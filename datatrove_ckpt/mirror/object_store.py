@@ -267,9 +267,10 @@ def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
 def refuse_repository(key: str, url: str, writes: str, advice: str = "") -> None:
     """Raises ConfigError for a setting that names a repository. ``writes``: would be commits."""
     raise ConfigError(
-        f"{key}: {url} is in a repository, where {writes} would be a commit; the hub allows 128 "
-        f"an hour. Set it to a bucket: {_bucket_for(url)} (`hf buckets create OWNER/NAME "
-        f"--private` makes one).{advice}"
+        f"{url} is in a repository, where {writes} would be a commit; the hub allows 128 an hour. "
+        f"Set it to a bucket: {_bucket_for(url)} (`hf buckets create OWNER/NAME --private` makes "
+        f"one).{advice}",
+        setting=key,
     )
 
 

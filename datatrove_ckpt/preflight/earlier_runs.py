@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.identity import refusal, way_back
+from datatrove_ckpt.checkpoint.identity import refusal
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
@@ -38,7 +38,7 @@ from datatrove_ckpt.errors import (
     OutputFailed,
     OutputMismatch,
 )
-from datatrove_ckpt.errors.doors import use, written
+from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import restore_outdated
@@ -124,7 +124,7 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
-    use(runner.step.door)
+    use(runner.step.form)
     refuse_resharded(root)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
@@ -184,7 +184,7 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
             "it, so nothing shows that the documents are in the output. If the checkpoints were "
             "moved or deleted, bring them back; if they are on another machine, run this command "
-            f"there. If the markers are of another job, choose another {written.logging_dir}. To "
+            "there. If the markers are of another job, choose another folder for the logs. To "
             "process these tasks from the start, delete their markers "
             f"({markers}/{missing[0]:05d} ...) and output files."
         )
@@ -216,23 +216,17 @@ def _refuse_changes(
         if change.field == "tasks" and isinstance(change.old, int)
     ]
     tasks = min([tasks, *old])
-    way_out = way_back(found.changes, may_mix)
+    advice = finished and f"{finished} "
     if len(skipped) >= tasks:
-        way_out = [
-            "All tasks are finished, so the new settings would change no output any more. ",
-            *way_out,
-        ]
+        advice = "All tasks are finished, so the new settings would change no output any more. "
         letters = [rank_folder(folders.checkpoint, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):
-            way_out.append(
-                f" For the dead letters alone, {written.retry_dead_letters} takes the new settings."
-            )
-    elif finished:
-        way_out = [f"{finished} ", *way_out]
+            advice += "For the dead letters alone, retry_dead_letters takes the new settings. "
     raise refusal(
         f"The checkpoints in {folders.shown_as} ({name_tasks(found.ranks)}) were",
         found.changes,
-        *way_out,
+        advice,
+        may_mix,
     )
 
 

@@ -34,7 +34,7 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.errors.doors import StartOver, step_place, written
+from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.named_answer import check_answer
@@ -138,7 +138,7 @@ def surroundings(plan: RunPlan, is_thorough: bool = False) -> Iterator[Finding]:
             that out by itself.
     """
     yield from about("pipeline", _check_pipeline(plan))
-    yield from about(written.logging_dir, _check_logging_dir(plan, is_thorough))
+    yield from about(setting_name("logging_dir"), _check_logging_dir(plan, is_thorough))
     sample = Sample()
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
@@ -174,8 +174,9 @@ def refuse_file(setting: str, folder: str | Path) -> None:
     place = existing_part(Path(folder).absolute())
     if not place.is_dir():
         raise ConfigError(
-            f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a file. "
-            "Choose another folder."
+            f"{str(folder)!r} cannot be a folder, because {place} is a file. Choose another "
+            "folder.",
+            setting=setting,
         )
 
 
@@ -375,7 +376,9 @@ _SHOWN_MODELS = 5
 
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
     try:
-        answers = within(lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url)
+        answers = within(
+            lambda: asyncio.run(ExternalServers(config).ask()), setting_name("endpoint_url")
+        )
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
@@ -387,12 +390,12 @@ def _check_answer(answer: EndpointAnswer, config: InferenceConfig, silent: State
     if answer.refused:
         return Finding("problem", "endpoint", f"{answer.url} {answer.cause}.")
     if answer.cause:
-        text = f"{answer.url}: {answer.cause}. Start the server, or correct {written.endpoint_url}."
+        text = f"{answer.url}: {answer.cause}. Start the server, or correct its URL."
         return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
             f"{answer.url} answers, and does not list its models. Some gateways have no such list: "
-            f"then all is well. Otherwise correct {written.endpoint_url}."
+            "then all is well. Otherwise correct its URL."
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:
@@ -407,7 +410,7 @@ def _check_answer(answer: EndpointAnswer, config: InferenceConfig, silent: State
     )
     text = (
         f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct "
-        f"{written.model_name_or_path}."
+        "the model's name."
     )
     return Finding("problem", "endpoint", text)
 
@@ -521,17 +524,15 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
             often = "".join(cause for cause, _ in causes.most_common(1))
             raise TooManyDeadLetters(
                 f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} "
-                f"--dead. Correct the cause, and start again with {written.retry_dead_letters}."
+                f"--dead. Correct the cause, and start again with retry_dead_letters."
             )
     for runner, root in plan.kept:
         counts = jobs[root].counts
         if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
             folder = runner.step.output_writer.output_folder.resolve_paths("")
             raise TooManyDeadLetters(
-                f"All lines have an error, as the output in {folder} shows. Correct the cause, and "
-                "start again with ",
-                StartOver(),
-                ".",
+                f"All lines have an error, as the output in {folder} shows. Correct the cause.",
+                starts_over="anew",
             )
     return jobs
 

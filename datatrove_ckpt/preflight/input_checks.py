@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
-from datatrove_ckpt.errors.doors import StartOver, step_place, written
+from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
@@ -84,7 +84,7 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     if is_dataset:
         reader = reader.preview()
     try:
-        place = f'{written.data_folder}: "{where}"'
+        place = f'{setting_name("data_folder")}: "{where}"'
         inputs = within(lambda: _list(place, reader), where)
         names = list(inputs.names)
         if isinstance(reader, BatchReader) and reader.data_folder.is_local():
@@ -139,7 +139,7 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> Iterator[Finding]:
     folder = getattr(step, "data_folder", None)
     if plan.waits or plan.retries or folder is None or getattr(step, "paths_file", None):
         return
-    place = f"{step_place(index, step)}: {written.data_folder}"
+    place = f"{step_place(index, step)}: {setting_name('data_folder')}"
     if not folder.is_local():
         if plan.is_local and plan.incomplete():
             check_reachable(folder)
@@ -250,7 +250,7 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
             text = explain(reader, names[0])
     if text:
         return f"{names[0]!r}: {text}"
-    return f"Check {written.input} and text_key."
+    return "Check the path of the input, its pattern, and text_key."
 
 
 def check_shares(files: int, tasks: int) -> Finding:
@@ -365,10 +365,8 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
             f"The steps before InferenceRunner are not those through which {_who(ranks)} read the "
             f"input:\n  {lines}\n"
             "A finished task is not run again, so its output would stay that of the old steps. Put "
-            "the steps back, or "
-            "process the new input as another run: with ",
-            StartOver(),
-            f"{written.old_results}.",
+            "the steps back, or process the new input as another run.",
+            starts_over="with old results",
         )
 
 
@@ -429,11 +427,10 @@ def _check_reader(
         ]
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
-            + "\n".join(lines or ["  the files are dealt out to the tasks in another order"]),
-            "\nA finished task is not run again, so its output would stay that of the old input. "
-            "Put the input back, or process the new one as another run: with ",
-            StartOver(),
-            f"{written.old_results}.",
+            + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
+            + "\nA finished task is not run again, so its output would stay that of the old input. "
+            "Put the input back, or process the new one as another run.",
+            starts_over="with old results",
         )
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:

@@ -28,7 +28,7 @@ from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import file_system_call, naming_hub
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.errors.doors import setting_of, step_place, written
+from datatrove_ckpt.errors.names import setting_name, setting_of, step_place
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
@@ -318,7 +318,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
     Args:
         is_kept: whether a folder outlives the machine.
     """
-    folders: list[tuple[str, object]] = [(written.logging_dir, plan.logging_dir)]
+    folders: list[tuple[str, object]] = [(setting_name("logging_dir"), plan.logging_dir)]
     for index, step in enumerate(plan.pipeline):
         name = setting_of("data_folder", f"pipeline[{index}]")
         folders.append((name, getattr(step, "data_folder", None)))
@@ -340,7 +340,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
                 "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"
             )
         elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
-            lost.append(f"checkpoints_remote_dir (the mirror of {written.checkpoints_local_dir})")
+            lost.append("checkpoints_remote_dir (the mirror of the checkpoints)")
     return list(dict.fromkeys(lost))
 
 
@@ -355,7 +355,7 @@ def note_workers(workers: int, tasks: int) -> None:
 
 def refuse_without_claims(plan: RunPlan) -> None:
     """Raises ConfigError if claims cannot lie in ``logging_dir``, or protect nothing."""
-    refuse_for_claims(written.logging_dir, plan.logging_dir.resolve_paths(""))
+    refuse_for_claims("logging_dir", plan.logging_dir.resolve_paths(""))
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             raise ConfigError(

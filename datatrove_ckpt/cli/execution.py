@@ -186,14 +186,12 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         return 0
     is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
-    marked = {}
-    if not is_ours and not executor.skip_completed:
-        marked = plan.marked()
     if is_ours:
         executor.run_ranks()
     else:
+        plan.forget_completed()
         executor.run()
-        _refuse_what_is_left(plan, marked)
+        _refuse_what_is_left(plan)
     with plan.with_mirrors() as seen:
         jobs = check_after_run(seen)
         for runner, root in seen.kept:
@@ -211,21 +209,13 @@ def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     return 128 + number
 
 
-def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
+def _refuse_what_is_left(plan: RunPlan) -> None:
     """Checks that all tasks are complete, because datatrove's executors hide failures.
-
-    Args:
-        marked: the markers before the run; a task that ran again has a new marker.
 
     Raises:
         CkptError: some tasks are not complete.
     """
-    now = {}
-    if marked:
-        now = plan.marked()
-    old = {name for name, time in marked.items() if now.get(name) == time}
-    anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
-    left = sorted({*plan.incomplete(skip_completed=True), *anew})
+    left = plan.incomplete(skip_completed=True)
     if left:
         raise CkptError(
             f"{len(left)} of {plan.tasks} tasks are not complete; task {left[0]} is the first. "

@@ -8,7 +8,8 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from datatrove.data import Document
@@ -89,9 +90,17 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
         names = list(inputs.names)
         if isinstance(reader, BatchReader) and reader.data_folder.is_local():
             reader.check()
-        sample = within(lambda: _read_some(reader, len(names)), where)
-        if not is_dataset:
-            _refuse_tasks_without_documents(sample, len(names), tasks)
+        documents: list[Document] = []
+        refused: dict[int, NoDocument] = {}
+        within(partial(_read_some, reader, len(names), documents, refused), where)
+        sample = Sample(documents, refused)
+        if documents:
+            sample = replace(sample, first=as_read(documents[0]).data)
+        for first in range(min(len(names), tasks)):
+            if not is_dataset and refused.keys() >= set(range(first, len(names), tasks)):
+                raise refused[first]
+        if refused and not documents and not is_dataset:
+            raise next(iter(refused.values()))
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = (
             f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's "
@@ -170,15 +179,6 @@ def check_listed(place: str, reader: BaseDiskReader) -> None:
         )
 
 
-def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
-    """Raises NoDocument for a task whose files were all refused, or if nothing else was found."""
-    for first in range(min(files, tasks)):
-        if sample.refused.keys() >= set(range(first, files, tasks)):
-            raise sample.refused[first]
-    if sample.refused and not sample.documents:
-        raise next(iter(sample.refused.values()))
-
-
 def _list(place: str, reader: BaseDiskReader) -> Inputs:
     if not reader.paths_file and not is_on_hub(reader.data_folder):
         return list_files(place, reader)
@@ -206,14 +206,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
     return inputs
 
 
-def _read_some(reader: BaseDiskReader, files: int) -> Sample:
-    found: list[Document] = []
-    refused: dict[int, NoDocument] = {}
-    _read_files(reader, files, found, refused)
-    return Sample(found, refused, as_read(found[0]).data if found else b"")
-
-
-def _read_files(
+def _read_some(
     reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]
 ) -> None:
     """Adds the first documents, file after file, and the files that are ``refused``.

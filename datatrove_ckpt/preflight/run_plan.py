@@ -22,12 +22,13 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.readers.base import BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity, compare
 from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.claims.stores import refuse_for_claims
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
-from datatrove_ckpt.common.retrying import file_system_call, naming_hub
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.common.retrying import naming_hub
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.errors.names import setting_name, setting_of, step_place
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
@@ -150,6 +151,34 @@ class RunPlan:
             return f"pipeline[{index}] "
         return ""
 
+    @property
+    def identities(self) -> list[RunIdentity]:
+        """Returns the identity of each step with a checkpoint."""
+        kept = [runner for runner in self.runners if runner.step.checkpoints_local_dir is not None]
+        return [runner.identity for runner in kept]
+
+    def check_code(self, parents: Sequence[JsonObject]) -> None:
+        """Compares a worker's code with its parent's, before anything is paid for.
+
+        Raises:
+            CheckpointMismatch: this worker has other code or values than its parent.
+        """
+        for parent, own in zip(parents, self.identities, strict=True):
+            changes = compare(parent, own)
+            lines = "".join(
+                f"  {change.field}: {change.shown_old} -> {change.shown_new}\n"
+                for change in changes
+            )
+            if lines:
+                raise CheckpointMismatch(
+                    "The worker processes have other code or values than the process that started "
+                    f"them:\n{lines}"
+                    "They import the script and its modules anew. So what is set under `if "
+                    "__name__ == '__main__':`, or changed after an import, is not there. Pass it "
+                    "to the rollout in a functools.partial or as shared_context, or set "
+                    "start_method='fork'."
+                )
+
     def check_executor(self) -> None:
         """Makes the executor's own checks, see ``JobsPipelineExecutor.check``."""
         if self.as_jobs:
@@ -236,15 +265,11 @@ class RunPlan:
         if self.logging_dir.isfile(name):
             self.logging_dir.rm(name)
 
-    def marked(self) -> dict[str, object]:
-        """Returns when each rank was marked, by the marker's path, if its file system has times."""
-        with file_system_call():
-            found = self.logging_dir.find("completions", detail=True)
-        times = {
-            name: one.get("mtime") or one.get("LastModified") or one.get("updated")
-            for name, one in found.items()
-        }
-        return {name: time for name, time in times.items() if time is not None}
+    def forget_completed(self) -> None:
+        """Removes the markers of complete ranks that run again, which would hide failures."""
+        again = self.incomplete()
+        for rank in set(again) - set(self.incomplete(again, skip_completed=True)):
+            self.forget(rank)
 
 
 # What is wrong by the settings alone --------------------------------------------------------------
@@ -289,10 +314,13 @@ def _check_order(pipeline: Sequence[object]) -> None:
             "reads any. Put a reader before it."
         )
     for index, (before, step) in enumerate(pairwise(pipeline)):
+        if not isinstance(before, InferenceRunner) or not isinstance(step, PipelineStep):
+            continue
+        first = next(iter(signature(step.run).parameters.values()), None)
         if (
-            isinstance(before, InferenceRunner)
-            and isinstance(step, PipelineStep)
-            and _needs_documents(step)
+            first is not None
+            and first.default is Parameter.empty
+            and first.kind is not Parameter.VAR_POSITIONAL
         ):
             raise ConfigError(
                 f"pipeline[{index + 1}] {type(step).__name__} would get no documents: "
@@ -301,15 +329,6 @@ def _check_order(pipeline: Sequence[object]) -> None:
                 "that output, and which has the first executor as its `depends`. (If it is a step "
                 "of yours that needs no documents, give `data` in its run() a default.)"
             )
-
-
-def _needs_documents(step: PipelineStep) -> bool:
-    first = next(iter(signature(step.run).parameters.values()), None)
-    return (
-        first is not None
-        and first.default is Parameter.empty
-        and first.kind is not Parameter.VAR_POSITIONAL
-    )
 
 
 def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:

@@ -14,7 +14,6 @@ from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.cli import slurm_submit
-from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.short_form import Node
@@ -34,10 +33,11 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.findings import check_after_run, check_before_run
-from datatrove_ckpt.preflight.run_plan import RunPlan, check_steps, note_workers
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
+from datatrove_ckpt.run_folder.closing import closing_line
+from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
+from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
 
 
 def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         executor = _as_worker(executor, content, arguments)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         kubernetes_job(content, RunPlan(executor))
     if arguments.print_config:
@@ -76,7 +76,7 @@ def _as_worker(
 def doctor(arguments: argparse.Namespace) -> int:
     _, executor = make_executor(arguments.config, arguments.overrides)
     # Not imported for a file with a mistake.
-    from datatrove_ckpt.preflight.findings import doctor as examine
+    from datatrove_ckpt.run_folder.findings import doctor as examine
 
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)

@@ -70,7 +70,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims
-    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -209,7 +209,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on.
         """
-        from datatrove_ckpt.preflight.findings import run_checked
+        from datatrove_ckpt.run_folder.findings import run_checked
 
         if job_launch.LAUNCH in os.environ:
             self._work()
@@ -244,7 +244,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
-        from datatrove_ckpt.preflight.run_plan import lost_with_disk
+        from datatrove_ckpt.run_folder.run_plan import lost_with_disk
 
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(

@@ -151,7 +151,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
-        from datatrove_ckpt.preflight.findings import run_checked
+        from datatrove_ckpt.run_folder.findings import run_checked
 
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
@@ -227,8 +227,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have
                 drained.
         """
-        from datatrove_ckpt.preflight.findings import check_before_worker
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.findings import check_before_worker
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         check_before_worker(RunPlan(self))
         worker = copy(self)
@@ -591,7 +591,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _in_workers(
         self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done
     ) -> None:
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         kept = [identity.kept for identity in RunPlan(self).identities]
         context = multiprocess.get_context(self.start_method)
@@ -666,7 +666,7 @@ def _work(
     """Runs ranks in a worker, with the parent's ``identities``."""
     make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
     executor = make_executor()
-    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
     RunPlan(executor).check_code(identities)
     executor._work_through(ranks, make_executor, slot, overlap)

@@ -139,8 +139,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
-        from datatrove_ckpt.preflight.findings import check_before_run
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.findings import check_before_run
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -183,9 +183,9 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.preflight.earlier_runs import check_job
-        from datatrove_ckpt.preflight.findings import check_after_run, remove_markers
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.earlier_runs import check_job
+        from datatrove_ckpt.run_folder.findings import check_after_run, remove_markers
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)

@@ -193,7 +193,7 @@ def _simulated(job, servers):
     """Lets the runner launch simulated servers, and its loops run in virtual time."""
     from datatrove_ckpt.generation import rank
     from datatrove_ckpt.inference.servers import pool
-    from datatrove_ckpt.preflight import findings
+    from datatrove_ckpt.run_folder import findings
 
     loops = types.SimpleNamespace(new_event_loop=virtual_loop)
     with (

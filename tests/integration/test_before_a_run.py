@@ -14,10 +14,10 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.preflight import checks, findings
-from datatrove_ckpt.preflight.checks import check_remote
-from datatrove_ckpt.preflight.input_checks import Sample
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.run_folder import checks, findings
+from datatrove_ckpt.run_folder.checks import check_remote
+from datatrove_ckpt.run_folder.input_checks import Sample
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from tests.jobs import runner
 from tests.yaml_jobs import doctor_lines, job_yaml
 

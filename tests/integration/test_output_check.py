@@ -23,9 +23,9 @@ from datatrove_ckpt.output.folders import (
     check_pipeline_folders,
     stands_elsewhere,
 )
-from datatrove_ckpt.preflight import earlier_runs
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.run_folder import earlier_runs
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import crash_at, outputs
 from tests.jobs import documents, ids, runner, writer
 from tests.kept import content_of

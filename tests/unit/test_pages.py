@@ -19,11 +19,11 @@ from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.maintenance import verify
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
 from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.output.committed import file_problem
 from datatrove_ckpt.readers import base
+from datatrove_ckpt.run_folder import verify
+from datatrove_ckpt.run_folder.run_state import RankState, RunState, to_json
 from tests import settings_page
 from tests.bench import report
 from tests.pages import (

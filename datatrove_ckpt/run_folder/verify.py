@@ -33,7 +33,6 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import number_range, plural, repair_command
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
-from datatrove_ckpt.maintenance.where import Place, looks_like_mirror
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
 from datatrove_ckpt.output.committed import STRAY_ADVICE, file_problem, published_names
@@ -44,6 +43,7 @@ from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_files
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
+from datatrove_ckpt.run_folder.where import Place, looks_like_mirror
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""

@@ -54,10 +54,10 @@ from datatrove_ckpt.output.hub_access import check_access, private_if_made, repo
 from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.preflight.checks import Finding, within
-from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
-from datatrove_ckpt.preflight.run_plan import Folders, RunnerPlan, RunPlan, WrongMarker
 from datatrove_ckpt.process.gc_tuning import gc_paused
+from datatrove_ckpt.run_folder.checks import Finding, within
+from datatrove_ckpt.run_folder.input_checks import check_inputs_unchanged
+from datatrove_ckpt.run_folder.run_plan import Folders, RunnerPlan, RunPlan, WrongMarker
 
 # What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a
 # completion marker in ``logging_dir``, so a finished task never looks at its own checkpoint again.

@@ -27,8 +27,6 @@ from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.preflight.checks import Finding, within
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
 from datatrove_ckpt.readers.inputs import (
@@ -46,6 +44,8 @@ from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.step_records import describe_pipeline, differences
+from datatrove_ckpt.run_folder.checks import Finding, within
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _SAMPLE_DOCUMENTS = 1000
 _SAMPLE_SECONDS = 2.0

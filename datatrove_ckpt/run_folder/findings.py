@@ -48,7 +48,9 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.writer_trial import check_writable
-from datatrove_ckpt.preflight.checks import (
+from datatrove_ckpt.process.open_files import files_needed, limits, too_low
+from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.run_folder.checks import (
     Finding,
     State,
     about,
@@ -58,22 +60,22 @@ from datatrove_ckpt.preflight.checks import (
     check_remote,
     within,
 )
-from datatrove_ckpt.preflight.earlier_runs import (
+from datatrove_ckpt.run_folder.earlier_runs import (
     check_access_of,
     check_hub,
     check_job,
     check_output,
     earlier_runs,
 )
-from datatrove_ckpt.preflight.input_checks import (
+from datatrove_ckpt.run_folder.input_checks import (
     Sample,
     check_input,
     check_inputs_unchanged,
     note_steps,
     refuse_input,
 )
-from datatrove_ckpt.preflight.prompts import check_prompts
-from datatrove_ckpt.preflight.run_plan import (
+from datatrove_ckpt.run_folder.prompts import check_prompts
+from datatrove_ckpt.run_folder.run_plan import (
     RunnerPlan,
     RunPlan,
     WrongMarker,
@@ -81,8 +83,6 @@ from datatrove_ckpt.preflight.run_plan import (
     note_workers,
     refuse_without_claims,
 )
-from datatrove_ckpt.process.open_files import files_needed, limits, too_low
-from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -45,6 +44,7 @@ from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
+from datatrove_ckpt.generation.input_columns import input_types
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
@@ -54,6 +54,7 @@ from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
 from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
+from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.output.folders import refuse_own_output
@@ -61,7 +62,7 @@ from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writer_checks import check_rank_in_template, template_uses
-from datatrove_ckpt.output.writer_trial import check_writable
+from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.output.writers import writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
@@ -318,10 +319,14 @@ class _Run:
         exports = Exports(step, rank, checkpoint, progress, shutdown)
         try:
             say.started()
+            types = NO_TYPES
             with preemption.interruptible():
-                output.prepare()
+                if step.checkpoints_local_dir is not None:  # else each task would read all files
+                    types = input_types(data, self.root, step.output_writer)
+                output.prepare(types)
             shutdown.check()
-            main = self._generate(data, checkpoint, progress, output.names, identity)
+            trial = WriterTrial(step.output_writer, types)
+            main = self._generate(data, checkpoint, progress, output.names, trial, identity)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
@@ -371,6 +376,7 @@ class _Run:
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
         names: FileNames,
+        trial: WriterTrial,
         identity: str,
     ) -> bool:
         step = self.step
@@ -410,9 +416,7 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     # A document that fails without a checkpoint is lost anyway.
-                    check_writable=partial(check_writable, step.output_writer)
-                    if failures.are_kept
-                    else None,
+                    trial=trial if failures.are_kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
                     parking=await passes.parking() if passes is not None else None,

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datatrove_ckpt.checkpoint.interval import check_seconds, daly
+from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.checkpoint.training_steps import StepName
+from datatrove_ckpt.common.declared import Seconds, check
 from datatrove_ckpt.errors import ConfigError
 
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
@@ -111,11 +112,11 @@ class EverySeconds(SavePolicy):
     ``mtbf_seconds``, the mean time between failures of the whole job.
     """
 
-    seconds: float | Literal["auto"] = "auto"
+    seconds: Seconds = "auto"
     mtbf_seconds: float = 6 * 3600.0
 
     def __post_init__(self) -> None:
-        check_seconds("EverySeconds", self.seconds)
+        check(EverySeconds, vars(self))
 
     def is_due(self, moment: Moment) -> bool:
         return moment.seconds >= self.interval(moment)

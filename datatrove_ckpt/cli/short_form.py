@@ -34,11 +34,11 @@ from datatrove_ckpt.cli.yaml_config import (
     construct,
     import_name,
     load,
-    parameters_of,
     refuse_unknown,
     set_at_path,
 )
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean, error_text
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line

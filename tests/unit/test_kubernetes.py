@@ -239,7 +239,7 @@ def test_the_short_form_runs_on_a_volume(command):
     assert 'unknown key "imag", did you mean "image"?' in said
     said = command("k8s", "short.yaml", "--run-folder=run", f"--input={data}/input", code=2).error
     assert said.endswith(
-        "of kubernetes.volumes: run_folder; checkpoints_remote_dir (the mirror of run_folder)."
+        "of kubernetes.volumes: run_folder; checkpoints_remote_dir (the mirror of the checkpoints)."
     )
     Path("data/input").rename("input")
     assert command("k8s", "short.yaml", "--input=input", code=2).error.endswith("volumes: input.")

@@ -100,7 +100,7 @@ def test_the_short_forms_are_policies(given, moment):
         (lambda: keep_policy(Last(3), None, None, None, "accuracy"), "keep= says all"),
         (lambda: keep_policy(None, 0, None, None, None), "Last: must be an integer from 1 on"),
         (lambda: EverySteps(0), "EverySteps: must be an integer from 1 on"),
-        (lambda: EverySeconds(-1), "EverySeconds: must be"),
+        (lambda: EverySeconds(-1), "seconds: must be"),
     ],
 )
 def test_no_argument_overrides_another_and_mistakes_are_named(make, message):

@@ -86,11 +86,11 @@ def opened(
     **changes,
 ):
     identity = RunIdentity({"records_per_chunk": records_per_chunk, "tasks": 1})
-    settings = CheckpointManager(
-        folder, 0, records_per_chunk, identity, nothing, nothing, **changes
-    )
+    settings = CheckpointManager(folder, 0, records_per_chunk, identity, **changes)
     output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
-    return OpenCheckpoint(settings, settings.take(), output)
+    with settings.look() as found:
+        lease = found.take(nothing)
+    return OpenCheckpoint(settings, lease, output)
 
 
 def run(checkpoint, number):

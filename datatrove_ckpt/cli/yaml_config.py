@@ -59,8 +59,6 @@ MASK = "*** hidden ***"
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 SHORT_NAMES |= {one.writer: one.module for one in FORMATS}
-# Of ``default_generation_params``; settings in the short form.
-ANSWER = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)

@@ -49,6 +49,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
 from datatrove_ckpt.checkpoint.placement import DiskRoom
 from datatrove_ckpt.checkpoint.publishing import Output, Publisher
 from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
@@ -93,13 +94,6 @@ class OpenCheckpoint:
         self.has_locks = lease.lock.works
         """False: the file system has no locks, and only the fence keeps two processes apart."""
         self.resumed = point = rank_files.point
-        self.counts = rank_files.counts
-        """What all attempts of the rank committed. The storage thread adds to it."""
-        self.work = rank_files.work
-        """What the documents of all attempts took, as far as they are committed.
-
-        To be read after ``close``.
-        """
         self.clock = rank_files.clock
         """Measures this attempt."""
         self.error: BaseException | None = None
@@ -228,6 +222,19 @@ class OpenCheckpoint:
     @property
     def seconds(self) -> Seconds:
         return self._files.seconds
+
+    @property
+    def counts(self) -> DocumentCounts:
+        """What all attempts of the rank committed. The storage thread adds to it."""
+        return self._files.counts
+
+    @property
+    def work(self) -> WorkStats:
+        """What the documents of all attempts took, as far as they are committed.
+
+        To be read after ``close``.
+        """
+        return self._files.work
 
     @property
     def congested(self) -> bool:

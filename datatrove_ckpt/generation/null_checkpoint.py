@@ -9,20 +9,18 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
 from datatrove_ckpt.checkpoint.open_checkpoint import LastRecords, OpenCheckpoint, no_records
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
-from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.output.documents import decode
 from datatrove_ckpt.output.file_managers import RemoteFiles
@@ -94,7 +92,7 @@ class NullCheckpoint:
     def fill_in(self, progress: Progress) -> None:
         progress.in_work = self._admitted - self.counts.read
         progress.seconds = self.seconds
-        progress.documents = replace(self.counts)
+        progress.documents = self.counts
 
     def admit(
         self, fingerprint: str, position: Callable[[], object] = lambda: None
@@ -112,8 +110,8 @@ class NullCheckpoint:
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         self.raise_failure()
-        self.counts.count([finished.took])
-        self.work.count([finished.took])
+        self.counts += DocumentCounts.of([finished.took])
+        self.work += WorkStats.of([finished.took])
         if finished.outcome == "written":
             self._handed_over += len(finished.document)
             self._queue.put((slot, finished))

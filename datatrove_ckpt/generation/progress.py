@@ -32,8 +32,8 @@ from datatrove_ckpt.checkpoint.history_records import (
     Silence,
     Spread,
     Wait,
-    WorkCounts,
 )
+from datatrove_ckpt.checkpoint.numbers import WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
@@ -341,7 +341,7 @@ class RankReporter:
         self._sum_up()
         errors = Counter[str]()
         found = history_records.Progress(
-            own=replace(self.own, errors=errors, tiers=dict(self.own.tiers)),
+            own=replace(self.own, errors=errors, tiers=self.own.tiers.copy()),
             position=self.position(),
         )
         for client in self.clients:

@@ -15,11 +15,12 @@ import pytest
 
 from datatrove_ckpt.checkpoint import identity, ledger, rank_files
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
 from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
@@ -56,15 +57,6 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
         CheckpointMismatch, match="Document 2 of this task is not the one that was finished there"
     ):
         chunks.admit("another", no_position)
-
-
-def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path):
-    chunks, _ = tracker(tmp_path, ResumePoint(last_cached=1))
-    assert admit(chunks, 0).cached
-    with pytest.raises(CheckpointMismatch, match="shrunk, or limit of the reader was lowered"):
-        chunks.end_of_input()
-    assert admit(chunks, 1).cached
-    chunks.end_of_input()
 
 
 # the whole ---------------------------------------------------------------------------------------

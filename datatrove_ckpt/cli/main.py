@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(flag, _own_flags(given), 0.8)
         if not equals:
             parser.error(f"{flag}: its value is missing{hint}")
-        if hint and not _is_setting(flag):
+        if hint and flag.replace("_", "-") not in _flags_of_settings():
             parser.error(f"{flag}: there is no such flag{hint}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
@@ -181,21 +181,14 @@ def _completions(word: str, before: str) -> list[str]:
 
 
 def _flags_of_settings() -> set[str]:
+    from datatrove_ckpt import InferenceConfig, InferenceRunner
     from datatrove_ckpt.cli.job_settings import ShortJob
-    from datatrove_ckpt.config import InferenceConfig
-    from datatrove_ckpt.runner import InferenceRunner
 
     return {
         f"--{name.replace('_', '-')}"
         for cls in (ShortJob, InferenceConfig, InferenceRunner)
         for name in meanings(cls)
     }
-
-
-def _is_setting(flag: str) -> bool:
-    from datatrove_ckpt.cli.job_settings import ShortJob
-
-    return flag.removeprefix("--").replace("-", "_") in meanings(ShortJob)
 
 
 def _settings_help() -> str:

@@ -21,7 +21,7 @@ from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -120,7 +120,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         logging_dir: DataFolderLike = None,
         depends: DatatroveExecutor | None = None,
         skip_completed: bool = True,
-        start_method: str = "forkserver",
+        start_method: Literal["fork", "spawn", "forkserver"] = "forkserver",
         local_tasks: CountOrAll = -1,
         local_rank_offset: int = 0,
         randomize_start_duration: int = 0,
@@ -131,9 +131,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         super().__init__(**datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"))
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        if start_method not in multiprocess.get_all_start_methods():
-            allowed = ", ".join(multiprocess.get_all_start_methods())
-            raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
         check_depends(depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:

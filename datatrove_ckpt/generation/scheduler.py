@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
@@ -45,7 +46,6 @@ from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
@@ -185,7 +185,7 @@ class Scheduler:
 
     step: Step
     rollout_fn: Rollout
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     connect: Connect
     observer: RankReporter
     failures: Failures

@@ -309,7 +309,7 @@ def with_float32(value: Any, kind: DataType) -> Any:
         return {field.name: with_float32(value[field.name], field.type) for field in kind}
     if types.is_float32(kind):
         return np.float32(value)
-    if not types.is_list(kind):
+    if not (types.is_list(kind) or types.is_fixed_size_list(kind)):
         return value
     if types.is_float32(kind.value_type):
         return np.asarray(value, np.float32)

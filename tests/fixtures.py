@@ -88,6 +88,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("on a busy machine")
 
 
+def pytest_generate_tests(metafunc):
+    """The mark ``matrix`` may hold rows, as ``parametrize`` does."""
+    for mark in metafunc.definition.iter_markers("matrix"):
+        if mark.args:
+            metafunc.parametrize(*mark.args, **mark.kwargs)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before what -m leaves out is left out
 def pytest_collection_modifyitems(items):
     """Of a test with the mark ``matrix``, all rows but the first are slow. Groups are those of

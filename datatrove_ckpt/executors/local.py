@@ -32,7 +32,6 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
@@ -328,12 +327,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             runner.checkpoints_local_dir is None for runner in self._runners
         ):
             return False
-        from datatrove_ckpt.mirror.object_store import bucket_for
+        from datatrove_ckpt.claims.stores import may_hold_claims
 
         return (
             self.skip_completed
             and self.local_tasks == self.world_size > 1
-            and bucket_for(self._folder) is None
+            and may_hold_claims(self._folder)
         )
 
     @property
@@ -382,10 +381,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if runner.checkpoints_remote_dir is not None
         ]
         if urls:
-            return mirrored_progress([f"{url}/{rank:05d}" for url in urls])
-        return local_progress(
-            [rank_folder(runner.checkpoints_root, rank) for runner in self._runners]
-        )
+            return mirrored_progress(urls, rank)
+        return local_progress([runner.checkpoints_root for runner in self._runners], rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.

@@ -21,7 +21,8 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.batch_log import ANSWER, FAILURE, OF_BATCH
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
-from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.numbers import Outcome, Work
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.formatting import plural

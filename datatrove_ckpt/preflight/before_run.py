@@ -42,6 +42,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     find_ranks,
     read_rank,
 )
+from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import (
@@ -60,7 +61,6 @@ from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
-from datatrove_ckpt.mirror.object_store import bucket_for
 from datatrove_ckpt.mirror.restore import restore_outdated
 from datatrove_ckpt.output.committed import (
     CommittedFile,
@@ -419,14 +419,7 @@ def refuse_without_claims(plan: RunPlan) -> None:
     """Raises:
     ConfigError: claims cannot lie in ``logging_dir``, or protect nothing.
     """
-    bucket = bucket_for(plan.logging_dir.resolve_paths(""))
-    if bucket is not None:
-        raise ConfigError(
-            f"{plan.logging_dir.resolve_paths('')} is in a repository, "
-            "where each claim of a worker would be a commit; the hub allows 128 an hour. Set it "
-            f"to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes one).",
-            setting="logging_dir",
-        )
+    refuse_for_claims("logging_dir", plan.logging_dir.resolve_paths(""))
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             raise ConfigError(

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint import files, history_log, storage
 from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
 from datatrove_ckpt.checkpoint.history_records import End
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import LockedRank
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck
@@ -339,7 +339,7 @@ def prove(folder, disk_type=CopyingDisk, counted=EFFECTS):
 @pytest.mark.slow
 def test_committing_before_publishing_is_noticed(folder, monkeypatch):
     links = []
-    link, append, take = files.Disk.link, CommitLog.append, CheckpointManager.take
+    link, append, take = files.Disk.link, CommitLog.append, LockedRank.take
 
     def later(self, source, target):
         if target.parent.name != "output":
@@ -354,16 +354,16 @@ def test_committing_before_publishing_is_noticed(folder, monkeypatch):
             files.disk.make_dir(target.parent)  # an effect between the two
             link(files.disk, source, target)
 
-    def take_empty(self):
+    def take_empty(self, *arguments):
         links.clear()  # of an attempt that crashed
-        return take(self)
+        return take(self, *arguments)
 
     monkeypatch.setattr(files.Disk, "link", later)
     monkeypatch.setattr(LocalTarget, "_stamp", lambda self, name: 0)
     monkeypatch.setattr(LocalTarget, "_take_group", lambda self, path, folder: None)
     monkeypatch.setattr(files.Disk, "remove_tree", lambda self, path: None)
     monkeypatch.setattr(CommitLog, "append", commit_first)
-    monkeypatch.setattr(CheckpointManager, "take", take_empty)
+    monkeypatch.setattr(LockedRank, "take", take_empty)
     with pytest.raises((AssertionError, OutputMismatch), match="files"):
         prove(folder)
 

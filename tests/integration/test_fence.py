@@ -95,8 +95,7 @@ else:
 """
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"]
 )
 def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, module):
@@ -120,8 +119,7 @@ def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, 
     assert "\0" not in ended
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("locks", ["local", "none"])
+@pytest.mark.matrix("locks", ["local", "none"])
 @pytest.mark.parametrize("asleep", [True, False], ids=["stopped", "running"])
 def test_without_locks_the_process_that_started_first_stops_before_it_writes_anything_more(
     tmp_path, server, locks, asleep

@@ -114,8 +114,7 @@ def test_another_revision_is_refused(hub):
     assert read(other) == documents
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("status", "code", "message"),
     [
         (
@@ -187,8 +186,7 @@ def kind(request, hub):
     return request.param
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("place", "advice"),
     [
         (

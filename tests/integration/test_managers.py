@@ -114,8 +114,7 @@ class Script:
             assert left_of(self.popen.pid) == []
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("number", "code", "signalled"),
     [
         (signal.SIGTERM, 128 + signal.SIGTERM, "alone"),

@@ -70,8 +70,7 @@ def spoils(spoil):
     return rollout
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", UNWRITABLE)
+@pytest.mark.matrix("name", UNWRITABLE)
 def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(tmp_path, server, name):
     rollout = spoils(UNWRITABLE[name])
     with pytest.raises((DocumentFailed, DocumentNotSerializable)) as stopped:

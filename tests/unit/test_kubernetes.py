@@ -17,9 +17,9 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from datatrove_ckpt import errors
-from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.testing import FakeServer
 from tests.golden import hold

@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, read_run
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
+from tests.jobs import run_job
 from tests.patience import until
 
 JOB = """
@@ -158,5 +158,5 @@ def test_a_process_that_was_taken_over_while_it_looked_at_the_output_removes_not
 
     monkeypatch.setattr(LocalTarget, "prepare", prepare_and_lose)
     with pytest.raises(Fenced):
-        runner(tmp_path, server).run(documents(1))
+        run_job(tmp_path, server, 1)
     assert staged[0].exists()

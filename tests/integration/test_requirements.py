@@ -36,12 +36,11 @@ def without_extras(monkeypatch):
 
 
 @pytest.fixture
-def refused(here, monkeypatch, command):
+def refused(here, command):
     """Runs JOB with pieces of its text replaced; it must be refused before anything starts.
 
     Gives the message.
     """
-    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
 

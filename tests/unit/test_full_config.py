@@ -42,7 +42,6 @@ class Reader(JsonlReader):
 def printed(tmp_path, monkeypatch, capsys):
     """What ``run FILE --dry-run`` prints, in a folder with JOB, its documents and my_module."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
     write_job(tmp_path, JOB, [f"Rain {number}." for number in range(5)])
     Path("my_module.py").write_text(MINE)

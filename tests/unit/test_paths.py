@@ -2,7 +2,6 @@
 name.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
     monkeypatch.delenv("UNSET_HERE", raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return work
 
 

@@ -131,12 +131,6 @@ def test_the_states_of_all_ranks_continue_with_any_other_number(reader):
         assert set(read.values()) == {1}
 
 
-def test_columns_give_rows_and_no_documents(reader):
-    read = list(epoch(reader, ALONE, columns=["n"]))
-    assert sorted(row["n"] for row in read) == list(range(len(ROWS)))
-    assert {tuple(row) for row in read} == {("n",)}
-
-
 # Rows without a document -------------------------------------------------------------------------
 
 

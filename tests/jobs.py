@@ -109,9 +109,9 @@ def runner(folder, server, rollout=ask, **changes):
     )
 
 
-def run_job(folder, server, number, rollout=ask, **changes):
-    """Runs the job on so many documents."""
-    runner(folder, server, rollout, **changes).run(documents(number))
+def run_job(folder, server, number, *rollout, **changes):
+    """Runs so many documents."""
+    runner(folder, server, *rollout, **changes).run(documents(number))
 
 
 def rows(folder, pattern="*.jsonl"):

@@ -195,9 +195,9 @@ def kind(request, hub):
         ),
         (
             "org/input/other",
-            "the folder does not exist there, or glob_pattern fits none. Correct data_folder",
+            "the folder does not exist there, or glob_pattern fits none. Correct the path",
         ),
-        ("org/input@v2/part", "Correct the branch, tag or commit after the @ in data_folder."),
+        ("org/input@v2/part", "Correct the branch, tag or commit after the @ in the input's URL."),
     ],
 )
 def test_a_folder_that_is_not_there(kind, place, advice):

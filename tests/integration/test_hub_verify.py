@@ -115,9 +115,9 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(
     said = cli("run", "job.yaml", code=1)
     assert GONE in said
     assert (
-        "Restore it or rename it back, or set output_folder to its new name and accept_changes to true"
+        "Restore it or rename it back, or set the output folder to its new name and accept_changes to true"
         in said
     )
-    assert "start anew with another checkpoints_local_dir, output_folder and logging_dir" in said
+    assert "start over in other folders" in said
     assert "repos create" not in said
     assert len(server.payloads) == asked

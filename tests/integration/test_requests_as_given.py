@@ -258,7 +258,7 @@ def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(tmp_path, s
     server.most_choices = 1
     for index, payload in enumerate([{"n": 3}, {"extra_body": {"n": 3}}]):
         with pytest.raises(ServerRefused, match="n=3"):
-            runner(tmp_path / str(index), server, asking(payload)).run(documents(1))
+            run_job(tmp_path / str(index), server, 1, asking(payload))
 
 
 def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, server):

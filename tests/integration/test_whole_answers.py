@@ -109,7 +109,7 @@ def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server, tmp_pat
     server.paths = {"/v1/embeddings": lambda payload: {}}
     server._status, server.error = lambda payload, times: 404, "The model `fake` does not exist."
     with pytest.raises(
-        ServerRefused, match=r"Check model_name_or_path and endpoint_url\. The server's answer"
+        ServerRefused, match=r"Check the model's name and the endpoint's URL\. The server's answer"
     ):
         run_job(tmp_path, server, 1, ask)
 

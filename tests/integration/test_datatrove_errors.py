@@ -10,19 +10,17 @@ from contextlib import suppress
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import InferenceError, InferenceRunner, ServerError, errors
+from datatrove_ckpt import InferenceError, ServerError, errors
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import (
     STOPS_SOON,
     ask,
     chat,
-    config,
     documents,
     ids,
     rejects,
     run_job,
     runner,
-    writer,
 )
 
 BAD = "BadRequestError"
@@ -152,19 +150,6 @@ def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_n
 # what is raised ----------------------------------------------------------------------------------
 
 
-async def fails(document, generate):
-    raise KeyError("a bug")
-
-
-def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path, server):
-    with pytest.raises(InferenceError) as caught:
-        InferenceRunner(fails, config(server), writer(tmp_path)).run(documents(1))
-    assert isinstance(caught.value, errors.DocumentFailed)
-    assert caught.value.document.id == "id 0"
-    assert isinstance(caught.value.error, KeyError)
-    assert caught.value.payload is None
-
-
 def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
     """And without it in another process."""
     with (
@@ -172,6 +157,8 @@ def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
         pytest.raises(InferenceError, match=BAD) as caught,
     ):
         run_job(tmp_path, server, 1)
+    assert isinstance(caught.value, errors.DocumentFailed)
+    assert caught.value.document.id == "id 0"
     assert isinstance(caught.value.error, errors.RequestRejected)
     assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
     there = pickle.loads(pickle.dumps(caught.value))

@@ -71,14 +71,15 @@ def test_each_kept_step_is_listed_and_restored_from_folder_and_remote(
     assert config == {"lr": 0.1, "layers": [1, 2]}
 
 
-def test_what_follows_an_older_step_is_newer_than_all_steps(tmp_path):
+def test_what_follows_an_older_step_is_newer_than_all_steps_and_listed_once(tmp_path):
     filled(tmp_path)
-    with opened(tmp_path) as saved:
+    with opened(tmp_path, keep=Last(9)) as saved:
         assert saved.restore(30, model=model_of(0)) == 30
         saved.save(40, model=model_of(41))
+        assert saved.steps() == [20, 30, 50, 40]
     model = model_of(0)
     with opened(tmp_path) as saved:
-        assert saved.restore(model=model) == 40
+        assert saved.restore(model=model) == saved.latest_step() == 40
         assert weight(model) == 41
         saved.save(50, model=model_of(51), metrics={"loss": 9.0})
         assert saved.steps()[-2:] == [40, 50]
@@ -230,15 +231,6 @@ def test_a_loop_that_skips_numbers_saves_at_the_first_one_after_a_multiple(tmp_p
         saved.restore(504)
         assert saved.maybe_save(1004, model=model)
         assert not saved.maybe_save(1005, model=model)
-
-
-def test_a_step_number_is_listed_once(tmp_path):
-    filled(tmp_path)
-    with opened(tmp_path, keep=Last(9)) as saved:
-        assert saved.restore(30) == 30
-        saved.save(40, model=model_of(41))
-        assert saved.steps() == [20, 30, 50, 40]
-        assert saved.latest_step() == 40
 
 
 def test_a_metric_of_best_that_is_only_logged_is_missed(tmp_path, warned):

@@ -115,7 +115,7 @@ def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path):
     ):
         run_job(tmp_path, server, 2, returns_them)
     assert "BadRequestError: HTTP 400" in str(caught.value)
-    assert "skip_bad_requests=True" in str(caught.value)
+    assert "set skip_bad_requests" in str(caught.value)
     assert caught.value.payload is not None
 
 

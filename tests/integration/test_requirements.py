@@ -148,6 +148,6 @@ def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path, server, pla
     """It would be no copy, and a run would say nothing of it."""
     with pytest.raises(
         ConfigError,
-        match="checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy",
+        match="checkpoints_remote_dir: is the folder of the checkpoints itself, so it would be",
     ):
         runner(tmp_path, server, checkpoints_remote_dir=place.format(tmp_path / "checkpoints"))

@@ -312,6 +312,8 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused():
     for window in (0, True, "256", "1PB", 1.5):
         with pytest.raises(ConfigError, match="shuffle_window must be"):
             parse_window(window)
+    with pytest.raises(ConfigError, match="rank must be from 0 to world_size - 1"):
+        ReaderDataset(JsonlReader("/"), 2, 2)
     for name, value in (("even", "cut"), ("batch", 0)):
         with pytest.raises(ConfigError, match=f"{name}.* must be"):
             settings(**{name: value})

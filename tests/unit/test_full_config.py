@@ -77,8 +77,7 @@ def kept():
     return found | {"commits": json.dumps([json.loads(line)["files"] for line in lines]).encode()}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.matrix("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_is_printed_and_what_is_printed_prints_itself(printed, path):
     Path("configs").symlink_to(CONFIGS)  # an input of one of them
     before = sorted(Path().rglob("*"))

@@ -68,8 +68,7 @@ def test_a_path_that_nothing_expands_is_an_error_and_no_folder(folder, capsys, p
     assert not (folder.parent / "scratch").exists()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("checkpoints", ["$SCRATCH/checkpoints", "~/checkpoints"])
+@pytest.mark.matrix("checkpoints", ["$SCRATCH/checkpoints", "~/checkpoints"])
 def test_variables_and_the_home_folder_are_expanded_in_the_folder_of_checkpoints(
     folder, capsys, server, checkpoints
 ):

@@ -54,7 +54,6 @@ from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
 from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.output.folders import refuse_own_output
@@ -319,10 +318,8 @@ class _Run:
         exports = Exports(step, rank, checkpoint, progress, shutdown)
         try:
             say.started()
-            types = NO_TYPES
             with preemption.interruptible():
-                if step.checkpoints_local_dir is not None:  # else each task would read all files
-                    types = input_types(data, self.root, step.output_writer)
+                types = input_types(data, self.root, step.output_writer)
                 output.prepare(types)
             shutdown.check()
             trial = WriterTrial(step.output_writer, types)

@@ -370,19 +370,42 @@ def remember(*texts: str) -> None:
             _revealed[text] = None
 
 
-def redact(text: str, revealed: Iterable[str] = _revealed) -> str:
+def redact(text: str) -> str:
+    """Returns foreign text without secrets and control characters, for every way out: a log, a
+    terminal, a file, an error.
+    """
+    return printable(hide(text))
+
+
+def excerpt(text: str, most: int) -> str:
+    """Returns the start of foreign text without secrets. A long text is searched only so far, and
+    no part of a secret at the end of that is shown.
+    """
+    longest = _MOST_ESCAPED * max(map(len, _to_hide(_revealed)), default=1)
+    searched = text[: 8 * most + longest]
+    shown = hide(searched)
+    if len(searched) < len(text):
+        shown = shown[:-longest] or HIDDEN
+    return shown[:most]
+
+
+def hide(text: str, revealed: Iterable[str] = _revealed) -> str:
     """Returns foreign text without secrets: those that were revealed, those of the environment
     (HF_TOKEN) and of ``note_sent``, and signatures in URLs.
     """
-    found = [*revealed, *environment_secrets(is_secret).values(), *_sent]
-    for secret in sorted(found, key=len, reverse=True):
+    for secret in sorted(_to_hide(revealed), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
         if _ESCAPE.search(text):
             text = _escaped(secret).sub(HIDDEN, text)
     return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
 
 
+def _to_hide(revealed: Iterable[str]) -> list[str]:
+    return [*revealed, *environment_secrets(is_secret).values(), *_sent]
+
+
 _ESCAPE = re.compile(r"\\|%|&#")
+_MOST_ESCAPED = 24  # characters of one that ``_escaped`` matches
 
 
 @functools.lru_cache(maxsize=1000)
@@ -412,14 +435,12 @@ def may_hold_secret(text: str) -> bool:
 
     A value of a URL's query, which is revealed, too, may be an ordinary word.
     """
-    return redact(text, ()) != text or is_surely_secret("", text)
+    return hide(text, ()) != text or is_surely_secret("", text)
 
 
 def log_text(text: str) -> str:
-    """Returns foreign text for a log or a screen, without secrets and control characters; further
-    lines are indented.
-    """
-    return printable(redact(text)).replace("\n", "\n  ")
+    """Returns foreign text as one entry of a log, redacted; further lines are indented."""
+    return redact(text).replace("\n", "\n  ")
 
 
 _sent: dict[str, None] = {}  # in the order in which they were noted

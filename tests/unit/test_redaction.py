@@ -13,6 +13,7 @@ from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.redaction import (
     Secret,
     Veil,
+    excerpt,
     is_secret,
     is_surely_secret,
     log_text,
@@ -186,6 +187,17 @@ def test_a_secret_that_was_noted_again_is_among_the_latest():
 def test_a_key_is_hidden_however_a_server_writes_it(quoted):
     Secret("Ab3/d+G7=").reveal()
     assert redact(f"no such key: {quoted}.") == "no such key: ***."
+
+
+@pytest.mark.parametrize("most", [200, 2000])
+def test_an_error_that_repeats_a_key_hundreds_of_times_shows_no_part_of_it(most):
+    """Wherever the searched part of it ends."""
+    Secret("Ab3/d+G7=Kx9-canary-of-a-key").reveal()
+    for quoted in ("Ab3/d+G7=Kx9-canary-of-a-key", "%41b3%2Fd%2BG7%3DKx9-canary-of-a-key"):
+        for shift in range(len(quoted) + 1):
+            shown = excerpt("." * shift + quoted * 9000, most)
+            assert set(shown) <= {".", "*"}, shift
+            assert shown
 
 
 def test_payloads_of_a_long_run_take_no_more_memory():

@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 import orjson
 
 from datatrove_ckpt.common import JsonObject, retrying
-from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.redaction import excerpt
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
@@ -106,7 +106,7 @@ class RetryableError(Exception):
     def quote(self) -> None:
         """Adds the quoted part to the cause, cut after its secrets are hidden."""
         if self.quoted:
-            self.cause += f": {self.quoted_as(redact(self.quoted))[:_SHOWN]}"
+            self.cause += f": {self.quoted_as(excerpt(self.quoted, 8 * _SHOWN))[:_SHOWN]}"
             self.quoted = ""
 
     @property
@@ -480,7 +480,7 @@ def read_json(raw: bytes) -> object:
             kind = RetryableError
         raise kind(
             "the answer is not JSON",
-            quoted=raw[: 8 * _SHOWN].decode(errors="replace"),
+            quoted=raw.decode(errors="replace"),
             quoted_as=repr,
         ) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):

@@ -112,7 +112,6 @@ _OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
 _SHOWN_CAUSE = 300
-_SHOWN_FORM = 2000
 _BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
@@ -706,7 +705,7 @@ class CompletionClient:
             note_sent(way.extras)  # which the answer may quote
             if isinstance(failure, UnknownForm):
                 failure.quoted = f"{response.form} ".lstrip()
-                failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
+                failure.quoted += response.body.decode(errors="replace")
             failure.quote()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(transport, failure)

@@ -32,8 +32,8 @@ from datatrove_ckpt.common.redaction import (
     HIDDEN,
     MIRROR_KEY_VARIABLE,
     Secret,
+    hide,
     may_name_secret,
-    redact,
 )
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import (
@@ -291,7 +291,7 @@ class InferenceServer:
 
     def _log(self) -> str:
         if self._log_path is not None:
-            return redact(read_log(self._log_path, self._log_start))
+            return hide(read_log(self._log_path, self._log_start))
         return ""
 
     async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:

@@ -343,8 +343,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
         """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
-        from datatrove_ckpt.claims.claims import Claims
-        from datatrove_ckpt.claims.stores import new_owner, open_store
+        from datatrove_ckpt.claims.claims import Claims, new_owner, open_store
         from datatrove_ckpt.generation.final_stats import finished_documents
 
         owner = new_owner(runs_all)

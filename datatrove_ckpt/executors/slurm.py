@@ -199,8 +199,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims.claims import claimants, given_up
-        from datatrove_ckpt.claims.stores import open_reader
+        from datatrove_ckpt.claims.claims import claimants, given_up, open_reader
 
         reader = open_reader(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
         causes = given_up(reader)

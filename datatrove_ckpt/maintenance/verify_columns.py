@@ -12,7 +12,7 @@ from posixpath import dirname
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Report
 from datatrove_ckpt.output.arrow_types import Schema
-from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
+from datatrove_ckpt.output.chunk_writing import Misfit, misfits, read_schema
 
 
 def check_columns(report: Report) -> None:

@@ -22,7 +22,7 @@ from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.mirror.reading import MirrorReader
+    from datatrove_ckpt.mirror.restore import MirrorReader
 
 
 class NotBegun(ConfigError):
@@ -107,7 +107,7 @@ def open_place(
         yield place
         return
     from datatrove_ckpt.mirror.object_store import check_url  # fsspec is slow to import
-    from datatrove_ckpt.mirror.reading import MirrorReader
+    from datatrove_ckpt.mirror.restore import MirrorReader
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:

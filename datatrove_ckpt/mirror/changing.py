@@ -21,10 +21,8 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.mirror.job import restore_job
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions, is_mirrored
-from datatrove_ckpt.mirror.reading import unreadable
-from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.uploads import Uploads
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions, is_mirrored
+from datatrove_ckpt.mirror.restore import restore, unreadable
 
 _THREADS = 32
 

@@ -1,6 +1,6 @@
 """RemoteMirror copies a rank's checkpoint to a remote while the rank works, version by version.
 
-A version is the checkpoint at one instant of the storage thread (``uploads.py``). The mirror has
+A version is the checkpoint at one instant of the storage thread. The mirror has
 its own thread, so a remote that fails or hangs costs only warnings. Only a rank's first output
 waits for the mirror, on each node that takes the rank over: a rank without a version has published
 nothing, so output that it finds is another job's.
@@ -37,9 +37,8 @@ from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
-from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 

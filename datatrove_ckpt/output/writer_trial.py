@@ -15,9 +15,9 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema
+from datatrove_ckpt.output.chunk_writing import ColumnTypes, infers_schema
+from datatrove_ckpt.output.documents import decode_for
 from datatrove_ckpt.output.formats import JSONL
-from datatrove_ckpt.output.writers import decode_for
 
 
 class _InMemory:

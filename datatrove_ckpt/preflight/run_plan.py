@@ -161,7 +161,7 @@ class RunPlan:
         if not self.as_jobs:
             yield self
             return
-        from datatrove_ckpt.mirror.reading import MirrorReader
+        from datatrove_ckpt.mirror.restore import MirrorReader
 
         if not dry_run:
             self._executor._ensure_logging_dir_repo()

@@ -6,8 +6,7 @@ Texts of two lengths come to eight servers, while requests wait for one that is 
 import asyncio
 import time
 
-from datatrove_ckpt.inference.client.attempts import Request, Sender
-from datatrove_ckpt.inference.client.routing import Router
+from datatrove_ckpt.inference.client.routing import Request, Router, Sender
 from tests.bench import tables
 
 ROUNDS = 100

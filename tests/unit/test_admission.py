@@ -11,9 +11,8 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
-from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
 from datatrove_ckpt.inference.client.plain import Response
-from datatrove_ckpt.inference.client.routing import Router
+from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.inference.servers import probes
 from datatrove_ckpt.inference.servers.probes import (
     Admission,

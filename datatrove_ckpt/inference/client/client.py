@@ -85,17 +85,17 @@ from datatrove_ckpt.inference.client.answers import (
     Way,
     unfinished,
 )
-from datatrove_ckpt.inference.client.attempts import (
+from datatrove_ckpt.inference.client.body import AnyBody, in_tier
+from datatrove_ckpt.inference.client.routing import (
     Attempt,
     AttemptLost,
     MustDivide,
     Pace,
     Request,
+    Router,
     Sender,
     Target,
 )
-from datatrove_ckpt.inference.client.body import AnyBody, in_tier
-from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
@@ -466,7 +466,7 @@ class ModelServers:
         return self.config.request_timeout or _DEFAULT_TIMEOUT
 
     def look(self) -> None:
-        """Looks for a silent endpoint. Servers of ours are watched by ``pool.py``."""
+        """Looks for a silent endpoint. Servers of ours are watched by their ``servers/host.py``."""
         if self.config.server_type == "endpoint":
             self.outage.look(self.oldest_in_flight(), self.timeout)
 

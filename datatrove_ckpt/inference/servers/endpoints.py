@@ -18,10 +18,9 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.inference.client.attempts import Target
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.plain import Response
-from datatrove_ckpt.inference.client.routing import Router
+from datatrove_ckpt.inference.client.routing import Router, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.probes import adapt_admission, read_metrics, read_page

@@ -20,8 +20,7 @@ from datatrove_ckpt.config.inference_config import (
     MetricNames,
 )
 from datatrove_ckpt.errors import TooManyOpenFiles
-from datatrove_ckpt.inference.client.attempts import Pace, Target
-from datatrove_ckpt.inference.client.routing import Router
+from datatrove_ckpt.inference.client.routing import Pace, Router, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import wait_until_cancelled

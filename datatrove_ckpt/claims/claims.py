@@ -49,11 +49,12 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.object_store import ObjectStore, is_in_repository, refuse_repository
 
 _POLICY = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
 _OWNER = re.compile("[0-9a-f]{40}(-run)?")
@@ -89,6 +90,16 @@ class Look(NamedTuple):
         for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
             found.setdefault(mark.rank, mark)
         return found
+
+
+def may_hold_claims(folder: str) -> bool:
+    return not is_in_repository(folder)
+
+
+def refuse_for_claims(setting: str, folder: str) -> None:
+    """Raises ConfigError if the folder is in a repository."""
+    if not may_hold_claims(folder):
+        refuse_repository(setting, folder, "each claim of a worker")
 
 
 def open_store(url: str, owner: str, options: Mapping[str, object]) -> DiskClaims | ObjectClaims:
@@ -371,11 +382,6 @@ def _started(pid: int) -> str:
     return f"{ticks & 0xFFFFFFFF:08x}"
 
 
-LAUNCH = "DATATROVE_CKPT_LAUNCH"
-"""The environment variable whose value all workers of a launch share.
-
-The next launch tries again what one gives up.
-"""
 _KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 

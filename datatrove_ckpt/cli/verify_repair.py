@@ -55,7 +55,7 @@ def _as_json(report: Report, full: bool, code: int) -> JsonObject:
         "output": report.output,
         "full": full,
         "exit_code": code,
-        "totals": {**asdict(report.sums.counts), "files": report.sums.numbers.files},
+        "totals": {**report.sums.counts.fields(), "files": report.sums.numbers.files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, read_commits, sum_work
+from datatrove_ckpt.checkpoint.commits import read_commits, sum_work
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     SHARD,
@@ -20,8 +20,8 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Sums, WorkStats
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.checkpoint.work_stats import Sums, WorkStats
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.rollouts.batch import BatchRollout
@@ -56,10 +56,10 @@ class RankNumbers:
         self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds
     ) -> None:
         if folder is not None and retry_number(folder.parent.name) is not None:
-            self.counts.add_retry(counts)
+            self.counts += counts.of_retry()
         else:
-            self.counts.add(counts)
-        self.work.add(work)
+            self.counts += counts
+        self.work += work
         self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
 
     def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:

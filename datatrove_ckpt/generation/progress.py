@@ -32,8 +32,8 @@ from datatrove_ckpt.checkpoint.history_records import (
     Silence,
     Spread,
     Wait,
-    WorkCounts,
 )
+from datatrove_ckpt.checkpoint.numbers import WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
@@ -116,7 +116,7 @@ class RankReporter:
     Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Args:
-        checkpoint: writes the history, and calls ``last_records`` when it is closed.
+        checkpoint: writes the history.
         interval: seconds between two log lines.
 
     Attributes:
@@ -144,7 +144,6 @@ class RankReporter:
         self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
         self.last = history_records.Progress()
-        checkpoint.last_records = self.last_records
 
     # what happens --------------------------------------------------------------------------------
 
@@ -342,7 +341,7 @@ class RankReporter:
         self._sum_up()
         errors = Counter[str]()
         found = history_records.Progress(
-            own=replace(self.own, errors=errors, tiers=dict(self.own.tiers)),
+            own=replace(self.own, errors=errors, tiers=self.own.tiers.copy()),
             position=self.position(),
         )
         for client in self.clients:

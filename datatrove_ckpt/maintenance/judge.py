@@ -13,16 +13,15 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History, Rates
+from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History
 from datatrove_ckpt.checkpoint.history_records import (
     WAITS_FOR_BATCHES,
     InputPosition,
     Progress,
-    WorkCounts,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import RankLedger
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Rates, RunNumbers, WorkCounts
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.maintenance.run_state import RankState
 
@@ -46,15 +45,22 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         ledger: with history, journals and causes of dead letters.
         copied_at: when the version was uploaded that the ledger was read of; None: it is no copy.
     """
+    numbers = RunNumbers()
+    if ledger.damage is None:
+        numbers = ledger.numbers()
     rank = RankState(
-        ledger.root, ledger.number, ledger.folder, "damaged", is_copy=copied_at is not None
+        ledger.root,
+        ledger.number,
+        ledger.folder,
+        "damaged",
+        is_copy=copied_at is not None,
+        holder=ledger.holder,
+        **numbers.fields(),
     )
-    rank.holder = ledger.holder
     if ledger.damage is not None:
         rank.need_attention("damaged", str(ledger.damage))
         return rank
     recent = ledger.history
-    rank.add(ledger.numbers())
     rank.last_commit = ledger.last_commit
     if rank.is_copy:
         rank.last_commit = ledger.sums.at

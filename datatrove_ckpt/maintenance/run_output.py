@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from datatrove.data import Document
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.maintenance.documents import output_files, read_rows
 from datatrove_ckpt.maintenance.read_state import read_run_state
 from datatrove_ckpt.maintenance.where import open_place

@@ -5,7 +5,6 @@ Times are Unix seconds, durations seconds, rates per second; None is unknown.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Literal, get_args
 
 import orjson
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, sum_delivered
-from datatrove_ckpt.checkpoint.history_read import AttemptSummary, Rates
+from datatrove_ckpt.checkpoint.history_read import AttemptSummary
 from datatrove_ckpt.checkpoint.history_records import InputPosition, Silence, Wait
-from datatrove_ckpt.checkpoint.numbers import RunNumbers
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Rates, RunNumbers, sum_delivered
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.claims.claims import Claimant
 from datatrove_ckpt.common import JsonObject
@@ -195,23 +193,21 @@ class RunState:
     @property
     def together(self) -> Totals:
         """Returns sums with retries; a document that a retry has written is not dead."""
-        found = copy.deepcopy(self.totals)
-        again = self.retried
-        found.add(
-            replace(
-                again,
-                unfinished=DocumentCounts(),
-                unfinished_chunks=0,
-                dead_letters=Counter(),
-                exact=True,
-            )
+        again = replace(
+            self.retried,
+            unfinished=DocumentCounts(),
+            unfinished_chunks=0,
+            dead_letters=Counter(),
+            exact=True,
         )
+        sums = sum((self.totals, again), RunNumbers())
+        found = replace(self.totals, **sums.fields())
         if self.retries:
             found.counts = sum_delivered(
                 (rank.rank, rank.counts) for rank in (*self.ranks, *self.retries)
             )
         found.states = found.states + again.states
-        found.rates.add(again.rates)
+        found.rates += again.rates
         found.as_of = found.as_of or again.as_of
         return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, Rates
+from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.checkpoint.ledger import few
+from datatrove_ckpt.checkpoint.numbers import Rates, RunNumbers
 from datatrove_ckpt.maintenance.judge import done_rates
 from datatrove_ckpt.maintenance.run_state import RankState, State, Totals
 
@@ -18,10 +20,8 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
         now: Unix seconds.
         tasks: number of ranks of the run; 0: as many as there are.
     """
-    totals = Totals()
-    for rank in ranks:
-        totals.add(rank)
-        totals.states[rank.state] += 1
+    totals = Totals(**sum(ranks, RunNumbers()).fields())
+    totals.states = Counter(rank.state for rank in ranks)
     totals.rates = _rates_now(ranks, now)
     running = [rank for rank in ranks if rank.state == "running"]
     totals.as_of = min(
@@ -37,7 +37,7 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     _add_input(totals, ranks)
     if totals.working_seconds:
         done = done_rates(totals.done, totals.position.done)
-        totals.average.add(done, 1 / totals.working_seconds)
+        totals.average = done * (1 / totals.working_seconds)
     return totals
 
 
@@ -58,18 +58,16 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
     goes_on = any(rank.goes_on for rank, _ in running)
     has_begun = any(attempt.started > since for _, attempt in running)
     if not (goes_on and has_begun and finished):
-        for rank, _ in running:
-            rates.add(rank.rates)
-        return rates
+        return sum((rank.rates for rank, _ in running), rates)
     first = min(attempt.started for _, attempt in running + finished)
     seconds = now - max(first, since)
     for rank, attempt in running:
-        rates.add(rank.rates, (now - max(attempt.started, since)) / seconds)
+        rates += rank.rates * ((now - max(attempt.started, since)) / seconds)
     for rank, attempt in finished:
         length = max(attempt.last_seen - attempt.started, 1e-3)
         within = min(1.0, (attempt.last_seen - since) / length)
         share = within * attempt.own / rank.documents
-        rates.add(done_rates(rank.counts, rank.position.done), share / seconds)
+        rates += done_rates(rank.counts, rank.position.done) * (share / seconds)
     return rates
 
 

@@ -54,7 +54,6 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
-from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.output.arrow_types import (
     DataType,
     Field,
@@ -210,7 +209,7 @@ class ChunkWriting:
             culprit = name_culprit(writer, documents, self._decode, known)
         if culprit is not None:
             why = culprit
-            advice = written.one_type
+            advice = ONE_TYPE
         elif error.finished is not None:
             name = "(unreadable)"
             with suppress(Exception):
@@ -379,6 +378,13 @@ class Misfit(NamedTuple):
     later: str
 
 
+ONE_TYPE = (
+    "Give ParquetWriter a schema that fits, or an adapter that sets one type, or go on with "
+    "output_format: jsonl, which takes values of any types. Each needs accept_changes: what is "
+    "committed stays as it is"
+)
+
+
 def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
     columns = "; ".join(
         f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
@@ -387,7 +393,7 @@ def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
     return (
         f"{columns} (seen at chunk {chunk_index} of task {rank}). Loaders take the types of the "
         "first file, so the dataset may not load as one, or values load as texts that are none. "
-        f"{written.one_type}."
+        f"{ONE_TYPE}."
     )
 
 
@@ -721,7 +727,6 @@ class ChunkOutput:
                 raise OutputFailed(
                     f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both write "
                     f"{name}: fields of documents run into the chunk index in output_filename "
-                    f"{self.names.template!r}. Put a / or _ between them, and start again with ",
-                    StartOver(),
-                    ".",
+                    f"{self.names.template!r}. Put a / or _ between them.",
+                    starts_over="anew",
                 )

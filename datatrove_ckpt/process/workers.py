@@ -42,10 +42,10 @@ from multiprocess.context import BaseContext
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.memory import WORKERS_VARIABLE
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
-from datatrove_ckpt.process.memory import WORKERS_VARIABLE
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import TICK_SECONDS, RankProgress, Screen, reporting_to
 from datatrove_ckpt.process.shutdown import SAME_EVENT

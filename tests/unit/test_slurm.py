@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts
+from datatrove_ckpt.checkpoint.commits import Commit
 from datatrove_ckpt.checkpoint.identity import as_kept
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.slurm_submit import script
@@ -196,7 +197,7 @@ def test_without_sbatch_nothing_is_started_and_one_line_says_so(login_node, caps
     assert run() == 2
     assert capsys.readouterr().err == (
         "error: executor: SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. Run this on "
-        "a login node of the cluster, or use class_path: LocalPipelineExecutor. --dry-run shows the script anywhere.\n"
+        "a login node of the cluster, or leave Slurm out (class_path: LocalPipelineExecutor). --dry-run shows the script anywhere.\n"
     )
     assert not Path("slurm_run").exists()
 

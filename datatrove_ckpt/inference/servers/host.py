@@ -18,6 +18,7 @@ from typing import NoReturn
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.memory import ByteBudget, media_bytes
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
@@ -42,7 +43,6 @@ from datatrove_ckpt.inference.servers.probes import (
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
-from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 Watch = Callable[[], Awaitable[None]]

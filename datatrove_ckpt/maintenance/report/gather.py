@@ -115,10 +115,10 @@ def _charts(ranks: Sequence[_Rank], now: float) -> Iterator[Chart]:
         if not one.state.root:  # retries read documents that were read before: they are not summed
             time.add(one.history, now if one.runs else None)
     edges = time.edges.tolist()
-    yield Chart("Documents per second", edges, {"documents per second": time.rate(time.documents)})
+    yield Chart("Documents per second", edges, {"documents per second": time.rate("read")})
     tokens = {
-        "prompt": time.rate(time.prompt_tokens),
-        "completion": time.rate(time.completion_tokens),
+        "prompt": time.rate("prompt_tokens"),
+        "completion": time.rate("completion_tokens"),
     }
     yield Chart("Tokens per second", edges, tokens)
 

@@ -19,10 +19,16 @@ from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
 from datatrove_ckpt.maintenance.findings import REDO_KINDS, CommittedChunk, Report
 from datatrove_ckpt.maintenance.where import looks_like_mirror
-from datatrove_ckpt.output.committed import STRAY_ADVICE, file_problem, published_names
+from datatrove_ckpt.output.committed import (
+    STRAY_ADVICE,
+    FoundFiles,
+    content_hash,
+    file_problem,
+    list_files,
+    published_names,
+)
 from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_files
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice

@@ -12,7 +12,7 @@ published in one step.
     targets.py         where staged files go: a local folder, a remote folder, the hub
     stoppable.py       calls to storages: stopped with the rank, and retried
     hub*.py            the Hugging Face hub: access, uploads, their pace, its writers
-    names.py, listing.py, committed.py
+    names.py, committed.py
                        file names; the output folder's files, compared with a checkpoint's commits
     owner.py           the run that an output folder belongs to
     documents.py       a document as bytes and back, and as a cheap row for a writer

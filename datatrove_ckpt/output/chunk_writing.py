@@ -66,6 +66,7 @@ from datatrove_ckpt.output.arrow_types import (
 )
 from datatrove_ckpt.output.committed import (
     CommittedFile,
+    FoundFiles,
     RankCommits,
     other_content,
     published_names,
@@ -74,7 +75,6 @@ from datatrove_ckpt.output.documents import decode, decode_for, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import Inspect, write_in_batches

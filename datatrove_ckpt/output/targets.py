@@ -58,7 +58,15 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
 from datatrove_ckpt.common.retrying import Attempts, http_status, is_taken, s3_code
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
-from datatrove_ckpt.output.committed import RankCommits, other_content
+from datatrove_ckpt.output.committed import (
+    FoundFiles,
+    Info,
+    RankCommits,
+    content_hash,
+    local_stamp,
+    other_content,
+    remote_stamp,
+)
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
@@ -68,7 +76,6 @@ from datatrove_ckpt.output.hub_uploads import (
     UploadedFile,
     hub_failure,
 )
-from datatrove_ckpt.output.listing import FoundFiles, Info, content_hash, local_stamp, remote_stamp
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.removal import remove_file, sync_parents

@@ -64,6 +64,7 @@ from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import restore_outdated
 from datatrove_ckpt.output.committed import (
     CommittedFile,
+    FoundFiles,
     OutputCheck,
     RankCommits,
     committed_files,
@@ -73,7 +74,6 @@ from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
 from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.preflight.input_checks import check_codecs, check_inputs_unchanged, note_steps
@@ -378,7 +378,7 @@ def check_before_run(plan: RunPlan) -> None:
         note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
         mirror = runner.step.checkpoints_remote_dir
         if mirror is not None and root.is_dir():
-            from datatrove_ckpt.mirror.changing import upload_finished_ranks
+            from datatrove_ckpt.mirror.restore import upload_finished_ranks
 
             # No rank will do it: datatrove does not start complete ranks.
             upload_finished_ranks(mirror, root)

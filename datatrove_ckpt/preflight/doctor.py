@@ -25,8 +25,7 @@ from datatrove_ckpt.errors.names import setting_name
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
-from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
-from datatrove_ckpt.inference.servers.host import check_servers
+from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.mirror.restore import find_outdated
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder

@@ -34,8 +34,6 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
-from datatrove_ckpt.common.redaction import log_text
-from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CheckpointMismatch,
@@ -56,7 +54,7 @@ from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.signals import STOP_SIGNALS, in_main_thread
-from datatrove_ckpt.process.task_errors import own_error, task_of_many
+from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
 from datatrove_ckpt.process.workers import Workers, end_as
@@ -515,9 +513,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             logger.warning(f"Task {rank} is left to another process. {error}")
             return None
         except Exception as error:
-            own = own_error(error) or error
-            code = code_of_rank(own)
-            why = log_text(f"{type(own).__name__}: {own}")
+            code, why = failure_note(error)
             if code in (1, 3):
                 claims.failed(rank, why, for_good=code == 3)
             else:

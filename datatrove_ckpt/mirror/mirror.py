@@ -303,7 +303,11 @@ class RemoteMirror:
                 snapshot, grown = self._take_snapshot(uploads, stack)
             # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
-            self._put_job()
+            if self.job is not None:
+                url = self.url.rpartition("/")[0]
+                with needs_bucket(url):
+                    ObjectStore(url).put(JOB, self.job)
+                self.job = None
             uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
@@ -316,13 +320,6 @@ class RemoteMirror:
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
         self._saved = self._begun
-
-    def _put_job(self) -> None:
-        if self.job is not None:
-            url = self.url.rpartition("/")[0]
-            with needs_bucket(url):
-                ObjectStore(url).put(JOB, self.job)
-            self.job = None
 
     def _raise_if_interrupted(self, last: bool) -> None:
         """Ends an upload when the rank stops, except the ``last`` upload."""

@@ -73,7 +73,6 @@ from datatrove_ckpt.mirror.manifests import (
     Damaged,
     Manifest,
     Ownership,
-    Part,
     Uploads,
     Version,
     Versions,
@@ -341,7 +340,11 @@ def _download(
     for file, parts in manifest.files.items():
         files.disk.write_new(staging / file, map(mirrored.read_object, parts))
     if not manifest.finished:
-        _fill_cache(mirrored, manifest.answers, staging / CACHE)
+        path = staging / CACHE  # even if it is empty: an unfinished rank always has one
+        with closing(RequestCache(path)) as cache:  # its end moves SQLite's log into the database
+            for part in manifest.answers:
+                cache.put(decode_answers(mirrored.read_object(part)))
+        files.disk.sync(path)
     try:
         commits = len(read_commits(staging / COMMITS))
     except CheckpointCorrupt as error:
@@ -355,14 +358,6 @@ def _download(
     owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
     files.disk.write_new(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
     files.disk.sync_dir(staging)
-
-
-def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
-    """Makes the request cache, even if it is empty: an unfinished rank always has one."""
-    with closing(RequestCache(path)) as cache:  # its end moves SQLite's log into the database
-        for part in answers:
-            cache.put(decode_answers(mirrored.read_object(part)))
-    files.disk.sync(path)
 
 
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:

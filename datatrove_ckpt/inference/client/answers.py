@@ -269,7 +269,14 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
         completion = way.parse(raw)
         choices = completion.choices or [_as_choice(completion)]
         if several:
-            _check_number(len(choices), number)
+            found = len(choices)
+            if found == 1:
+                raise ServerRefused(
+                    f"The payload asks for n={number} choices, and the answer has one: the server "
+                    "ignores n."
+                )
+            if found != number:
+                raise RetryableError(f"the answer has {found} of {number} choices")
         for choice in choices:
             if logprobs and choice["text"] and not any((choice["logprobs"] or {}).values()):
                 raise RetryableError("the payload asks for logprobs, and the answer has none")
@@ -284,16 +291,6 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
         return completion
 
     return way._replace(parse=parse)
-
-
-def _check_number(found: int, number: object) -> None:
-    if found == 1:
-        raise ServerRefused(
-            f"The payload asks for n={number} choices, and the answer has one: the server ignores "
-            "n."
-        )
-    if found != number:
-        raise RetryableError(f"the answer has {found} of {number} choices")
 
 
 def _completion(raw: bytes, read: _Read) -> Completion:

@@ -559,7 +559,11 @@ class CompletionClient:
             except AttemptLost:
                 alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
                 if was_quarantined and alone and not request.may_not_be_sent:
-                    raise self._poisoned(request) from None
+                    self._router.attribute_deaths(request)
+                    raise RequestPoisoned(
+                        f"This request was in flight at {len(request.deaths)} deaths of its "
+                        f"server, the last time alone. Last cause: {request.deaths[-1].cause}"
+                    ) from None
                 self.stats.resent += 1
                 self.stats.errors["server lost"] += 1
                 if request.is_shared and request.is_quarantined:
@@ -579,7 +583,10 @@ class CompletionClient:
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
                 failure = error
-                delay = self._delay(error, clock, target)
+                self.outage.failed(error, self.servers.oldest_in_flight)
+                failures = clock.failed(error, target, self._config.request_max_attempts)
+                asked = min(error.asked_wait or 0.0, clock.left(error))
+                delay = retrying.SERVER.wait(failures, asked)
                 if target.pace is not None and error.server_is_limited:
                     await self._wait(max(delay, target.pace.seconds), error)
                     delay = 0.0
@@ -590,13 +597,6 @@ class CompletionClient:
                 raise MustDivide
             await self._wait(delay, failure)
             way = clock.next_way(way, failure)
-
-    def _delay(self, failure: RetryableError, clock: RequestClock, target: Target) -> float:
-        """Raises RequestFailed or a ServerError if there will be no further attempt."""
-        self.outage.failed(failure, self.servers.oldest_in_flight)
-        failures = clock.failed(failure, target, self._config.request_max_attempts)
-        asked = min(failure.asked_wait or 0.0, clock.left(failure))
-        return retrying.SERVER.wait(failures, asked)
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
@@ -618,14 +618,6 @@ class CompletionClient:
             await self._sleep(seconds)
         finally:
             self.stats.pausing -= 1
-
-    def _poisoned(self, request: Request) -> RequestPoisoned:
-        self._router.attribute_deaths(request)
-        deaths = request.deaths
-        return RequestPoisoned(
-            f"This request was in flight at {len(deaths)} deaths of its server, the last time "
-            f"alone. Last cause: {deaths[-1].cause}"
-        )
 
     async def _attempt(
         self, target: Target, request: Request, body: AnyBody, way: Way

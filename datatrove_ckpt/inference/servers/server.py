@@ -211,6 +211,12 @@ class InferenceServer:
         finally:
             os.close(log)
 
+    def _environment(self) -> dict[str, str]:
+        """Returns our environment without the key of mirrors."""
+        ours = self._command.environment({**os.environ, **self.lease.env})
+        ours.pop(MIRROR_KEY_VARIABLE, None)
+        return ours
+
     def _spawn(self, log: int) -> GuardedProcess:
         locks = self.lease.locks  # held until the last process of the server has ended
         try:
@@ -226,12 +232,6 @@ class InferenceServer:
                 raise limit_reached("No process could be created") from None
             # Without a cause, whose frames hold the environment.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
-
-    def _environment(self) -> dict[str, str]:
-        """Returns our environment without the key of mirrors."""
-        ours = self._command.environment({**os.environ, **self.lease.env})
-        ours.pop(MIRROR_KEY_VARIABLE, None)
-        return ours
 
     def _open_log(self) -> int:
         if self.config.server_log_folder is None:

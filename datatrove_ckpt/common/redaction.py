@@ -72,7 +72,7 @@ _URL_SECRET = re.compile(
     r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Security-Token)|sig|signature|(?:access_)?token|api_?key|key)=)[^&#\s\"'<>]+",
     re.IGNORECASE,
 )
-_HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
+_HASH = re.compile("hash (scrypt|keyed-[0-9a-f]{8})-([0-9a-f]{32})")
 _PLACEHOLDER = re.compile(
     rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}"
 )
@@ -190,7 +190,7 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
 def without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
     """JSON values with a hash in the place of each secret, to be written and compared.
 
-    A hash stays; that of an earlier release becomes one of today's.
+    A hash stays.
 
     Args:
         found: the secrets of the environment; None: look.
@@ -212,20 +212,17 @@ def hashed(name: str, value: object) -> str:
     """Returns the hash that stands for a secret: slow and different for each field, against word
     lists.
 
-    Each kind is made from the previous kind, so that old hashes can be compared: the unsalted hash
-    of earlier releases, the slow hash, and, with a mirror's key, the keyed hash, which names its
-    key.
+    With a mirror's key the keyed hash, which names its key, is made from the slow hash, so that
+    hashes from before there was a key can be compared.
     """
-    kept = _HASH.fullmatch(value) if isinstance(value, str) else None
-    kind = kept[1] if kept else None
-    digest = kept[2] if kept else ""
     field = name.rpartition(".")[2]
-    if kind is None:
-        digest = digest or xxhash.xxh3_128_hexdigest(
-            orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-        )
+    kept = _HASH.fullmatch(value) if isinstance(value, str) else None
+    if kept is None:
+        text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
         kind = "scrypt"
-        digest = _slow_hash(field, digest)
+        digest = _slow_hash(field, xxhash.xxh3_128_hexdigest(text))
+    else:
+        kind, digest = kept.groups()
     if kind == "scrypt" and (key := os.environ.get(MIRROR_KEY_VARIABLE)):
         mark, digest = (
             hmac.digest(key.encode(), text.encode(), "sha256").hex()

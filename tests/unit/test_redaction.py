@@ -4,9 +4,7 @@ import dataclasses
 import pickle
 
 import dill
-import orjson
 import pytest
-import xxhash
 
 from datatrove_ckpt.checkpoint.identity import same_value
 from datatrove_ckpt.common import redaction
@@ -104,13 +102,11 @@ def test_one_classifier_with_two_thresholds():
     ]
 
 
-def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_one_becomes_it(
+def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror(
     monkeypatch,
 ):
-    fast = f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps('hunter2'))}"
     hidden = without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"})
-    assert without_secrets("shared_context", {"password": fast, "api_key": fast}) == hidden
-    assert len({fast, *hidden.values()}) == 3  # no list of words fits both fields
+    assert len({*hidden.values()}) == 2  # no list of words fits both fields
     assert hidden["password"].startswith("hash scrypt-")
     keyed = []
     for key in ("k" * 32, "l" * 32):

@@ -55,11 +55,13 @@ from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
+    NO_TYPES,
     DataType,
     Field,
     NotUnited,
     Row,
     Schema,
+    Types,
     is_vector,
     type_of,
     unite,
@@ -88,13 +90,19 @@ _BATCH = 1000
 class ChunkWriting:
     def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
         self.columns = RankColumns()
+        self._given = NO_TYPES
         self._writer = writer
         self._decode: Callable[[bytes], Document] = decode
         self._rank = rank
         self._names = names
 
-    def resume(self, committed: Iterable[CommittedFile]) -> None:
-        """Reads the types of the first committed file, if it is on a disk."""
+    def resume(self, committed: Iterable[CommittedFile], given: Types) -> None:
+        """Reads the types of the first committed file, if it is on a disk.
+
+        Args:
+            given: types of the input's columns, by their paths in the writer's rows.
+        """
+        self._given = given
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
             return
@@ -138,7 +146,7 @@ class ChunkWriting:
         self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
     ) -> bool:
         """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
-        types = ColumnTypes()
+        types = ColumnTypes(self._given)
         writer = self._copy(staged, schema, types.add)
         with suppress(_NotWritten):
             self._write(staged, chunk_index, documents, writer)
@@ -149,7 +157,7 @@ class ChunkWriting:
 
     def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
         writer = self._copy(staged)
-        types = ColumnTypes()
+        types = ColumnTypes(self._given)
         rows = (writer.adapter(self._decode(finished.document)) for finished in documents)
         size = min(_BATCH, max(1, writer.batch_size))
         batches = iter(lambda: list(islice(rows, size)), [])
@@ -206,7 +214,7 @@ class ChunkWriting:
         writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
-            culprit = name_culprit(writer, documents, self._decode, known)
+            culprit = name_culprit(writer, documents, self._decode, known, self._given)
         if culprit is not None:
             why = culprit
             advice = ONE_TYPE
@@ -258,17 +266,21 @@ def infers_schema(writer: DiskWriter) -> bool:
 class ColumnTypes:
     """Collects the types of rows.
 
+    Args:
+        given: types of the input's columns, by their paths in the rows.
+
     Attributes:
         types: of each column.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Types = NO_TYPES) -> None:
         self.types: dict[str, DataType] = {}
+        self._given = given
 
     def add(self, rows: list[Row]) -> None:
         """Raises NotUnited, or what ``type_of`` raises."""
         for name in dict.fromkeys(name for row in rows for name in row):
-            kind = type_of([row.get(name) for row in rows], name)
+            kind = type_of([row.get(name) for row in rows], name, self._given)
             self.types[name] = unite(self.types.get(name), kind, name)
 
     def schema(self) -> Schema:
@@ -319,12 +331,14 @@ def name_culprit(
     documents: Iterable[Finished],
     decode: Callable[[bytes], Document],
     known: dict[str, DataType],
+    given: Types,
 ) -> str | None:
     """Returns which document cannot be written, and why; None if every row alone can.
 
     Args:
         documents: it is read twice.
         known: the types of the chunks before, if the writer has no schema.
+        given: types of the input's columns.
     """
 
     def find(check: Callable[[Row], object], where: str) -> str | None:
@@ -345,7 +359,7 @@ def name_culprit(
 
     if writer.schema is not None:
         return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
-    types = ColumnTypes()
+    types = ColumnTypes(given)
     types.types = dict(known)
     culprit = find(lambda row: types.add([row]), "it or one before it")
     if culprit is not None:
@@ -622,8 +636,11 @@ class ChunkOutput:
         self._check.refuse_lost(self._check.by_name([commits]), found)
         return commits, found
 
-    def prepare(self) -> None:
+    def prepare(self, given: Types = NO_TYPES) -> None:
         """Compares the folder with the commits, and removes what earlier processes staged.
+
+        Args:
+            given: types of the input's columns, by their paths in the writer's rows.
 
         Raises:
             OutputMismatch: the folder is not as the commits say, or belongs to another run.
@@ -637,13 +654,14 @@ class ChunkOutput:
         # On the hub, one listing compares all ranks' files elsewhere.
         is_elsewhere = self._folder.hub is None
         others = not is_first and (is_elsewhere or not self._intents.is_kept)
-        if others or self._commits().files:
+        commits = self._commits()
+        if others or commits.files:
             commits, found = self._look(others)
             if others:
                 self._refuse_strangers(commits, found)
-            self._writing.resume(commits.files)
-            if self.names.fields:  # otherwise the chunk index alone distinguishes names
-                self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
+        self._writing.resume(commits.files, given)
+        if self.names.fields:  # otherwise the chunk index alone distinguishes names
+            self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
         if not is_first:
             self._folder.claim()
         if not self._intents.is_kept:

@@ -52,7 +52,14 @@ _Convert = Callable[[Any], object]
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
-_VECTOR_BYTES = b'"$py":["array",["<f4",['
+_USUAL_BYTES = (
+    _RESULT_BYTES,
+    b'"$py":["array",["<f4",[',
+    *(
+        f'"$py":["{name}",'.encode()
+        for name in ("bytes", "date", "datetime", "decimal", "float", "timedelta", "timestamp")
+    ),
+)
 _MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
@@ -255,18 +262,18 @@ def _after_text(text: object) -> int:
     return 0
 
 
-def is_plain(data: bytes, with_vectors: bool = False) -> bool:
+def is_plain(data: bytes, with_usual: bool = False) -> bool:
     """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer
     can write it.
 
     Args:
-        with_vectors: arrays of float32 count as JSON, too.
+        with_usual: vectors of float32, and values that tables hold, count as JSON.
     """
     if data.endswith(_RESULTS_END):
         return True
     plain: tuple[bytes, ...] = (_RESULT_BYTES,)
-    if with_vectors:
-        plain = (_RESULT_BYTES, _VECTOR_BYTES)
+    if with_usual:
+        plain = _USUAL_BYTES
     # A quote inside a string is escaped.
     at = data.find(_TAG_BYTES)
     while at >= 0 and data.startswith(plain, at):
@@ -589,6 +596,11 @@ def has_default_adapter(writer: DiskWriter) -> bool:
     return getattr(writer.adapter, "__func__", None) is _DEFAULT
 
 
+def is_usual(writer: DiskWriter) -> bool:
+    """Whether the writer makes rows of documents as datatrove's do."""
+    return has_default_adapter(writer) and _has_default_write(writer)
+
+
 def _has_default_write(writer: DiskWriter) -> bool:
     return type(writer).write is DiskWriter.write
 
@@ -603,7 +615,7 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     is_json = JSONL.is_written_by(writer)
     if is_json:
         writer._write = partial(_write_row, writer._write)
-    if has_default_adapter(writer) and _has_default_write(writer):
+    if is_usual(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
         if is_json:
             return decode_json
@@ -619,7 +631,7 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
 def _write_row(write: Callable[..., None], row: Row, *place: object) -> None:
     try:
         write(row, *place)
-    except TypeError:  # perhaps an integer beyond 64 bits
+    except TypeError:  # perhaps an integer beyond 64 bits, or a value of a table
         write(_for_orjson(row), *place)
 
 
@@ -630,6 +642,12 @@ def _for_orjson(value: object) -> object:
         return [_for_orjson(item) for item in value]
     if isinstance(value, np.ndarray):
         return as_json(value)
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
     if type(value) is int:
         return orjson.Fragment(str(value))
     return value
@@ -672,8 +690,7 @@ def _count_nothing(*numbers: object) -> None:
 
 def writes_media(writer: DiskWriter) -> bool:
     """Whether the writer may save the bytes of media: by its setting, or by code of its own."""
-    is_usual = has_default_adapter(writer) and _has_default_write(writer)
-    return not is_usual or bool(getattr(writer, "save_media_bytes", True))
+    return not is_usual(writer) or bool(getattr(writer, "save_media_bytes", True))
 
 
 def _plain_adapter(writer: DiskWriter, document: Document) -> Row:

@@ -80,8 +80,7 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import Inspect, write_in_batches
-from datatrove_ckpt.output.removal import remove_output
-from datatrove_ckpt.output.targets import make_target
+from datatrove_ckpt.output.targets import make_target, remove_output
 
 _BATCH = 1000
 """Rows. A writer with huge documents has a smaller ``batch_size``."""

@@ -26,6 +26,9 @@ rank's turn (``hub_pace``).
     the commit's answer gets lost  the files are looked up before they are sent again
 
 The hub may lag behind its newest commit, so commits may be repeated harmlessly.
+
+``repair`` removes output files; from a repository on the hub many in one commit, because commits
+are few.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +59,14 @@ from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
-from datatrove_ckpt.common.retrying import Attempts, http_status, is_taken, s3_code
+from datatrove_ckpt.common.retrying import (
+    Attempts,
+    failure_line,
+    file_system_call,
+    http_status,
+    is_taken,
+    s3_code,
+)
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import (
     FoundFiles,
@@ -72,13 +82,13 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
 from datatrove_ckpt.output.hub_uploads import (
     GENERATION_GOES_ON,
+    HubReads,
     HubUploads,
     UploadedFile,
     hub_failure,
 )
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.removal import remove_file, sync_parents
 from datatrove_ckpt.output.stoppable import StoppableCalls, given_up
 
 PART_BYTES = 8 << 20
@@ -649,3 +659,53 @@ class HubCommits(Placement):
         )
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
+
+
+_MOST_REMOVED = 1000  # files in a commit
+
+
+def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
+    """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
+    hub = HubFolder.of(folder)
+    if hub is not None:
+        reads = HubReads(hub, StoppableCalls())
+        for start in range(0, len(names), _MOST_REMOVED):
+            part = names[start : start + _MOST_REMOVED]
+            # Looked up at each attempt: the hub refuses to remove missing files.
+            reads.looked(
+                f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part)
+            )
+        return
+    for name in names:
+        remove_file(folder, name)
+    if folder.is_local():
+        sync_parents(Path(folder.resolve_paths("")), names)
+
+
+def remove_file(folder: DataFolder, name: str) -> None:
+    if folder.is_local():
+        files.disk.remove(Path(folder.resolve_paths(name)))
+        return
+    try:
+        with file_system_call():
+            folder.rm_file(name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        where = folder.resolve_paths(name)
+        raise OutputFailed(
+            f"{where} could not be removed: {failure_line(error)}. Run the same command again."
+        ) from error
+
+
+def sync_parents(root: Path, names: Iterable[str]) -> None:
+    """Syncs the folders of created or removed names below a root."""
+    for folder in {(root / name).parent for name in names}:
+        if folder.is_dir():
+            files.disk.sync_dir(folder)
+
+
+def _remove(hub: HubFolder, names: Sequence[str]) -> None:
+    there = [hub.full_name(name) for name in hub.look_up(names)]
+    if there:
+        hub.remove(there, f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair")

@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import node
-from datatrove_ckpt.inference.servers.probes import (
+from datatrove_ckpt.inference.servers.server import (
     Metrics,
     parse_metrics,
     read_metrics,

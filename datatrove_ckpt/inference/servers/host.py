@@ -46,15 +46,15 @@ from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_h
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.node import GpuLease
-from datatrove_ckpt.inference.servers.probes import (
+from datatrove_ckpt.inference.servers.server import (
     NO_ANSWER,
+    InferenceServer,
     Metrics,
     adapt_admission,
     read_metrics,
     read_page,
     request_health,
 )
-from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 

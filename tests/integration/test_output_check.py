@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import ConfigError, OutputMismatch
-from datatrove_ckpt.output.hub import (
+from datatrove_ckpt.output.folders import (
     check_pipeline_folders,
     stands_elsewhere,
 )

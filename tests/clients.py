@@ -7,8 +7,8 @@ import time
 from contextlib import asynccontextmanager
 
 from datatrove_ckpt.common.redaction import Secret
-from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
+from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.shutdown import Shutdown

@@ -7,7 +7,7 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+from datatrove_ckpt.inference.servers.host import ExternalServers
 from datatrove_ckpt.inference.servers.node import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 

@@ -17,7 +17,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from datatrove_ckpt.inference.servers.probes import Admission, Metrics
+from datatrove_ckpt.inference.servers.server import Admission, Metrics
 
 BLOCK = 16  # tokens
 

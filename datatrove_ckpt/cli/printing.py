@@ -13,7 +13,7 @@ import orjson
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import CkptError, WaitsForBatches, printable
+from datatrove_ckpt.errors import CkptError, WaitsForBatches
 
 
 def as_json(content: JsonObject) -> str:
@@ -46,7 +46,7 @@ def write_out(text: str, raw: bool = False) -> None:
     Drops the rest if the reader has gone (``status | head``).
     """
     try:
-        sys.stdout.write(text if raw else printable(redact(text)))
+        sys.stdout.write(text if raw else redact(text))
         sys.stdout.flush()
     except BrokenPipeError:
         # The buffer's rest would fail again when Python ends.
@@ -66,5 +66,5 @@ def fail(error: BaseException, code: int) -> int:
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     if not isinstance(error, WaitsForBatches):  # all is well
         text = f"error: {text}"
-    print(printable(redact("\n".join([text, *notes]))), file=sys.stderr)
+    print(redact("\n".join([text, *notes])), file=sys.stderr)
     return code

@@ -13,7 +13,7 @@ from datatrove_ckpt.checkpoint.training_steps import is_training
 from datatrove_ckpt.cli.printing import write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
-from datatrove_ckpt.common.redaction import holds_credentials, redact
+from datatrove_ckpt.common.redaction import holds_credentials
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder.read_state import wanted_files
 from datatrove_ckpt.run_folder.tracking import (
@@ -55,7 +55,7 @@ def _send(
     while True:
         problem = tracker.work()
         if problem != said:
-            write_out(f"{shown(redact(problem)) or 'up to date again'}\n")
+            write_out(f"{shown(problem) or 'up to date again'}\n")
         said = problem
         if tracker.is_over:
             return

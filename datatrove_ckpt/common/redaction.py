@@ -72,7 +72,7 @@ _URL_SECRET = re.compile(
     r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Security-Token)|sig|signature|(?:access_)?token|api_?key|key)=)[^&#\s\"'<>]+",
     re.IGNORECASE,
 )
-_HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
+_HASH = re.compile("hash (scrypt|keyed-[0-9a-f]{8})-([0-9a-f]{32})")
 _PLACEHOLDER = re.compile(
     rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}"
 )
@@ -190,7 +190,7 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
 def without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
     """JSON values with a hash in the place of each secret, to be written and compared.
 
-    A hash stays; that of an earlier release becomes one of today's.
+    A hash stays.
 
     Args:
         found: the secrets of the environment; None: look.
@@ -212,20 +212,17 @@ def hashed(name: str, value: object) -> str:
     """Returns the hash that stands for a secret: slow and different for each field, against word
     lists.
 
-    Each kind is made from the previous kind, so that old hashes can be compared: the unsalted hash
-    of earlier releases, the slow hash, and, with a mirror's key, the keyed hash, which names its
-    key.
+    With a mirror's key the keyed hash, which names its key, is made from the slow hash, so that
+    hashes from before there was a key can be compared.
     """
-    kept = _HASH.fullmatch(value) if isinstance(value, str) else None
-    kind = kept[1] if kept else None
-    digest = kept[2] if kept else ""
     field = name.rpartition(".")[2]
-    if kind is None:
-        digest = digest or xxhash.xxh3_128_hexdigest(
-            orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-        )
+    kept = _HASH.fullmatch(value) if isinstance(value, str) else None
+    if kept is None:
+        text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
         kind = "scrypt"
-        digest = _slow_hash(field, digest)
+        digest = _slow_hash(field, xxhash.xxh3_128_hexdigest(text))
+    else:
+        kind, digest = kept.groups()
     if kind == "scrypt" and (key := os.environ.get(MIRROR_KEY_VARIABLE)):
         mark, digest = (
             hmac.digest(key.encode(), text.encode(), "sha256").hex()
@@ -369,19 +366,42 @@ def remember(*texts: str) -> None:
             _revealed[text] = None
 
 
-def redact(text: str, revealed: Iterable[str] = _revealed) -> str:
+def redact(text: str) -> str:
+    """Returns foreign text without secrets and control characters, for every way out: a log, a
+    terminal, a file, an error.
+    """
+    return printable(hide(text))
+
+
+def excerpt(text: str, most: int) -> str:
+    """Returns the start of foreign text without secrets. A long text is searched only so far, and
+    no part of a secret at the end of that is shown.
+    """
+    longest = _MOST_ESCAPED * max(map(len, _to_hide(_revealed)), default=1)
+    searched = text[: 8 * most + longest]
+    shown = hide(searched)
+    if len(searched) < len(text):
+        shown = shown[:-longest] or HIDDEN
+    return shown[:most]
+
+
+def hide(text: str, revealed: Iterable[str] = _revealed) -> str:
     """Returns foreign text without secrets: those that were revealed, those of the environment
     (HF_TOKEN) and of ``note_sent``, and signatures in URLs.
     """
-    found = [*revealed, *environment_secrets(is_secret).values(), *_sent]
-    for secret in sorted(found, key=len, reverse=True):
+    for secret in sorted(_to_hide(revealed), key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
         if _ESCAPE.search(text):
             text = _escaped(secret).sub(HIDDEN, text)
     return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
 
 
+def _to_hide(revealed: Iterable[str]) -> list[str]:
+    return [*revealed, *environment_secrets(is_secret).values(), *_sent]
+
+
 _ESCAPE = re.compile(r"\\|%|&#")
+_MOST_ESCAPED = 24  # characters of one that ``_escaped`` matches
 
 
 @functools.lru_cache(maxsize=1000)
@@ -411,14 +431,12 @@ def may_hold_secret(text: str) -> bool:
 
     A value of a URL's query, which is revealed, too, may be an ordinary word.
     """
-    return redact(text, ()) != text or is_surely_secret("", text)
+    return hide(text, ()) != text or is_surely_secret("", text)
 
 
 def log_text(text: str) -> str:
-    """Returns foreign text for a log or a screen, without secrets and control characters; further
-    lines are indented.
-    """
-    return printable(redact(text)).replace("\n", "\n  ")
+    """Returns foreign text as one entry of a log, redacted; further lines are indented."""
+    return redact(text).replace("\n", "\n  ")
 
 
 _sent: dict[str, None] = {}  # in the order in which they were noted

@@ -1,6 +1,6 @@
 """How engines are asked for what is no text: embeddings, classes, scores.
 
-``inference.client.typed_answers`` reads all forms of answers, whatever the engine: an endpoint may
+``inference.client.answers`` reads all forms of answers, whatever the engine: an endpoint may
 be any.
 """
 

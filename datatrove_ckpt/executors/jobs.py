@@ -36,21 +36,19 @@ from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.claims.progress import Progress
-from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
-    log_text,
     may_hold_secret,
     may_name_secret,
 )
 from datatrove_ckpt.common.retrying import (
     OPENING,
     READING,
-    code_of_rank,
     failure_line,
     http_status,
     naming_hub,
@@ -66,7 +64,7 @@ from datatrove_ckpt.executors.local import (
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
 from datatrove_ckpt.process.signals import Interruption
-from datatrove_ckpt.process.task_errors import log_disabled, own_error
+from datatrove_ckpt.process.task_errors import failure_note, log_disabled
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
@@ -222,13 +220,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         except GivenUp as error:  # the coordinator ends with it
             logger.error(str(error))
         except Exception as error:
-            own = own_error(error) or error
-            note = code_of_rank(own), log_text(f"{type(own).__name__}: {own}")
             with (
                 suppress(Exception),
                 self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
             ):
-                file.write(orjson.dumps(note))
+                file.write(orjson.dumps(failure_note(error)))
             raise
 
     def _as_worker(self) -> LocalPipelineExecutor:
@@ -316,15 +312,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             )
         return len(jobs)
 
-    def _leave(self) -> None:
-        jobs = self._alive()
-        if not jobs:
-            return
-        logger.warning(
-            f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. "
-            "To cancel them: run --cancel, or cancel() of the executor."
-        )
-
     def _run_dependency(self) -> None:
         if self.depends is None:
             return
@@ -355,7 +342,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             try:
                 self._keep_jobs(claims)
             except KeyboardInterrupt:
-                self._leave()
+                if jobs := self._alive():
+                    logger.warning(
+                        f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits "
+                        "for them. To cancel them: run --cancel, or cancel() of the executor."
+                    )
                 raise
             if given_up := claims.given_up():
                 raise given_up_error(given_up, self.tasks)

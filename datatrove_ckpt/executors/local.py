@@ -34,8 +34,6 @@ from multiprocess.reduction import ForkingPickler
 from datatrove_ckpt.common import JsonObject, datatrove_arguments
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
-from datatrove_ckpt.common.redaction import log_text
-from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CkptError,
@@ -55,7 +53,7 @@ from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.signals import STOP_SIGNALS, in_main_thread
-from datatrove_ckpt.process.task_errors import own_error, task_of_many
+from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
 from datatrove_ckpt.process.workers import Workers, end_as
@@ -314,7 +312,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             runner.checkpoints_local_dir is None for runner in self._runners
         ):
             return False
-        from datatrove_ckpt.claims.stores import may_hold_claims
+        from datatrove_ckpt.claims.claims import may_hold_claims
 
         return (
             self.skip_completed
@@ -328,8 +326,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
         """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
-        from datatrove_ckpt.claims.claims import Claims
-        from datatrove_ckpt.claims.stores import new_owner, open_store
+        from datatrove_ckpt.claims.claims import Claims, new_owner, open_store
         from datatrove_ckpt.generation.final_stats import finished_documents
 
         owner = new_owner(runs_all)
@@ -503,9 +500,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             logger.warning(f"Task {rank} is left to another process. {error}")
             return None
         except Exception as error:
-            own = own_error(error) or error
-            code = code_of_rank(own)
-            why = log_text(f"{type(own).__name__}: {own}")
+            code, why = failure_note(error)
             if code in (1, 3):
                 claims.failed(rank, why, for_good=code == 3)
             else:

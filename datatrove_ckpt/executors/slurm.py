@@ -32,7 +32,6 @@ from loguru import logger
 from datatrove_ckpt.common import LAUNCH, datatrove_arguments
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
-from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.executors.local import (
@@ -41,7 +40,7 @@ from datatrove_ckpt.executors.local import (
     given_up_error,
 )
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
-from datatrove_ckpt.process.task_errors import own_error
+from datatrove_ckpt.process.task_errors import own_error, safe_log
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 # datatrove writes names and options into the script as they are. Bash fills in options.
@@ -204,8 +203,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims.claims import claimants, given_up
-        from datatrove_ckpt.claims.stores import open_reader
+        from datatrove_ckpt.claims.claims import claimants, given_up, open_reader
 
         reader = open_reader(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
         causes = given_up(reader)
@@ -272,7 +270,8 @@ def _saying_errors() -> Iterator[None]:
         own = own_error(error)
         if own is None:
             raise
-        logger.error(log_text(str(own)))
+        safe_log()
+        logger.error(str(own))
         sys.exit(code_of_rank(own))
 
 

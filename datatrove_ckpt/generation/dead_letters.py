@@ -37,7 +37,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected, printable
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.output.documents import decode
@@ -66,7 +66,7 @@ def cause_of(error: BaseException) -> str:
     text = safe_text(cause)
     if isinstance(cause, RequestRejected):
         text = cause.cause
-    text = printable(redact(text))
+    text = redact(text)
     if isinstance(cause, CkptError | str):
         return text
     return f"{type(cause).__name__}: {text}{forgotten_await(cause)}"
@@ -97,7 +97,7 @@ def dead_letter(
         "attempts": attempts + 1,
         "position": position,
         "payload_hashes": [digest for digest in payload_hashes if digest],
-        "traceback": printable(redact(safe_text("".join(traceback.format_exception(error))))),
+        "traceback": redact(safe_text("".join(traceback.format_exception(error)))),
     }
     return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
 

@@ -59,19 +59,21 @@ from datatrove_ckpt.inference.client.answers import (
     COMPLETIONS,
     ENDINGS,
     Completion,
+    Floats,
     RetryableError,
     UnknownForm,
     Way,
     as_asked,
+    from_base64,
     kept_whole,
     token_counts,
+    typed_way,
     unfinished,
     way_to,
 )
-from datatrove_ckpt.inference.client.attempts import Request
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
-from datatrove_ckpt.inference.client.typed_answers import Floats, from_base64, typed_way
+from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -736,7 +738,7 @@ class Requests:
     async def _ask(
         self, name: str, values: tuple[object, ...], params: Mapping[str, object], count: int = 1
     ) -> JsonObject:
-        """Returns what ``typed_answers`` keeps of the answer. ``count``: see ``typed_way``."""
+        """Returns what ``answers`` keeps of the answer. ``count``: see ``typed_way``."""
         to = self._config.engine.ways[name]
         result = await self._answered(to.payload(values, params), typed_way(name, to.path, count))
         assert result.answer is not None

@@ -21,8 +21,8 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import COLUMNS, COMMITS, rank_folder, rank_numbers
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types, unite
-from datatrove_ckpt.output.column_types import infers_schema
-from datatrove_ckpt.output.writers import is_usual
+from datatrove_ckpt.output.chunk_writing import infers_schema
+from datatrove_ckpt.output.documents import is_usual
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.pipeline import steps_before

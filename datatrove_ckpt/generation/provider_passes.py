@@ -58,7 +58,7 @@ from datatrove_ckpt.inference.client.provider_batches import (
     Undecided,
 )
 from datatrove_ckpt.inference.client.urls import needs_proxy
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+from datatrove_ckpt.inference.servers.host import ExternalServers
 from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ import datatrove_ckpt
 from datatrove_ckpt import errors
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import causes, printable
+from datatrove_ckpt.errors import causes
 from datatrove_ckpt.process.task_errors import safe_log
 
 
@@ -122,7 +122,7 @@ class raised_for_scripts:
                     inner = inner.tb_next
                 cause.__traceback__ = inner
             cause.args = tuple(
-                printable(redact(part)) if isinstance(part, str) else part for part in cause.args
+                redact(part) if isinstance(part, str) else part for part in cause.args
             )
         if (raised := _RAISED.get(type(error))) is not None:
             raise raised(str(error)) from error.__cause__

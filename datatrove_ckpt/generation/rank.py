@@ -51,18 +51,18 @@ from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.scheduler import Scheduler, Served
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
-from datatrove_ckpt.inference.client.attempts import Sender
+from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck
+from datatrove_ckpt.output.documents import writes_media
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writer_checks import check_rank_in_template, template_uses
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.output.writers import writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many

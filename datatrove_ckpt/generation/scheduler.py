@@ -50,9 +50,8 @@ from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
-from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
-from datatrove_ckpt.inference.client.routing import WINDOW, Router
+from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process.event_loop import call_soon, end_fork

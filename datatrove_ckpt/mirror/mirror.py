@@ -1,6 +1,6 @@
 """RemoteMirror copies a rank's checkpoint to a remote while the rank works, version by version.
 
-A version is the checkpoint at one instant of the storage thread (``uploads.py``). The mirror has
+A version is the checkpoint at one instant of the storage thread. The mirror has
 its own thread, so a remote that fails or hangs costs only warnings. Only a rank's first output
 waits for the mirror, on each node that takes the rank over: a rank without a version has published
 nothing, so output that it finds is another job's.
@@ -38,9 +38,8 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Seconds
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
-from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions
+from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
-from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 
@@ -305,7 +304,11 @@ class RemoteMirror:
                 snapshot, grown = self._take_snapshot(uploads, stack)
             # Taking ownership after ``stop`` has given up would fence the rank's next process.
             self._raise_if_interrupted(last)
-            self._put_job()
+            if self.job is not None:
+                url = self.url.rpartition("/")[0]
+                with needs_bucket(url):
+                    ObjectStore(url).put(JOB, self.job)
+                self.job = None
             uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
@@ -318,13 +321,6 @@ class RemoteMirror:
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
         self._saved = self._begun
-
-    def _put_job(self) -> None:
-        if self.job is not None:
-            url = self.url.rpartition("/")[0]
-            with needs_bucket(url):
-                ObjectStore(url).put(JOB, self.job)
-            self.job = None
 
     def _raise_if_interrupted(self, last: bool) -> None:
         """Ends an upload when the rank stops, except the ``last`` upload."""

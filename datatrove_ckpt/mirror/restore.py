@@ -23,22 +23,32 @@ and never mixed with the other: answers and chunks that only the other had are m
 The folder is built beside its final place and renamed, so a crash leaves nothing or all of it. A
 restored checkpoint gets a new owner. Its ``earlier`` owners include those of damaged versions, so
 that these are not tried again.
+
+A mirror is also read without writing to it or taking ownership. ``status``, ``report`` and
+``verify`` read local files, so some files of each rank's newest complete version are copied to a
+folder. An empty lock file marks an unfinished rank.
+
+``repair`` restores ranks from their mirror and uploads them again. The upload is a new version of a
+new owner: a node with the old folder restores it at its next start, and a process that still works
+on the rank stops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import datetime
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from itertools import compress
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import new_owner, read_run
+from datatrove_ckpt.checkpoint.identity import new_owner, parse_run, read_run
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
@@ -52,21 +62,25 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
+from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
+from datatrove_ckpt.mirror.job import restore_job
 from datatrove_ckpt.mirror.manifests import (
+    MAX_OBJECT_BYTES,
     Damaged,
     Manifest,
     Ownership,
-    Part,
+    Uploads,
     Version,
     Versions,
     contains_version,
     decode_answers,
+    is_mirrored,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.mirror.reading import rank_names, unreadable
 
 # Object stores answer each request after tens of milliseconds, and many at once.
 _THREADS = 32
@@ -326,7 +340,11 @@ def _download(
     for file, parts in manifest.files.items():
         files.disk.write_new(staging / file, map(mirrored.read_object, parts))
     if not manifest.finished:
-        _fill_cache(mirrored, manifest.answers, staging / CACHE)
+        path = staging / CACHE  # even if it is empty: an unfinished rank always has one
+        with closing(RequestCache(path)) as cache:  # its end moves SQLite's log into the database
+            for part in manifest.answers:
+                cache.put(decode_answers(mirrored.read_object(part)))
+        files.disk.sync(path)
     try:
         commits = len(read_commits(staging / COMMITS))
     except CheckpointCorrupt as error:
@@ -342,14 +360,6 @@ def _download(
     files.disk.sync_dir(staging)
 
 
-def _fill_cache(mirrored: Versions, answers: list[Part], path: Path) -> None:
-    """Makes the request cache, even if it is empty: an unfinished rank always has one."""
-    with closing(RequestCache(path)) as cache:  # its end moves SQLite's log into the database
-        for part in answers:
-            cache.put(decode_answers(mirrored.read_object(part)))
-    files.disk.sync(path)
-
-
 def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
     if not folder.exists():
         return None
@@ -357,3 +367,216 @@ def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
     aside = files.free_name(folder, ".replaced-")
     files.disk.rename(folder, aside)
     return aside
+
+
+Wanted = Callable[[str, int], bool]
+"""Whether a file is needed, by its name and its size in bytes."""
+
+
+class CopiedRank(NamedTuple):
+    """A rank that was copied. ``when``: of its upload, in Unix seconds; 0.0: not known."""
+
+    version: Version
+    when: float
+
+
+class MirrorReader:
+    """Copies what is wanted of a mirror into a local folder, and brings the copy up to date at each
+    ``refresh``.
+
+    Args:
+        url: ``checkpoints_remote_dir``.
+        folder: where the copy goes; empty.
+        wanted: which files are needed; ``run.json`` always is.
+    """
+
+    def __init__(self, url: str, folder: Path, wanted: Wanted) -> None:
+        self._store = ObjectStore(url)
+        self.url = self._store.url
+        self.ranks: dict[str, CopiedRank] = {}
+        """By the rank's folder, such as "00000" or "retry-00001/00000"."""
+        self._folder = folder
+        self._wanted = wanted
+
+    def refresh(self) -> None:
+        """Copies the ranks that have a newer version than the copy.
+
+        Raises:
+            StorageFailed: the mirror cannot be read.
+            CheckpointCorrupt: no version of a rank is complete.
+            ConfigError: the bucket does not exist, or a version is sealed and there is no key.
+        """
+        try:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                layout.refuse_resharded(self._folder, self._store.names())
+                names = list(rank_names(self._store))
+                for name, copied in zip(names, threads.map(self._copy, names), strict=True):
+                    if copied is not None:
+                        self.ranks[name] = copied
+            restore_job(self.url, self._folder)
+        except OSError as error:
+            raise unreadable(self.url, error) from error
+
+    def _copy(self, name: str) -> CopiedRank | None:
+        mirrored = Versions(f"{self.url}/{name}")
+        known = self.ranks.get(name)
+        newer = [
+            version
+            for version in mirrored.all_versions()
+            if known is None or version > known.version
+        ]
+        problems = list[str]()
+
+        def copy(version: Version) -> CopiedRank:
+            manifest = mirrored.read_manifest(version)
+            self._write(mirrored, manifest, self._folder / name)
+            return CopiedRank(version, _unix_seconds(manifest.when))
+
+        copied = mirrored.newest(newer, copy, problems)
+        if copied is None and problems and known is None:
+            raise CheckpointCorrupt(
+                f"No version at {mirrored.url} is complete:\n  " + "\n  ".join(problems)
+            )
+        return copied
+
+    def _write(self, mirrored: Versions, manifest: Manifest, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [name for name, size in manifest.sizes.items() if self._wanted(name, size)]
+        contents = {
+            name: [mirrored.read_object(part) for part in manifest.files[name]] for name in names
+        }
+        # All of it is here: from now on the folder changes.
+        for path in folder.iterdir():
+            if path.name not in contents:
+                path.unlink()
+        for name, blocks in contents.items():
+            (folder / name).write_bytes(b"".join(blocks))
+        (folder / layout.RUN).write_bytes(sealed_json(manifest.run))
+        if not manifest.finished:
+            (folder / layout.LOCK).touch()
+
+
+def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
+    """``advice``: more of the message, with a space before it."""
+    return StorageFailed(
+        f"Could not read the mirror {url}: {failure_line(error)}. Correct that (network, "
+        f"credentials) and run the same command again.{advice}"
+    )
+
+
+def rank_names(store: ObjectStore) -> Iterator[str]:
+    for name in store.names():
+        if layout.is_rank(name):
+            yield name
+        elif layout.retry_number(name) is not None:
+            yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
+
+
+def _unix_seconds(when: str) -> float:
+    with suppress(ValueError):
+        return datetime.datetime.fromisoformat(when).timestamp()
+    return 0.0
+
+
+def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:
+    """Restores ranks into a folder of their own, with everything that a run needs.
+
+    Args:
+        url: ``checkpoints_remote_dir``.
+        names: of the ranks' folders, such as "00000" or "retry-00001/00000".
+
+    Raises:
+        StorageFailed, CheckpointCorrupt, ConfigError: see ``restore``.
+    """
+    try:
+        for name in names:
+            restore(f"{url}/{name}", folder / name)
+        restore_job(url, folder)
+    except OSError as error:
+        raise unreadable(url, error) from error
+
+
+def upload_rank(url: str, folder: Path) -> None:
+    """Uploads a rank's folder as a new version, which is finished if the folder is.
+
+    Args:
+        url: of the rank's folder on the mirror.
+        folder: the rank's local folder. No process works on it.
+
+    Raises:
+        StorageFailed: it could not be uploaded. The version before it stays the newest one.
+    """
+    snapshot = _snapshot(folder)
+    uploads = Uploads(Versions(url))
+    try:
+        uploads.start_version(parse_run(folder / layout.RUN, snapshot.run), snapshot)
+        for name in snapshot.sizes:
+            with (folder / name).open("rb") as file:
+                while data := file.read(MAX_OBJECT_BYTES):
+                    uploads.add(name, data)
+        uploads.add_answers(snapshot)
+        uploads.publish(finished=layout.is_finished(folder))
+    except OSError as error:
+        raise StorageFailed(
+            f"Could not upload the changed task to {url}: {failure_line(error)}. The mirror is as "
+            "it was. Correct that, and run the same command again."
+        ) from error
+
+
+def upload_finished_ranks(url: str, root: Path) -> None:
+    """Uploads the finished ranks that a mirror lacks, retries among them: a mirror may be set
+    later.
+
+    A remote that fails costs a warning; the next start tries again.
+
+    Args:
+        url: ``checkpoints_remote_dir``. ``check_job`` has refused the mirror of another run.
+        root: ``checkpoints_local_dir``.
+    """
+    roots = [root, *layout.retry_folders(root)]
+    folders = [
+        layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)
+    ]
+    finished = {
+        f"{url}/{folder.relative_to(root)}": folder
+        for folder in folders
+        if layout.is_finished(folder)
+    }
+    try:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            known = threads.map(_is_uploaded, finished)
+            missing = [
+                place for place, is_there in zip(finished, known, strict=True) if not is_there
+            ]
+        if missing:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
+            logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
+    except (OSError, StorageFailed) as error:
+        logger.warning(
+            f"Could not upload finished tasks to the mirror {url} ({failure_line(error)}). Tried "
+            "again later."
+        )
+
+
+def _is_uploaded(url: str) -> bool:
+    """Whether a version other than 1 is there: a kill in the first upload leaves an empty version
+    1.
+    """
+    return any(version.number > 1 for version in Versions(url).all_versions())
+
+
+def _snapshot(folder: Path) -> Snapshot:
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if is_mirrored(path.name)}
+    answers = []
+    unfinished = frozenset[int]()
+    last = 0
+    if (folder / layout.CACHE).exists():
+        with closing(RequestCache(folder / layout.CACHE)) as cache:
+            unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
+            answers = cache.answers_since(0, unfinished)
+            last = cache.last_answer
+    run = (folder / layout.RUN).read_bytes()
+    return Snapshot(
+        run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last
+    )

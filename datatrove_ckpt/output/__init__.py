@@ -1,23 +1,22 @@
 """Writes a finished chunk as output files: through any datatrove ``DiskWriter``, staged, then
 published in one step.
 
-    chunk_output.py    ChunkOutput: documents -> staged files -> published files; start reading here
+    chunk_writing.py   ChunkOutput: documents -> staged files -> published files, with a copy of the
+                       user's writer and the types of columns; start reading here
     output_folder.py   OutputFolder: how a rank checks its output folder
-    chunk_writing.py   writes a chunk's documents with a copy of the user's writer
-    writers.py, writer_trial.py, writer_checks.py
-                       the user's writer: cheap documents, a trial of a document, what is refused
+    writer_trial.py, writer_checks.py
+                       the user's writer: a trial of a document, what is refused
     parquet.py, formats.py
                        Parquet files; the formats whose files can be read again
     file_managers.py   files that replace datatrove's in a writer: staged and hashed, or remote
     targets.py         where staged files go: a local folder, a remote folder, the hub
     stoppable.py       calls to storages: stopped with the rank, and retried
-    hub*.py            the Hugging Face hub: access, uploads, commits, their pace, its writers
-    names.py, listing.py, committed.py
+    hub*.py            the Hugging Face hub: access, uploads, their pace, its writers
+    names.py, committed.py
                        file names; the output folder's files, compared with a checkpoint's commits
     owner.py           the run that an output folder belongs to
-    documents.py       a document as bytes and back
-    *_types.py, given_schema.py
-                       the Arrow types of values and columns, and schemas that a writer was given
+    documents.py       a document as bytes and back, and as a cheap row for a writer
+    arrow_types.py     the Arrow types of values
 
 The bytes of a file depend on the documents only, so writing a chunk again after a crash is
 harmless.

@@ -1,39 +1,86 @@
-"""Writes a chunk's documents with a copy of the user's writer; Parquet with the schema of them
-all.
+"""Writes a finished chunk's documents to staged files, and publishes the files.
+
+Each chunk gets a fresh copy of the user's DiskWriter, with our file manager (``file_managers.py``).
+Files are staged in the checkpoint's folder, and then get their names, or are uploaded
+(``targets.py``).
+
+A Parquet chunk has the schema of all its documents, so that chunks load as one dataset.
+datatrove's ParquetWriter takes the schema of a file's first document, and the columns of each
+batch's first document: a column that is None at first fails later, and a new column is dropped
+silently. Here a chunk's schema is the union over all its documents: null with any type is that
+type, integers with floats are float64, dicts have the keys of all. Loaders (``pyarrow.dataset``,
+``datasets``) take the columns of the first file, and convert other files (measured, Arrow 26 and
+datasets 5.2):
+
+- A column without any value is written as text, also inside lists and dicts: only null could follow
+  Arrow's null type. Text without a value converts to numbers, dates, booleans and bytes. In a first
+  file it turns numbers, dates and booleans of later files into text, and does not load with bytes.
+  The field's metadata marks it.
+- A later file may lack columns, or keys of dicts, and may hold integers where the first has floats.
+- The opposite order cannot be known when the first file is written. Only a ``schema`` given to the
+  writer helps. Such a chunk causes a warning, and ``verify --full`` names both files.
+- Types that cannot be united, such as text and integers, stop the rank before the second type is
+  published.
+
+A chunk is first written with the schema of the chunk before. If its own schema proves different,
+the chunk is written again.
+
+Rows must fit, unchanged, a schema that the writer was given. Arrow makes 1 of 1.5, drops
+microseconds, the time of day and time zones, and omits keys of a dict that its struct lacks. A
+value is accepted if Arrow returns an equal value (2.0 as an integer, midnight as a date), or a
+shorter float.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import datetime
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from typing import Any, NamedTuple
 
 from datatrove.data import Document
+from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types
-from datatrove_ckpt.output.column_types import (
-    ONE_TYPE,
-    ColumnTypes,
-    RankColumns,
-    infers_schema,
-    name_culprit,
-    read_schema,
-    warning,
+from datatrove_ckpt.checkpoint.lease import RankLease
+from datatrove_ckpt.common.formatting import safe_repr, safe_text
+from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
+from datatrove_ckpt.output.arrow_types import (
+    NO_TYPES,
+    DataType,
+    Field,
+    NotUnited,
+    Row,
+    Schema,
+    Types,
+    is_vector,
+    type_of,
+    unite,
 )
-from datatrove_ckpt.output.committed import CommittedFile
-from datatrove_ckpt.output.documents import decode
+from datatrove_ckpt.output.committed import (
+    CommittedFile,
+    FoundFiles,
+    RankCommits,
+    other_content,
+    published_names,
+)
+from datatrove_ckpt.output.documents import decode, decode_for, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.formats import PARQUET
-from datatrove_ckpt.output.given_schema import check_rows
-from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.hub_pace import CommitPace
+from datatrove_ckpt.output.names import FileNames, plain
+from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import Inspect, write_in_batches
-from datatrove_ckpt.output.writers import decode_for, write_for
+from datatrove_ckpt.output.targets import make_target, remove_output
 
 _BATCH = 1000
 """Rows. A writer with huge documents has a smaller ``batch_size``."""
@@ -205,3 +252,498 @@ class ChunkWriting:
 class _NotWritten(Exception):
     def __init__(self, finished: Finished | None = None) -> None:
         self.finished = finished
+
+
+_EMPTY_DICT = "_"
+_NO_VALUE = {b"datatrove_ckpt": b"no value"}
+
+
+def infers_schema(writer: DiskWriter) -> bool:
+    return PARQUET.is_written_by(writer) and writer.schema is None
+
+
+class ColumnTypes:
+    """Collects the types of rows.
+
+    Args:
+        given: types of the input's columns, by their paths in the rows.
+
+    Attributes:
+        types: of each column.
+    """
+
+    def __init__(self, given: Types = NO_TYPES) -> None:
+        self.types: dict[str, DataType] = {}
+        self._given = given
+
+    def add(self, rows: list[Row]) -> None:
+        """Raises NotUnited, or what ``type_of`` raises."""
+        for name in dict.fromkeys(name for row in rows for name in row):
+            kind = type_of([row.get(name) for row in rows], name, self._given)
+            self.types[name] = unite(self.types.get(name), kind, name)
+
+    def schema(self) -> Schema:
+        import pyarrow as pa
+
+        return pa.schema([_writable(pa.field(name, kind)) for name, kind in self.types.items()])
+
+
+def _writable(field: Field) -> Field:
+    """Returns the field with text for no type, and a key in a dict without keys."""
+    import pyarrow as pa
+
+    kind = field.type
+    if pa.types.is_null(kind):
+        return pa.field(field.name, pa.string(), metadata=_NO_VALUE)
+    if pa.types.is_struct(kind):
+        fields = [_writable(inner) for inner in kind] or [
+            pa.field(_EMPTY_DICT, pa.string(), metadata=_NO_VALUE)
+        ]
+        return pa.field(field.name, pa.struct(fields))
+    if pa.types.is_list(kind):
+        return pa.field(field.name, pa.list_(_writable(kind.value_field)))
+    return field
+
+
+def raw_type(field: Field) -> DataType:
+    import pyarrow as pa
+
+    kind = field.type
+    if (field.metadata or {}).get(b"datatrove_ckpt"):
+        return pa.null()
+    if pa.types.is_struct(kind):
+        fields = [(inner.name, raw_type(inner)) for inner in kind]
+        if fields == [(_EMPTY_DICT, pa.null())]:
+            return pa.struct([])
+        return pa.struct(fields)
+    if pa.types.is_list(kind):
+        return pa.list_(raw_type(kind.value_field))
+    return kind
+
+
+def raw_types(schema: Schema) -> dict[str, DataType]:
+    return {field.name: raw_type(field) for field in schema}
+
+
+def name_culprit(
+    writer: DiskWriter,
+    documents: Iterable[Finished],
+    decode: Callable[[bytes], Document],
+    known: dict[str, DataType],
+    given: Types,
+) -> str | None:
+    """Returns which document cannot be written, and why; None if every row alone can.
+
+    Args:
+        documents: it is read twice.
+        known: the types of the chunks before, if the writer has no schema.
+        given: types of the input's columns.
+    """
+
+    def find(check: Callable[[Row], object], where: str) -> str | None:
+        for finished in documents:
+            document = decode(finished.document)
+            name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this task)"
+            row = writer.adapter(document)
+            try:
+                check(row)
+            except NotUnited as error:
+                return (
+                    f"{name}: column {error.column!r} is {error.new} there, and {error.old} in "
+                    f"{where}"
+                )
+            except Exception as error:
+                return f"{name}: {safe_text(error)}"
+        return None
+
+    if writer.schema is not None:
+        return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
+    types = ColumnTypes(given)
+    types.types = dict(known)
+    culprit = find(lambda row: types.add([row]), "it or one before it")
+    if culprit is not None:
+        return culprit
+    schema = types.schema()
+    return find(lambda row: check_rows([row], schema), "all documents together")
+
+
+def read_schema(folder: DataFolder, path: str) -> Schema | None:
+    """Returns a Parquet file's schema; None if it cannot be read, or pyarrow is not installed."""
+    try:
+        import pyarrow.parquet as pq
+
+        with folder.open(path, "rb") as file:
+            return pq.ParquetFile(file).schema_arrow
+    except (ImportError, OSError, ValueError):
+        return None
+
+
+class Misfit(NamedTuple):
+    """A column by which a file does not fit after a first one.
+
+    Attributes:
+        column: a path as in ``metadata.scores[]``.
+        first, later: its type in each file, ``missing`` or ``without a value``.
+    """
+
+    column: str
+    first: str
+    later: str
+
+
+ONE_TYPE = (
+    "Give ParquetWriter a schema that fits, or an adapter that sets one type, or go on with "
+    "output_format: jsonl, which takes values of any types. Each needs accept_changes: what is "
+    "committed stays as it is"
+)
+
+
+def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
+    columns = "; ".join(
+        f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
+        for one in found
+    )
+    return (
+        f"{columns} (seen at chunk {chunk_index} of task {rank}). Loaders take the types of the "
+        "first file, so the dataset may not load as one, or values load as texts that are none. "
+        f"{ONE_TYPE}."
+    )
+
+
+def misfits(first: Schema, later: Schema, inside: str = "") -> list[Misfit]:
+    """Returns why a file does not load after another one. ``inside``: a struct's column, a dot."""
+    known = {field.name: field for field in first}
+    found: list[Misfit] = []
+    for field in later:
+        if field.name in known:
+            found += _misfits(known[field.name], field, f"{inside}{field.name}")
+        else:
+            found.append(Misfit(f"{inside}{field.name}", "missing", str(field.type)))
+    return found
+
+
+def _misfits(first: Field, later: Field, column: str) -> Iterator[Misfit]:
+    import pyarrow as pa
+
+    old = first.type
+    new = later.type
+    if pa.types.is_null(new):
+        return
+    no_value = "without a value"
+    if pa.types.is_null(raw_type(later)):
+        if not _takes_empty_text(old):
+            yield Misfit(column, str(old), no_value)
+    elif pa.types.is_null(raw_type(first)):
+        if not (pa.types.is_string(new) or pa.types.is_large_string(new)):
+            yield Misfit(column, no_value, str(new))
+    elif pa.types.is_struct(old) and pa.types.is_struct(new):
+        yield from misfits(old, new, f"{column}.")
+    elif pa.types.is_list(old) and pa.types.is_list(new):
+        yield from _misfits(old.value_field, new.value_field, f"{column}[]")
+    elif not _takes(old, new, column):
+        yield Misfit(column, str(old), str(new))
+
+
+def _takes(old: DataType, new: DataType, column: str) -> bool:
+    import pyarrow as pa
+
+    if old.equals(new):
+        return True
+    try:
+        both = unite(old, new, column)
+    except NotUnited:
+        return False
+    # Time zones differ only in display.
+    return bool(both.equals(old) or (pa.types.is_timestamp(old) and both.unit == old.unit))
+
+
+def _takes_empty_text(kind: DataType) -> bool:
+    """Whether a loader converts a column of text without any value to the type."""
+    import pyarrow as pa
+
+    try:
+        pa.nulls(1, pa.string()).cast(kind)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        return False
+    return not pa.types.is_nested(kind)
+
+
+class RankColumns:
+    def __init__(self) -> None:
+        self.guess: Schema | None = None
+        self.known: dict[str, DataType] = {}
+        self._first: tuple[int, Schema] | None = None
+        self._warned: set[str] = set()
+
+    def start(self, chunk_index: int, schema: Schema) -> None:
+        """``schema``: of the first file that earlier attempts committed."""
+        self._first = (chunk_index, schema)
+        self.known = raw_types(schema)
+
+    def add(self, chunk_index: int, schema: Schema) -> list[Misfit]:
+        """Adds a chunk. Returns why it and the first chunk do not load as one, once for each
+        column.
+
+        Raises:
+            NotUnited: it can never be one dataset with the chunks before.
+        """
+        # A new dict: ``name_culprit`` needs the types of the chunks before.
+        raw = raw_types(schema).items()
+        self.known = self.known | {
+            name: unite(self.known.get(name), kind, name) for name, kind in raw
+        }
+        self.guess = schema
+        if self._first is None:
+            self._first = (chunk_index, schema)
+        first_index, first = self._first
+        if chunk_index < first_index:
+            self._first = (chunk_index, schema)
+            found = misfits(schema, first)
+        else:
+            found = misfits(first, schema)
+        new = [misfit for misfit in found if misfit.column not in self._warned]
+        self._warned.update(misfit.column for misfit in new)
+        return new
+
+
+_SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}
+"""Values of these types need no look at each."""
+
+
+def check_rows(rows: list[Row], schema: Schema) -> None:
+    """Raises NotUnited for rows that do not fit.
+
+    Columns that the schema does not name are left out.
+    """
+    for field in schema:
+        values = [row.get(field.name) for row in rows]
+        if not _are_safe(values, field.type):
+            for value, kept in zip(values, _kept(values, field), strict=True):
+                _check(value, kept, field, field.name)
+
+
+def _are_safe(values: Collection[object], kind: DataType) -> bool:
+    return set(map(type, values)) == {_SAFE.get(str(kind))}
+
+
+def _kept(values: list[object], field: Field) -> list[Any]:
+    import pyarrow as pa
+
+    try:
+        kept: list[object] = pa.array(values, field.type).to_pylist()
+    except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
+        if len(values) > 1:
+            for value in values:
+                _kept([value], field)
+        raise NotUnited(
+            field.name, field.type, f"{_name(values[0], field.name)} ({safe_text(error)})"
+        ) from error
+    return kept
+
+
+def _check(value: Any, kept: Any, field: Field, column: str) -> None:
+    import pyarrow as pa
+
+    kind = field.type
+    if value is None:
+        if not field.nullable:
+            raise NotUnited(column, f"{kind} not null", "without a value")
+    elif not pa.types.is_nested(kind):
+        if not _is_same(value, kept, pa.types.is_floating(kind)):
+            raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
+    elif pa.types.is_map(kind):
+        pairs = value.items() if isinstance(value, dict) else value
+        for (key, item), (kept_key, kept_item) in zip(pairs, kept, strict=True):
+            _check(key, kept_key, kind.key_field, f"{column}[key]")
+            _check(item, kept_item, kind.item_field, f"{column}[value]")
+    elif pa.types.is_struct(kind) and isinstance(value, dict):
+        for inner in kind:
+            _check(value.get(inner.name), kept[inner.name], inner, f"{column}.{inner.name}")
+        for key in value.keys() - kept.keys():
+            if value[key] is not None:
+                raise NotUnited(f"{column}.{key}", "missing", _name(value[key], column))
+    elif not isinstance(kept, list):
+        raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
+    elif is_vector(value) and kind.value_type in (pa.float32(), pa.float64()):
+        return
+    elif not _are_safe(value, kind.value_type):
+        for item, kept_item in zip(value, kept, strict=True):
+            _check(item, kept_item, kind.value_field, f"{column}[]")
+
+
+def _is_same(value: object, kept: Any, rounded: bool) -> bool:
+    """``rounded``: a float may lose digits."""
+    if rounded and isinstance(value, float):
+        return math.isinf(value) or not math.isinf(kept)
+    if hasattr(value, "item") and not hasattr(value, "__len__"):  # a number of numpy
+        value = value.item()
+    if isinstance(value, bool) != isinstance(kept, bool):
+        return False
+    if isinstance(value, str) and isinstance(kept, bytes):
+        return value.encode() == kept
+    return bool(_with_time(value) == _with_time(kept)) or (value != value and kept != kept)
+
+
+def _with_time(value: object) -> object:
+    if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
+        return datetime.datetime.combine(value, datetime.time())
+    return value
+
+
+def _name(value: object, column: str) -> str:
+    try:
+        return str(type_of([value], column))
+    except Exception:
+        return type(value).__name__
+
+
+class ChunkOutput:
+    """Writes the chunks of one rank, one after the other.
+
+    Args:
+        folder: the rank's output folder. Its writer is never opened itself.
+        pace: when files that are uploaded to the hub are committed.
+    """
+
+    def __init__(self, folder: OutputFolder, lease: RankLease, pace: CommitPace) -> None:
+        self.names = folder.names
+        self._folder = folder
+        self._check = folder.check
+        self._lease = lease
+        self._rank = folder.rank
+        self._writing = ChunkWriting(folder.writer, folder.rank, folder.names)
+        self._taken: dict[str, tuple[str, int]] = {}
+        self._has_published = False
+        self._target = make_target(folder, lease, pace)
+        self.placement = self._target.placement
+        """Puts the files of written chunks in place."""
+
+    def check_complete(self) -> None:
+        """Call it when all chunks are committed.
+
+        Raises OutputMismatch if the folder is not as the commits say.
+        """
+        self._check.refuse_unknown(*self._look())
+
+    def _commits(self) -> RankCommits:
+        return RankCommits(self._check.root, self._rank, read=self._lease.read_rank)
+
+    def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
+        commits = self._commits()
+        found = self._folder.look(commits, others)
+        self._target.settle(commits, found)
+        self._check.refuse_lost(self._check.by_name([commits]), found)
+        return commits, found
+
+    def prepare(self, given: Types = NO_TYPES) -> None:
+        """Compares the folder with the commits, and removes what earlier processes staged.
+
+        Args:
+            given: types of the input's columns, by their paths in the writer's rows.
+
+        Raises:
+            OutputMismatch: the folder is not as the commits say, or belongs to another run.
+            StorageFailed, OutputFailed: the folder cannot be written to. Checked before the first
+                request.
+        """
+        is_first = self._folder.is_first
+        if not is_first:
+            self._folder.check_access()
+        self._intents = Intents(self._folder.scratch)
+        # On the hub, one listing compares all ranks' files elsewhere.
+        is_elsewhere = self._folder.hub is None
+        others = not is_first and (is_elsewhere or not self._intents.is_kept)
+        commits = self._commits()
+        if others or commits.files:
+            commits, found = self._look(others)
+            if others:
+                self._refuse_strangers(commits, found)
+        self._writing.resume(commits.files, given)
+        if self.names.fields:  # otherwise the chunk index alone distinguishes names
+            self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
+        if not is_first:
+            self._folder.claim()
+        if not self._intents.is_kept:
+            self._intents.add({})
+        self._target.prepare()
+        # The looks at the output took their time, and what is staged may be a new owner's.
+        self._lease.files.fence.check(thorough=True)
+        files.disk.remove_tree(self._target.staging.parent)
+        for folder in (self._target.staging.parent, self._target.staging):
+            files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
+
+    def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
+        """Refuses foreign files; without intents, all files of a rank are its own."""
+        uncommitted = found.by_rank[self._rank]
+        if not uncommitted:
+            return
+        names = {name for root, name in uncommitted if root == self._folder.retry}
+        if not self._intents.is_kept:
+            self._check.refuse_strangers(commits, found)
+            # One write, because a crash between two would make the rest foreign.
+            self._intents.add({name: self._target.hash_of(name) for name in names})
+            return
+        intended = names & self._intents.names
+        others = [
+            name
+            for name in intended
+            if self._target.hash_of(name) not in self._intents.hashes(name)
+        ]
+        if others:
+            raise other_content(self._check.where, sorted(others))
+        self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
+        # With another output_filename, their documents are written to other files.
+        remove_output(
+            self._folder.writer.output_folder,
+            [name for name in intended if not self._check.is_name_of_run(name)],
+        )
+
+    def stop(self) -> None:
+        """Ends the wait for uploads and commits; the next process publishes those chunks again."""
+        self._folder.calls.stop()
+        self.placement.stop()
+
+    def finish(self) -> None:
+        """Call it when nothing is staged any more."""
+        files.disk.remove_tree(self._target.staging.parent)
+        self._target.finish()
+
+    def write_chunk(self, chunk_index: int, documents: Iterable[Finished]) -> list[OutputFile]:
+        """Writes and publishes a chunk (steps 2 and 3 of a commit). Returns its files; see
+        ``placement``.
+
+        Raises:
+            OutputFailed: a document cannot be written, or the output folder refuses it. The journal
+                stays.
+            OutputMismatch: another job has written a file of this name, or owns the folder.
+            StorageFailed: the disk refused a write.
+        """
+        staging = self._target.staging / f"chunk_{chunk_index:05d}"
+        files.disk.remove_tree(staging)
+        staged = StagedFiles(staging, self._folder.writer.output_mg)
+        try:
+            self._writing.write(staged, chunk_index, documents)
+            self._refuse_taken(chunk_index, staged.finished)
+            if not self._has_published:
+                self._folder.claim()
+                self._has_published = True
+            return self._target.publish(chunk_index, staged, self._intents)
+        except OutputMismatch:
+            files.disk.remove_tree(staging)
+            raise
+        finally:
+            staged.abandon()
+
+    def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
+        if not self.names.fields:
+            return
+        mine = (self._folder.retry, chunk_index)
+        for name in names:
+            owner = self._taken.setdefault(plain(name), mine)
+            if owner != mine:
+                raise OutputFailed(
+                    f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both write "
+                    f"{name}: fields of documents run into the chunk index in output_filename "
+                    f"{self.names.template!r}. Put a / or _ between them.",
+                    starts_over="anew",
+                )

@@ -13,22 +13,36 @@ of its listings. Only files whose stamp differs from their commit are read.
 
 The last check only warns of a file whose name does not contain the rank, or has a chunk index that
 the rank does not have: fields of documents may have made such a name in another run.
+
+One listing finds the files of a template, and their sizes. Locally, only folders are read in which
+a file of the template may be. Object stores that can list by prefix list the names of one rank. On
+the hub, the common folder of all names is listed.
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import os
+import posixpath
 import re
 import shlex
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from string import Template
+from typing import Any
 
+import xxhash
+from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits, stamp_of
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
@@ -38,9 +52,246 @@ from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.folders import stands_elsewhere
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_output
-from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
+from datatrove_ckpt.output.hub_access import private_if_made
+from datatrove_ckpt.output.names import (
+    STAGING,
+    fields_of_documents,
+    output_pattern,
+    plain,
+    rank_and_chunk,
+)
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
+
+Info = Mapping[str, Any]
+"""What a file system of fsspec tells of a file."""
+
+_BLOCK = 1 << 20
+_NUMBER = "000_"  # in front of the first file of a writer with max_file_size
+
+
+@dataclass
+class FoundFiles:
+    """The files in an output folder.
+
+    Attributes:
+        sizes: in bytes, by path; None: the store does not return a size.
+        touched: committed files whose stamp differs from their commit.
+        altered: committed files whose content differs from their commit.
+        by_rank: files that the template may have named, and no commit names, each with the folder
+            of its retry or "".
+        hub_files: the hub's entries; empty elsewhere.
+    """
+
+    sizes: dict[str, int | None] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    altered: set[str] = field(default_factory=set)
+    by_rank: dict[int, list[tuple[str, str]]] = field(default_factory=lambda: defaultdict(list))
+    hub_files: dict[str, HubFile] = field(default_factory=dict)
+
+    def show(self, files: Mapping[str, HubFile]) -> None:
+        self.hub_files |= files
+        self.sizes |= {name: file.size for name, file in files.items()}
+
+    def note(self, name: str, size: int | None, stamp: int, file: OutputFile | None) -> None:
+        if file is not None:
+            name = file.path
+            if file.stamp not in (0, stamp) and file.size == size:
+                self.touched.add(plain(name))
+        self.sizes[name] = size
+
+    def size(self, file: OutputFile) -> int | None:
+        return self.sizes.get(plain(file.path))
+
+    def is_right(self, file: OutputFile) -> bool:
+        name = plain(file.path)
+        if name in self.altered:
+            return False
+        if name in self.hub_files:
+            return self.hub_files[name].holds(file.size, file.hub_hash)
+        return name in self.sizes and self.sizes[name] in (file.size, None)
+
+
+def list_output(
+    writer: DiskWriter,
+    committed: Mapping[str, OutputFile],
+    rank: int | None = None,
+    others: bool = True,
+) -> FoundFiles:
+    """Lists the existing files of ``committed``, by their plain paths, and files that the template
+    may have named.
+
+    Args:
+        rank: only look for other files of this rank.
+        others: look for other files at all. Without them the hub needs one request for 500 names.
+    """
+    head, everywhere = _head(writer.output_filename, rank)
+    numbered = writer.max_file_size > 0
+    try:
+        return list_files(
+            writer.output_folder, committed, head, everywhere, numbered, others, STAGING
+        )
+    except OSError as error:
+        if committed or private_if_made(writer) is None or not is_missing_repository(error):
+            raise
+        return FoundFiles()  # a run makes it
+
+
+def list_files(
+    folder: DataFolder,
+    committed: Mapping[str, OutputFile],
+    head: str = "",
+    everywhere: bool = True,
+    numbered: bool = False,
+    others: bool = True,
+    without: str = "",
+) -> FoundFiles:
+    """Lists a folder: the committed files, and at least the others whose names start with ``head``.
+    Raises OSError.
+
+    Args:
+        everywhere: also those in the folders below that.
+        numbered: a number stands before each name.
+        without: a local folder that is left out.
+    """
+    found = FoundFiles()
+    hub = HubFolder.of(folder)
+    if folder.is_local():
+        root = Path(folder.resolve_paths(""))
+        for name, status in _scan(root, head, everywhere, without):
+            found.note(name, status.st_size, local_stamp(status), committed.get(name))
+        # These are behind a link, or of an earlier template.
+        for name in [name for name in committed if name not in found.sizes]:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                status = (root / name).stat()
+                found.note(name, status.st_size, local_stamp(status), committed[name])
+    elif hub is not None:
+        found.hub_files = _hub_files(hub, posixpath.dirname(head), committed, others)
+        for name, file in found.hub_files.items():
+            found.note(name, file.size, file.stamp, committed.get(name))
+    else:
+        for name, info in _remote_files(folder, head, numbered, committed).items():
+            found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
+    return found
+
+
+def _hub_files(
+    hub: HubFolder, base: str, committed: Collection[str], others: bool
+) -> dict[str, HubFile]:
+    """Returns the part of the folder with files of the template, and committed files elsewhere."""
+    files: dict[str, HubFile] = {}
+    with file_system_call():
+        if others:
+            files = {
+                posixpath.join(base, name): file for name, file in hub.below(base).files().items()
+            }
+        return files | hub.look_up([name for name in committed if name not in files])
+
+
+def _remote_files(
+    folder: DataFolder, head: str, numbered: bool, committed: Collection[str]
+) -> dict[str, Info]:
+    with file_system_call():
+        folder.invalidate_cache()
+        remote = _find(folder, head, numbered)
+        # These come from an earlier template, or have a number other than the first.
+        if any(name not in remote and not name.startswith(head) for name in committed):
+            remote |= _find(folder, "", numbered=False)
+    return remote
+
+
+# File systems' names for a value that changes with a file, the surest first.
+_TAGS = (
+    "ETag",
+    "etag",
+    "generation",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+)
+
+
+def remote_stamp(info: Info) -> int:
+    """See ``OutputFile``."""
+    return stamp_of(next((str(info[tag]) for tag in _TAGS if info.get(tag)), ""))
+
+
+def local_stamp(status: os.stat_result) -> int:
+    return stamp_of(f"{status.st_mtime_ns}:{status.st_ino}")
+
+
+def content_hash(folder: DataFolder, path: str) -> str:
+    hub = HubFolder.of(folder)
+    if hub is None or hub.is_bucket:
+        with folder.open(path, "rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    content = xxhash.xxh3_128()
+    for block in hub.blocks(path, _BLOCK):
+        content.update(block)
+    return str(content.hexdigest())
+
+
+def _head(template: Template, rank: int | None) -> tuple[str, bool]:
+    """Returns the common start of all names, and whether folders below are part of the names."""
+    mark = "\0"
+    values = dict.fromkeys(template.get_identifiers(), mark)
+    if rank is not None:
+        values["rank"] = f"{rank:05d}"
+    head, _, rest = template.substitute(values).partition(mark)
+    base = posixpath.dirname(head)
+    if base:
+        head = f"{plain(base)}/{posixpath.basename(head)}"
+    return head, "/" in rest or bool(fields_of_documents(template))
+
+
+def _scan(
+    root: Path, head: str, everywhere: bool, without: str
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yields files whose names start with ``head``, perhaps after a number (max_file_size).
+
+    Only these are examined: a shared folder may hold a million files, and each stat be a request.
+    """
+    base, start = posixpath.split(head)
+    may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match
+    waiting = [base]
+    while waiting:
+        name = waiting.pop()
+        try:
+            found = os.scandir(root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError:
+            if name == base:
+                raise
+            continue
+        with found:
+            for entry in found:  # no list: a million take 200 MB
+                if name == base and not may_be_ours(entry.name):
+                    continue
+                path = posixpath.join(name, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    if everywhere and path != without:
+                        waiting.append(path)
+                elif entry.is_file():
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        yield path, entry.stat()
+
+
+def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Info]:
+    base, start = posixpath.split(head)
+    find = getattr(folder.fs, "_find", folder.fs.find)
+    options = {}
+    if start and "prefix" in inspect.signature(find).parameters:
+        options["prefix"] = _NUMBER + start if numbered else start
+    try:
+        listed = folder.find(base, detail=True, **options)
+    except FileNotFoundError:
+        return {}
+    return {path: info for path, info in listed.items() if info["type"] != "directory"}
+
 
 _SHOWN = 3
 _TO_DELETE = 20

@@ -5,6 +5,10 @@ A value that is no plain JSON is wrapped as ``{"$py": [type, value]}``: dates, b
 decimals, numpy values, NaN and infinity (null in JSON), ``InferenceResult``, and a user's dict with
 a "$py" key. Tuples come back as lists, as with any JSON. Pickle was rejected, because loading it
 may run foreign code. A usual finished document needs no wrapper: see ``encode_finished``.
+
+Documents get to a user's writer without copies. datatrove's default adapter copies everything with
+``dataclasses.asdict`` (half of the cost of publishing, measured). A document from a journal has no
+other owner, and is read with dicts in place of dataclasses.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ import pathlib
 import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from types import MethodType
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
@@ -28,10 +34,15 @@ import orjson
 import xxhash
 from datatrove.data import Document, Media
 from datatrove.pipeline.inference.types import InferenceResult
+from datatrove.pipeline.writers.disk_base import DiskWriter
+from datatrove.pipeline.writers.jsonl import JsonlWriter
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.output.arrow_types import Row
+from datatrove_ckpt.output.formats import JSONL, PARQUET
+from datatrove_ckpt.output.names import FileNames, OurTemplate
 
 _NAMES = frozenset({"text", "id", "media"})
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -574,3 +585,122 @@ def document_of(row: JsonObject) -> Document:
     if not isinstance(metadata, dict):
         metadata = {name: value for name, value in row.items() if name not in (*_NAMES, "metadata")}
     return Document(row.get("text") or "", str(row.get("id")), metadata=metadata)
+
+
+_DEFAULT = JsonlWriter(".", "${rank}").adapter.__func__
+"""The adapter of a writer that was given none."""
+_DOCUMENT_FIELDS = field_names(Document)
+
+
+def has_default_adapter(writer: DiskWriter) -> bool:
+    return getattr(writer.adapter, "__func__", None) is _DEFAULT
+
+
+def is_usual(writer: DiskWriter) -> bool:
+    """Whether the writer makes rows of documents as datatrove's do."""
+    return has_default_adapter(writer) and _has_default_write(writer)
+
+
+def _has_default_write(writer: DiskWriter) -> bool:
+    return type(writer).write is DiskWriter.write
+
+
+def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
+    """Returns how to read the documents that this writer gets. Replaces datatrove's default
+    adapter.
+
+    datatrove's JsonlWriter takes no arrays, and gets them as JSON; its ParquetWriter takes those of
+    one dimension.
+    """
+    is_json = JSONL.is_written_by(writer)
+    if is_json:
+        writer._write = partial(_write_row, writer._write)
+    if is_usual(writer):
+        writer.adapter = MethodType(_plain_adapter, writer)
+        if is_json:
+            return decode_json
+        if PARQUET.is_written_by(writer):
+            return decode_rows
+        return decode_plain
+    if is_json:
+        adapt: Callable[[Document], object] = writer.adapter
+        writer.adapter = lambda document: _for_orjson(adapt(document))
+    return decode
+
+
+def _write_row(write: Callable[..., None], row: Row, *place: object) -> None:
+    try:
+        write(row, *place)
+    except TypeError:  # perhaps an integer beyond 64 bits, or a value of a table
+        write(_for_orjson(row), *place)
+
+
+def _for_orjson(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _for_orjson(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_for_orjson(item) for item in value]
+    if isinstance(value, np.ndarray):
+        return as_json(value)
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if type(value) is int:
+        return orjson.Fragment(str(value))
+    return value
+
+
+def write_for(
+    writer: DiskWriter, decode: Callable[[bytes], Document], names: FileNames, chunk_index: int
+) -> Callable[[bytes], object]:
+    """Returns what writes an encoded document, in the cheapest way that gives the same bytes as
+    ``DiskWriter.write``.
+
+    Args:
+        writer: a copy, whose stats end with it: they cost as much as the rest.
+    """
+    writer.output_filename = OurTemplate(names)
+    writer.stat_update = _count_nothing
+    writer.update_doc_stats = _count_nothing
+
+    def write(data: bytes) -> None:
+        document = decode(data)
+        writer.write(document, names.rank, **names.keywords(document, chunk_index))
+
+    def write_line(data: bytes) -> None:
+        line = line_of(data, writer.expand_metadata)
+        if line is None:
+            write(data)
+        else:
+            writer.output_mg.get_file(name).write(line)
+
+    has_lines = type(writer) is JsonlWriter and decode is decode_json
+    if not has_lines or names.fields or writer.max_file_size > 0:
+        return write
+    name = names.fill({"chunk_index": names.chunk_field(chunk_index)})
+    return write_line
+
+
+def _count_nothing(*numbers: object) -> None:
+    pass
+
+
+def writes_media(writer: DiskWriter) -> bool:
+    """Whether the writer may save the bytes of media: by its setting, or by code of its own."""
+    return not is_usual(writer) or bool(getattr(writer, "save_media_bytes", True))
+
+
+def _plain_adapter(writer: DiskWriter, document: Document) -> Row:
+    data = {}
+    for name in _DOCUMENT_FIELDS:
+        value = getattr(document, name)
+        if value or (name == "id" and value == 0):  # datatrove's leaves out an id of 0, too
+            data[name] = value
+    if writer.expand_metadata and "metadata" in data:
+        data |= data.pop("metadata")
+    if not writer.save_media_bytes and "media" in data:
+        data["media"] = [{**media, "media_bytes": None} for media in data["media"]]
+    return data

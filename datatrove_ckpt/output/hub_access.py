@@ -144,9 +144,12 @@ class _Access:
             raise OutputFailed(repository_is_gone(folder, committed))
         kind = _kind(folder)
         if self._private is None or folder.revision is not None:  # a run makes no branches
+            make = f"hf repos create {shlex.quote(folder.repo)} --repo-type {folder.kind}"
+            if folder.is_bucket:
+                make = f"hf buckets create {shlex.quote(folder.repo)}"
             raise OutputFailed(
                 f"{folder.url}: {_no_repository(folder)}. Correct the name or the token, or make "
-                f"it: {self._command()}"
+                f"it: {make} --private"
             )
         how = "public"
         if self._private:
@@ -161,13 +164,6 @@ class _Access:
             )
         logger.info(f"{folder.url}: made the {how} {kind} {folder.repo}, which was not there.")
         return f"{folder.url}: made the {how} {kind}."
-
-    def _command(self) -> str:
-        folder = self._folder
-        command = ["hf", "repos", "create", folder.repo, "--repo-type", folder.kind, "--private"]
-        if folder.is_bucket:
-            command = ["hf", "buckets", "create", folder.repo, "--private"]
-        return shlex.join(command)
 
 
 def _shown(error: BaseException) -> str:

@@ -18,10 +18,9 @@ from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_line
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.committed import other_content, some
+from datatrove_ckpt.output.committed import FoundFiles, other_content, some
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.hub_pace import CommitHistory
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 

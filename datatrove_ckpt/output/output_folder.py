@@ -12,11 +12,16 @@ from typing import TypeVar
 
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.output.committed import CommittedFile, OutputCheck, RankCommits, committed_files
+from datatrove_ckpt.output.committed import (
+    CommittedFile,
+    FoundFiles,
+    OutputCheck,
+    RankCommits,
+    committed_files,
+)
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.stoppable import StoppableCalls
 

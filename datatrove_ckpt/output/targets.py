@@ -14,6 +14,21 @@ the first byte is sent.
 
 Only S3 (s3fs) can list open uploads, and show without a trace whether it is writable. Other file
 systems need only ``put_file`` and ``info``.
+
+A rank's uploaded files are committed to the hub with few commits, in a thread of their own. They
+wait until the first file has waited for ``hub_commit_seconds`` or a part of it, or
+there are 100 files, or the rank has no more. While more files may come, they then wait for the
+rank's turn (``hub_pace``).
+
+    a kill before the commit       the next attempt writes the chunk again, and does not send
+                                   content that the hub has
+    a kill after the commit        the next attempt finds equal files there, and makes no commit
+    the commit's answer gets lost  the files are looked up before they are sent again
+
+The hub may lag behind its newest commit, so commits may be repeated harmlessly.
+
+``repair`` removes output files; from a repository on the hub many in one commit, because commits
+are few.
 """
 
 from __future__ import annotations
@@ -22,8 +37,11 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from inspect import signature
@@ -38,21 +56,40 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.checkpoint.placement import Placement
-from datatrove_ckpt.common.formatting import no_bars_in_logs, plural
-from datatrove_ckpt.common.retrying import http_status, is_taken, s3_code
+from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
+from datatrove_ckpt.common.retrying import (
+    Attempts,
+    failure_line,
+    file_system_call,
+    http_status,
+    is_taken,
+    s3_code,
+)
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
-from datatrove_ckpt.output.committed import RankCommits, other_content
+from datatrove_ckpt.output.committed import (
+    FoundFiles,
+    Info,
+    RankCommits,
+    content_hash,
+    local_stamp,
+    other_content,
+    remote_stamp,
+)
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits
-from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.hub_uploads import HubUploads
-from datatrove_ckpt.output.listing import FoundFiles, Info, content_hash, local_stamp, remote_stamp
-from datatrove_ckpt.output.names import STAGING
+from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
+from datatrove_ckpt.output.hub_uploads import (
+    GENERATION_GOES_ON,
+    HubReads,
+    HubUploads,
+    UploadedFile,
+    hub_failure,
+)
+from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.removal import remove_file, sync_parents
-from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.stoppable import StoppableCalls, given_up
 
 PART_BYTES = 8 << 20
 """Size of a part of a multipart upload. Files of twice this size and more are sent in parts. s3fs's
@@ -466,3 +503,209 @@ def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> Out
     if hasattr(output.fs, "call_s3"):
         return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
     return RemoteTarget(output, scratch, lease, folder.calls)
+
+
+MOST_FILES = 100
+"""Files in a commit. The hub advises fewer than 100 or so."""
+
+MOST_BYTES = 32 * 2**20
+"""Bytes of small files that travel inside a commit."""
+
+
+@dataclass
+class _Chunk:
+    index: int
+    left: int
+    waiting: WaitingChunk
+    forget: Callable[[], None]
+
+
+class HubCommits(Placement):
+    """Commits what a rank has uploaded. ``pace``: when the rank may commit."""
+
+    def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
+        self.confirmed: dict[str, int] = {}
+        """Results of ``HubUploads.commit`` for files whose commit is confirmed, by name."""
+        self._uploads = uploads
+        self._pace = pace
+        self._seconds = pace.seconds_of_next()
+        self._rank = rank
+        self._calls = uploads.calls
+        self._uploaded: dict[int, tuple[list[UploadedFile], Callable[[], None]]] = {}
+        self._queue: list[tuple[UploadedFile, _Chunk]] = []
+        """What waits for a commit, oldest first."""
+        self._waiting_since = 0.0
+        self._change = threading.Condition()
+        self._hurried = False
+        self._thread: threading.Thread | None = None
+
+    # publisher's thread --------------------------------------------------------------------------
+
+    def uploaded(
+        self, chunk_index: int, files: list[UploadedFile], forget: Callable[[], None]
+    ) -> None:
+        """Takes the files of a chunk, before ``wait`` is called for it."""
+        self._uploaded[chunk_index] = files, forget
+
+    def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
+        files, forget = self._uploaded.pop(chunk_index)
+        if not files:
+            forget()
+            waiting.done()
+            return
+        chunk = _Chunk(chunk_index, len(files), waiting, forget)
+        with self._change:
+            if not self._queue:
+                self._waiting_since = time.monotonic()
+            self._queue += [(file, chunk) for file in files]
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="datatrove-ckpt hub", daemon=True
+                )
+                self._thread.start()
+            self._change.notify_all()
+
+    # any thread ----------------------------------------------------------------------------------
+
+    def hurry(self) -> None:
+        with self._change:
+            self._hurried = True
+            self._change.notify_all()
+
+    def stop(self) -> None:
+        """Ends the waits. A commit under way may still happen; the next attempt finds it."""
+        with self._change:
+            self._change.notify_all()
+
+    # own thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        attempts = Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
+        try:
+            while batch := self._next_batch():
+                self._commit(batch, attempts)
+        except Stopping:
+            return
+        except BaseException as error:  # every failure here must reach the event loop
+            batch[0][1].waiting.failed(error)
+
+    def _next_batch(self) -> list[tuple[UploadedFile, _Chunk]]:
+        """Waits until a commit is due. Returns its files, or none once the rank stops."""
+        with self._change:
+            while not self._calls.stopped:
+                due = None
+                if self._queue:
+                    due = self._waiting_since + self._seconds - time.monotonic()
+                is_full = (
+                    len(self._queue) >= MOST_FILES
+                    or sum(f.bytes_in_commit for f, _ in self._queue) >= MOST_BYTES
+                )
+                if due is not None and (due <= 0 or self._hurried or is_full):
+                    return self._first_files()
+                self._change.wait(due)
+            return []
+
+    def _first_files(self) -> list[tuple[UploadedFile, _Chunk]]:
+        size = 0
+        batch: list[tuple[UploadedFile, _Chunk]] = []
+        for file, chunk in self._queue[:MOST_FILES]:
+            size += file.bytes_in_commit
+            if batch and size > MOST_BYTES:
+                break
+            batch.append((file, chunk))
+        return batch
+
+    def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
+        files = [file for file, _ in batch]
+        self._uploads.lease.check()
+        chunks = ranges({chunk.index for _, chunk in batch})
+        title = commit_title(plural(len(files), "file"), self._rank, chunks)
+        try:
+            history = self._uploads.history()
+            ends = self._hurried
+            seconds = self._pace.seconds_until_turn(history, ends)
+            if seconds:
+                self._wait_for_turn(len(history.of_last_hour), seconds, ends)
+                return
+            seen = self._uploads.commit(files, title, history.head)
+        except OSError as error:
+            folder = self._uploads.folder
+            what = f"{folder.url}: {plural(len(self._queue), 'file')} wait for a commit"
+            try:
+                self._calls.sleep(attempts.failed(what, error))
+            except OSError:
+                raise given_up(what, error, hub_failure, folder.advice) from error
+            return  # the commit may have happened: the next attempt looks
+        attempts.succeeded()
+        self._seconds = self._pace.seconds_of_next()
+        with self._change:
+            del self._queue[: len(batch)]
+            self._waiting_since = time.monotonic()
+        for file, chunk in batch:
+            self.confirmed[plain(file.name)] = seen
+            chunk.left -= 1
+            if not chunk.left:
+                chunk.forget()
+                chunk.waiting.done()
+
+    def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
+        meanwhile = "generation goes on"
+        if ends:
+            meanwhile = "the task has nothing else left to do"
+        logger.info(
+            f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: "
+            f"{made} were made within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
+            f"Next look in {duration(seconds)}; {meanwhile}."
+        )
+        with self._change:
+            self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
+
+
+_MOST_REMOVED = 1000  # files in a commit
+
+
+def remove_output(folder: DataFolder, names: Sequence[str]) -> None:
+    """Removes those of the files that exist. Raises OutputFailed and StorageFailed."""
+    hub = HubFolder.of(folder)
+    if hub is not None:
+        reads = HubReads(hub, StoppableCalls())
+        for start in range(0, len(names), _MOST_REMOVED):
+            part = names[start : start + _MOST_REMOVED]
+            # Looked up at each attempt: the hub refuses to remove missing files.
+            reads.looked(
+                f"{plural(len(part), 'file')} could not be removed", partial(_remove, hub, part)
+            )
+        return
+    for name in names:
+        remove_file(folder, name)
+    if folder.is_local():
+        sync_parents(Path(folder.resolve_paths("")), names)
+
+
+def remove_file(folder: DataFolder, name: str) -> None:
+    if folder.is_local():
+        files.disk.remove(Path(folder.resolve_paths(name)))
+        return
+    try:
+        with file_system_call():
+            folder.rm_file(name)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        where = folder.resolve_paths(name)
+        raise OutputFailed(
+            f"{where} could not be removed: {failure_line(error)}. Run the same command again."
+        ) from error
+
+
+def sync_parents(root: Path, names: Iterable[str]) -> None:
+    """Syncs the folders of created or removed names below a root."""
+    for folder in {(root / name).parent for name in names}:
+        if folder.is_dir():
+            files.disk.sync_dir(folder)
+
+
+def _remove(hub: HubFolder, names: Sequence[str]) -> None:
+    there = [hub.full_name(name) for name in hub.look_up(names)]
+    if there:
+        hub.remove(there, f"Remove {plural(len(there), 'file')}: datatrove-ckpt repair")

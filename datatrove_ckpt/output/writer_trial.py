@@ -18,10 +18,10 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.arrow_types import Row, Schema, Types
-from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema
+from datatrove_ckpt.output.chunk_writing import ColumnTypes, infers_schema
+from datatrove_ckpt.output.documents import decode_for, is_usual
 from datatrove_ckpt.output.formats import JSONL, PARQUET
 from datatrove_ckpt.output.parquet import record_batch
-from datatrove_ckpt.output.writers import decode_for, is_usual
 
 
 class _InMemory:

@@ -54,7 +54,7 @@ from datatrove_ckpt.process.slurm_job import (
     slurm_deadline,
     stop_time,
 )
-from datatrove_ckpt.process.worker import worker_slot
+from datatrove_ckpt.process.workers import worker_slot
 
 # Preemption notices: this node goes away soon. A notice is taken as a SIGTERM.
 #

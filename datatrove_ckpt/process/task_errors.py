@@ -17,6 +17,7 @@ from typing import Any
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import log_text
+from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError, Preempted, WaitsForBatches, causes
 
 _DATATROVE = "datatrove.executor"
@@ -135,6 +136,12 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
             hidden_as, logger.level("DEBUG").no, record["level"].icon
         )
     record["message"] = log_text(record["message"])
+
+
+def failure_note(error: BaseException) -> tuple[int, str]:
+    """Returns the exit code of a task that this error ended, and what other processes show."""
+    named = own_error(error) or error
+    return code_of_rank(named), log_text(f"{type(named).__name__}: {named}")
 
 
 def own_error(error: BaseException | None) -> CkptError | None:

@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
-from datatrove_ckpt.errors import OutputFailed, printable
+from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.run_folder.report.page import shortened
 from datatrove_ckpt.run_folder.verify import find_output
@@ -51,7 +51,7 @@ class ShownDocument(NamedTuple):
         """Returns the document without secrets and control characters, each text cut to
         ``most``.
         """
-        id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
+        id_, text, answer = (redact(part) for part in (self.id, self.text, self.answer))
         if most is not None:
             text = shortened(text, most)
             answer = shortened(answer, 2 * most)

@@ -44,6 +44,7 @@ from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import restore_outdated
 from datatrove_ckpt.output.committed import (
     CommittedFile,
+    FoundFiles,
     OutputCheck,
     RankCommits,
     committed_files,
@@ -52,7 +53,6 @@ from datatrove_ckpt.output.committed import (
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
 from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
-from datatrove_ckpt.output.listing import FoundFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.run_folder.checks import Finding, within

@@ -40,8 +40,7 @@ from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
-from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
-from datatrove_ckpt.inference.servers.host import check_servers
+from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.mirror.restore import find_outdated
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.documents import decode, encode
@@ -459,7 +458,7 @@ def check_before_run(plan: RunPlan) -> None:
         note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
         mirror = runner.step.checkpoints_remote_dir
         if mirror is not None and root.is_dir():
-            from datatrove_ckpt.mirror.changing import upload_finished_ranks
+            from datatrove_ckpt.mirror.restore import upload_finished_ranks
 
             # datatrove skips complete ranks, so they are uploaded here.
             upload_finished_ranks(mirror, root)

@@ -114,8 +114,11 @@ def _read_claims(state: RunState, place: Place) -> None:
         folder = str(place.folder.parent / "logs")
     if folder is None or ("://" not in folder and not Path(folder, "claims").is_dir()):
         return
-    from datatrove_ckpt.claims.claims import claimants, given_up
-    from datatrove_ckpt.claims.stores import open_reader  # fsspec is slow to import
+    from datatrove_ckpt.claims.claims import (
+        claimants,
+        given_up,
+        open_reader,  # fsspec is slow to import
+    )
 
     store = open_reader(f"{folder.rstrip('/')}/claims")
     finished = {rank.rank for rank in state.ranks if rank.state == "finished"}

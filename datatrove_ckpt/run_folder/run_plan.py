@@ -24,7 +24,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare
 from datatrove_ckpt.checkpoint.layout import is_journal
-from datatrove_ckpt.claims.stores import refuse_for_claims
+from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import naming_hub
@@ -218,7 +218,7 @@ class RunPlan:
         if not self.as_jobs:
             yield self
             return
-        from datatrove_ckpt.mirror.reading import MirrorReader
+        from datatrove_ckpt.mirror.restore import MirrorReader
 
         if not dry_run:
             self._executor._ensure_logging_dir_repo()

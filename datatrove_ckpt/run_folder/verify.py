@@ -34,12 +34,18 @@ from datatrove_ckpt.common.formatting import number_range, plural, repair_comman
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import Schema
-from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
-from datatrove_ckpt.output.committed import STRAY_ADVICE, file_problem, published_names
+from datatrove_ckpt.output.chunk_writing import Misfit, misfits, read_schema
+from datatrove_ckpt.output.committed import (
+    STRAY_ADVICE,
+    FoundFiles,
+    content_hash,
+    file_problem,
+    list_files,
+    published_names,
+)
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_files
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice

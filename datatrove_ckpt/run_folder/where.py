@@ -22,7 +22,7 @@ from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.mirror.reading import MirrorReader
+    from datatrove_ckpt.mirror.restore import MirrorReader
 
 
 class NotBegun(ConfigError):
@@ -107,7 +107,7 @@ def open_place(
         yield place
         return
     from datatrove_ckpt.mirror.object_store import check_url  # fsspec is slow to import
-    from datatrove_ckpt.mirror.reading import MirrorReader
+    from datatrove_ckpt.mirror.restore import MirrorReader
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
@@ -191,7 +191,7 @@ def restored(place: Place) -> Iterator[Place]:
     if place.mirror is None:
         yield place
         return
-    from datatrove_ckpt.mirror.changing import restore_ranks  # fsspec is slow to import
+    from datatrove_ckpt.mirror.restore import restore_ranks  # fsspec is slow to import
 
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
         restore_ranks(place.mirror.url, place.mirror.ranks, Path(folder))
@@ -205,7 +205,7 @@ def upload(place: Place, ranks: list[RankLedger]) -> None:
     """
     if place.mirror is None:
         return
-    from datatrove_ckpt.mirror.changing import upload_rank  # fsspec is slow to import
+    from datatrove_ckpt.mirror.restore import upload_rank  # fsspec is slow to import
 
     for rank in {rank.key: rank for rank in ranks}.values():
         upload_rank(f"{place.mirror.url}/{rank.folder.relative_to(place.folder)}", rank.folder)

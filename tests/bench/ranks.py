@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.lines import seal, unseal
-from datatrove_ckpt.output.listing import local_stamp
+from datatrove_ckpt.output.committed import local_stamp
 from datatrove_ckpt.testing import FakeServer
 from tests.bench import tables
 from tests.bench.measure import ROOT, table

@@ -13,10 +13,9 @@ from loguru import logger
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import storage
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
-from datatrove_ckpt.mirror import uploads
-from datatrove_ckpt.mirror.manifests import Versions
+from datatrove_ckpt.mirror import manifests
+from datatrove_ckpt.mirror.manifests import Uploads, Versions
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.uploads import Uploads
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS
@@ -221,7 +220,7 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
         collect_garbage(self, *args)
         write(*waiting.pop())
 
-    monkeypatch.setattr(uploads, "KEPT_VERSIONS", 1)
+    monkeypatch.setattr(manifests, "KEPT_VERSIONS", 1)
     monkeypatch.setattr(Versions, "write_manifest", lambda *args: waiting.append(args))
     monkeypatch.setattr(Uploads, "_collect_garbage", collect_first)
     with pytest.raises(

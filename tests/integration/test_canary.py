@@ -69,6 +69,8 @@ CANARIES = {
     "CODE": "canary/c0de and=more",
     "TEAM": "canary-te4m-of-many",
 }
+STARTS = [canary[:10] for canary in CANARIES.values()]
+"""A part of a key is a leak, too."""
 
 
 def written(text):
@@ -94,7 +96,7 @@ def read(text):
 
 
 def leaks(text):
-    found = [part for part in read(text) for canary in CANARIES.values() if canary in part]
+    found = [part for part in read(text) for start in STARTS if start in part]
     encoded = [base64.b64encode(canary.encode()).decode() for canary in CANARIES.values()]
     return found or [text for one in encoded if one in text]
 
@@ -122,6 +124,9 @@ class Echoes(Records):
             self._answer(sent)
         elif self.status != 200:
             self._answer(sent, self.status)
+        elif b"text 5" in body:
+            # So long, and hidden so short, that what is searched of it ends within a canary.
+            self._answer(max(written(CANARIES["MINE"]), key=len).encode() * 3000, 400)
         else:
             choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
             self._answer(json.dumps({"choices": [choice], "usage": {}}).encode())

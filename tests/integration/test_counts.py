@@ -21,7 +21,7 @@ from datatrove_ckpt.errors import DocumentFailed, ServerRefused
 from datatrove_ckpt.generation.generate import Answers, Requests
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
 from tests.jobs import Budget, ask, chat, documents, ids, runner

@@ -25,7 +25,7 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
 )
 from datatrove_ckpt.generation.scheduler import Scheduler
-from datatrove_ckpt.output.chunk_output import ChunkOutput
+from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, ids, run_job, runner
 from tests.patience import until, until_async

@@ -20,13 +20,13 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import generate, scheduler
-from datatrove_ckpt.output import hub_commits, hub_uploads
+from datatrove_ckpt.output import hub_uploads, targets
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_commits import HubCommits
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_uploads import HubUploads
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.targets import HubCommits
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 from tests.jobs import config as job_config
@@ -87,7 +87,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
 
 
 def test_a_commit_carries_at_most_so_many_files(hub, server, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub_commits, "MOST_FILES", 2)
+    monkeypatch.setattr(targets, "MOST_FILES", 2)
     writer = ParquetWriter("hf://datasets/org/data/config", "${id}/" + NAME)  # two files per chunk
     hub_runner(tmp_path, server, output_writer=writer).run(documents(5))
     assert len(hub.files("org/data")) == 5

@@ -378,7 +378,7 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
 def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     job, expected, log, server, monkeypatch
 ):
-    monkeypatch.setattr("datatrove_ckpt.mirror.uploads.KEPT_VERSIONS", 1)
+    monkeypatch.setattr("datatrove_ckpt.mirror.manifests.KEPT_VERSIONS", 1)
     job.run_until("text 2")
     (job.checkpoints / "last_chunk/00000.txt").write_text("9")
     old = state(job.rank)

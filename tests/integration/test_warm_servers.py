@@ -144,7 +144,7 @@ def test_a_rank_that_is_stopped_or_fails_leaves_no_server(end, after_its_last_an
 
     run(0)
     if after_its_last_answer:
-        monkeypatch.setattr("datatrove_ckpt.output.chunk_output.ChunkOutput.finish", finish)
+        monkeypatch.setattr("datatrove_ckpt.output.chunk_writing.ChunkOutput.finish", finish)
     with pytest.raises((end, ZeroDivisionError)):
         run(1, "only", rollout=rollout, folder="another")
     assert len(engines()) == 1

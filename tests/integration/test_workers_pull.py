@@ -16,7 +16,7 @@ import xxhash
 from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims import stores
+from datatrove_ckpt.claims import claims as claims_module
 from datatrove_ckpt.common.formatting import ranges
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -233,7 +233,7 @@ def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypat
         given.append(options)
         raise OSError("no such endpoint")
 
-    monkeypatch.setattr(stores, "open_store", fails)
+    monkeypatch.setattr(claims_module, "open_store", fails)
     write(server)
     command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
     assert [
@@ -247,7 +247,7 @@ def test_a_worker_whose_claims_cannot_be_written_ends_with_1(server, command, mo
     def is_full(self, mark, content):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stores.DiskClaims, "put", is_full)
+    monkeypatch.setattr(claims_module.DiskClaims, "put", is_full)
     monkeypatch.setattr(local, "_CLAIMS_POLL", 0.01)
     write(server)
     said = command("run", "job.yaml", "--worker", code=1).err

@@ -12,11 +12,10 @@ from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
-from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
 from datatrove_ckpt.inference.client.plain import Response
-from datatrove_ckpt.inference.client.routing import Router
-from datatrove_ckpt.inference.servers import probes
-from datatrove_ckpt.inference.servers.probes import (
+from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
+from datatrove_ckpt.inference.servers import server as server_module
+from datatrove_ckpt.inference.servers.server import (
     Admission,
     Metrics,
     adapt_admission,
@@ -95,8 +94,8 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    monkeypatch.setattr(server_module, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(server_module, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
 
 async def adapted(read, until):
@@ -204,7 +203,7 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     async def read(seconds):
         return await read_metrics("http://127.0.0.1:1", None, config().engine.metrics, seconds)
 
-    monkeypatch.setattr(probes, "get", get)
+    monkeypatch.setattr(server_module, "get", get)
     target = await adapted(read, lambda target: len(reads) > 4)
     target.add_in_flight(0)
     assert target.limit >= 8

@@ -31,10 +31,10 @@ from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion, RetryableError
-from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.plain import PlainTransport
+from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import Sleeps, client_of
 

@@ -8,7 +8,7 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.output.arrow_types import NotUnited, unite
-from datatrove_ckpt.output.column_types import (
+from datatrove_ckpt.output.chunk_writing import (
     ColumnTypes,
     Misfit,
     RankColumns,

@@ -20,17 +20,19 @@ from hypothesis import strategies as st
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.documents import (
     decode,
+    decode_for,
     decode_json,
     decode_plain,
     decode_rows,
     encode,
     encode_finished,
     fingerprint,
+    has_default_adapter,
     is_plain,
     line_of,
+    write_for,
 )
 from datatrove_ckpt.output.names import FileNames
-from datatrove_ckpt.output.writers import decode_for, has_default_adapter, write_for
 
 
 def through(value):

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.generation.progress import Newest, RankReporter
-from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
-from datatrove_ckpt.inference.client.routing import Router
+from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.process.shutdown import Shutdown
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from datatrove_ckpt.common.retrying import Quota, asked_wait, quotas
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.client import attempts, routing
 from datatrove_ckpt.inference.client import client as client_module
-from datatrove_ckpt.inference.client.attempts import Request, Sender
+from datatrove_ckpt.inference.client import routing
+from datatrove_ckpt.inference.client.routing import Request, Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.open_files import files_needed, requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -29,7 +29,7 @@ def in_virtual_time(monkeypatch):
     def run(work, *arguments):
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             clock = types.SimpleNamespace(monotonic=runner.get_loop().time)
-            for module in (attempts, client_module, routing):
+            for module in (client_module, routing):
                 monkeypatch.setattr(module, "time", clock)
             return runner.run(work(*arguments))
 

@@ -8,8 +8,7 @@ import pytest
 from datatrove.data import Document, Media
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.output.chunk_writing import ChunkWriting
-from datatrove_ckpt.output.column_types import ColumnTypes
+from datatrove_ckpt.output.chunk_writing import ChunkWriting, ColumnTypes
 from datatrove_ckpt.output.documents import decode_rows, encode
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import FileNames

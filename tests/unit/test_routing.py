@@ -8,10 +8,16 @@ import pytest
 
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.inference.client.answers import CHAT
-from datatrove_ckpt.inference.client.attempts import MustDivide, Request, Sender
 from datatrove_ckpt.inference.client.body import Body
-from datatrove_ckpt.inference.client.prefixes import _REMEMBERED, Prefixes
-from datatrove_ckpt.inference.client.routing import WINDOW, Router
+from datatrove_ckpt.inference.client.routing import (
+    _REMEMBERED,
+    WINDOW,
+    MustDivide,
+    Prefixes,
+    Request,
+    Router,
+    Sender,
+)
 
 
 def router(servers, places):

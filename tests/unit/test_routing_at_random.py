@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from datatrove_ckpt.inference.client.attempts import Request, Sender
-from datatrove_ckpt.inference.client.routing import WINDOW, Router
+from datatrove_ckpt.inference.client.routing import WINDOW, Request, Router, Sender
 
 TEXTS = [
     b'{"messages":[{"content":"%s"}]}' % (word * 200) for word in (b"one ", b"two ", b"three ")

@@ -16,11 +16,10 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.client.attempts import Death, Request, Sender
-from datatrove_ckpt.inference.client.routing import Router
+from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import node
-from datatrove_ckpt.inference.servers.probes import (
+from datatrove_ckpt.inference.servers.server import (
     Metrics,
     parse_metrics,
     read_metrics,

@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 
 from datatrove_ckpt.common.redaction import HIDDEN, remember
-from datatrove_ckpt.inference.client.answers import RetryableError, read_json
-from datatrove_ckpt.inference.client.typed_answers import from_base64, to_base64, typed_way
+from datatrove_ckpt.inference.client.answers import (
+    RetryableError,
+    from_base64,
+    read_json,
+    to_base64,
+    typed_way,
+)
 
 VECTOR = [0.1, -2.5, 3e-8]
 BASE64 = base64.b64encode(np.array(VECTOR, "<f4").tobytes()).decode()

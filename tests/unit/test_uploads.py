@@ -14,13 +14,13 @@ from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedReq
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
+    Uploads,
     Version,
     Versions,
     contains_version,
     decode_answers,
 )
 from datatrove_ckpt.mirror.object_store import ObjectStore
-from datatrove_ckpt.mirror.uploads import Uploads
 
 
 def request(ordinal, number=0, chunk=0):
@@ -103,8 +103,8 @@ class Mirrored:
 def test_however_often_a_checkpoint_is_mirrored_it_has_few_parts_and_all_that_is_in_it(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("datatrove_ckpt.mirror.uploads._MAX_PARTS", 8)
-    monkeypatch.setattr("datatrove_ckpt.mirror.uploads._SMALL_PART_BYTES", 1000)
+    monkeypatch.setattr("datatrove_ckpt.mirror.manifests._MAX_PARTS", 8)
+    monkeypatch.setattr("datatrove_ckpt.mirror.manifests._SMALL_PART_BYTES", 1000)
     chance = random.Random(0)
     mirrored = Mirrored(tmp_path)
     unfinished = set()

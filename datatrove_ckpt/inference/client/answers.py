@@ -2,22 +2,37 @@
 
 An unfinished completion raises ``RetryableError``: a dying server answers 200 with half a text. Odd
 values are corrected before they are cached.
+
+Answers that are numbers are parsed in the forms of all engines: embeddings, classes and scores.
+
+    way       OpenAI, vLLM                  SGLang                     llama.cpp
+    embed     data[] index, embedding       the same                   the same
+    classify  data[] index, label, probs    the same
+    score     data[] index, score           [] index, score (rerank)   results[] index,
+                                                                       relevance_score (rerank)
+
+Arrays are kept exactly, as base64 of little-endian float32 values. An answer that lacks a value, or
+has NaN or infinity (null in JSON), is retried.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from operator import itemgetter
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from datatrove_ckpt.common import JsonObject, retrying
-from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.redaction import excerpt
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
@@ -106,7 +121,7 @@ class RetryableError(Exception):
     def quote(self) -> None:
         """Adds the quoted part to the cause, cut after its secrets are hidden."""
         if self.quoted:
-            self.cause += f": {self.quoted_as(redact(self.quoted))[:_SHOWN]}"
+            self.cause += f": {self.quoted_as(excerpt(self.quoted, 8 * _SHOWN))[:_SHOWN]}"
             self.quoted = ""
 
     @property
@@ -254,7 +269,14 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
         completion = way.parse(raw)
         choices = completion.choices or [_as_choice(completion)]
         if several:
-            _check_number(len(choices), number)
+            found = len(choices)
+            if found == 1:
+                raise ServerRefused(
+                    f"The payload asks for n={number} choices, and the answer has one: the server "
+                    "ignores n."
+                )
+            if found != number:
+                raise RetryableError(f"the answer has {found} of {number} choices")
         for choice in choices:
             if logprobs and choice["text"] and not any((choice["logprobs"] or {}).values()):
                 raise RetryableError("the payload asks for logprobs, and the answer has none")
@@ -269,16 +291,6 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
         return completion
 
     return way._replace(parse=parse)
-
-
-def _check_number(found: int, number: object) -> None:
-    if found == 1:
-        raise ServerRefused(
-            f"The payload asks for n={number} choices, and the answer has one: the server ignores "
-            "n."
-        )
-    if found != number:
-        raise RetryableError(f"the answer has {found} of {number} choices")
 
 
 def _completion(raw: bytes, read: _Read) -> Completion:
@@ -480,7 +492,7 @@ def read_json(raw: bytes) -> object:
             kind = RetryableError
         raise kind(
             "the answer is not JSON",
-            quoted=raw[: 8 * _SHOWN].decode(errors="replace"),
+            quoted=raw.decode(errors="replace"),
             quoted_as=repr,
         ) from None
     if type(answer) is dict and (answer.get("error") or answer.get("object") == "error"):
@@ -503,3 +515,145 @@ def parse_json(raw: bytes) -> object:
         found = json.loads(bytes(raw).decode("utf-8-sig"), parse_constant=lambda name: None)
         text = json.dumps(found, ensure_ascii=False).encode("utf-16", "surrogatepass")
         return orjson.loads(text.decode("utf-16", "replace"))
+
+
+Floats = npt.NDArray[np.float32]
+_Number = TypeVar("_Number", np.float32, np.float64)
+_FLOAT32 = np.dtype("<f4")  # as in base64
+_ROWS = ("data", "results")
+
+
+def typed_way(name: str, path: str, count: int) -> Way:
+    """Returns the way to a typed answer ("embed", "classify" or "score") about ``count`` texts."""
+    return Way(
+        way_to(path).path,
+        partial(_PARSERS[name], count=count),
+        f"{name}()",
+        is_shared=name == "embed",
+    )
+
+
+class Base64(str):
+    """A kept array, with its decoded form, because decoding is slow."""
+
+    __slots__ = ("values",)
+    values: Floats
+
+
+def to_base64(values: Floats, text: str | None = None) -> Base64:
+    kept = Base64(
+        base64.b64encode(np.ascontiguousarray(values, _FLOAT32).data).decode()
+        if text is None
+        else text
+    )
+    kept.values = values
+    return kept
+
+
+def from_base64(text: str) -> Floats:
+    """Returns the array that was kept, bit for bit, writable."""
+    if isinstance(text, Base64):
+        return text.values.copy()
+    return np.frombuffer(bytearray(base64.b64decode(text)), _FLOAT32)
+
+
+def parse_embeddings(raw: bytes, *, count: int) -> Completion:
+    """``embeddings``: vectors of one length, in the order of their texts, in base64."""
+    answer, rows = _rows(raw, count)
+    vectors = [_vector(row.get("embedding")) for row in rows]
+    if len({len(vector) for vector in vectors}) > 1:
+        raise RetryableError("the answer's embeddings have different lengths")
+    texts = [row["embedding"] if isinstance(row["embedding"], str) else None for row in rows]
+    return other_than_text(answer, {"embeddings": list(map(to_base64, vectors, texts))})
+
+
+def parse_classes(raw: bytes, *, count: int) -> Completion:
+    """``label``, None if the server does not name it, and ``probabilities`` of all classes in the
+    model's order.
+    """
+    answer, (row,) = _rows(raw, count)
+    label = row.get("label")
+    if not (label is None or isinstance(label, str)):
+        raise RetryableError("the answer's label is no text")
+    # Exact: a threshold may be equal.
+    probabilities = _numbers(row.get("probs"), "probs", np.float64).tolist()
+    return other_than_text(answer, {"label": label, "probabilities": probabilities})
+
+
+def parse_scores(raw: bytes, *, count: int) -> Completion:
+    """``scores`` in the order of the texts, base64."""
+    answer, rows = _rows(raw, count)
+    scores = [row.get("relevance_score", row.get("score")) for row in rows]
+    return other_than_text(answer, {"scores": to_base64(_numbers(scores, "scores", np.float32))})
+
+
+_PARSERS: dict[str, Callable[..., Completion]] = {
+    "embed": parse_embeddings,
+    "classify": parse_classes,
+    "score": parse_scores,
+}
+
+
+def _rows(raw: bytes, count: int) -> tuple[JsonObject, list[JsonObject]]:
+    """Returns the answer and its ``count`` rows in the order of their indices.
+
+    Without an index, the rows of ``data`` are in order. Several others are a ranking.
+    """
+    answer, rows = _read(raw)
+    indices = list(range(len(rows)))
+    in_order = count == 1 or rows is answer.get("data")
+    if not in_order or any("index" in row for row in rows):
+        indices = [row.get("index", "missing") for row in rows]
+    if not all(type(index) is int for index in indices) or sorted(indices) != list(range(count)):
+        raise RetryableError(
+            f"the answer has {len(rows)} rows with the indices {indices[:9]}, not one for each text"
+        )
+    return answer, [
+        row for _, row in sorted(zip(indices, rows, strict=True), key=lambda pair: pair[0])
+    ]
+
+
+def _read(raw: bytes) -> tuple[JsonObject, list[JsonObject]]:
+    found = read_json(raw)
+    answer: JsonObject = {}
+    if isinstance(found, list):
+        answer = {"results": found, "usage": {"prompt_tokens": sum(map(_prompt_tokens, found))}}
+    elif isinstance(found, dict):
+        answer = found
+    rows = next((answer[name] for name in _ROWS if isinstance(answer.get(name), list)), None)
+    if rows is None or not all(isinstance(row, dict) for row in rows):
+        raise UnknownForm("the answer has no data")
+    return answer, rows
+
+
+def _prompt_tokens(row: object) -> int:
+    meta = row.get("meta_info") if isinstance(row, dict) else None
+    tokens = meta.get("prompt_tokens") if isinstance(meta, dict) else 0
+    if type(tokens) is int:
+        return tokens
+    return 0
+
+
+def _vector(value: object) -> Floats:
+    if not isinstance(value, str):
+        return _numbers(value, "embedding", np.float32)
+    try:
+        vector = np.frombuffer(base64.b64decode(value, validate=True), _FLOAT32)
+    except (binascii.Error, ValueError):
+        raise RetryableError("the answer's embedding is no base64 of float32 values") from None
+    return _checked(vector, "embedding")
+
+
+def _numbers(value: object, name: str, kind: type[_Number]) -> npt.NDArray[_Number]:
+    # numpy would convert True and "1" to numbers, and converts None to NaN.
+    kinds = {float, int, type(None)}
+    if not isinstance(value, list) or not kinds.issuperset(map(type, value)):
+        raise UnknownForm(f"the answer's {name!r} is no list of numbers")
+    with np.errstate(over="ignore"):
+        return _checked(np.array(value, kind), name)
+
+
+def _checked(values: npt.NDArray[_Number], name: str) -> npt.NDArray[_Number]:
+    if not values.size or not np.isfinite(values).all():
+        raise RetryableError(f"the answer's {name!r} is empty, or holds NaN or infinity")
+    return values

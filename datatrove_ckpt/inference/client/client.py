@@ -84,17 +84,17 @@ from datatrove_ckpt.inference.client.answers import (
     Way,
     unfinished,
 )
-from datatrove_ckpt.inference.client.attempts import (
+from datatrove_ckpt.inference.client.body import AnyBody, in_tier
+from datatrove_ckpt.inference.client.routing import (
     Attempt,
     AttemptLost,
     MustDivide,
     Pace,
     Request,
+    Router,
     Sender,
     Target,
 )
-from datatrove_ckpt.inference.client.body import AnyBody, in_tier
-from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
@@ -111,7 +111,6 @@ _OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
 _SHOWN_CAUSE = 300
-_SHOWN_FORM = 2000
 _BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
 _WORKS = 60.0
@@ -466,7 +465,7 @@ class ModelServers:
         return self.config.request_timeout or _DEFAULT_TIMEOUT
 
     def look(self) -> None:
-        """Looks for a silent endpoint. Servers of ours are watched by ``pool.py``."""
+        """Looks for a silent endpoint. Servers of ours are watched by their ``servers/host.py``."""
         if self.config.server_type == "endpoint":
             self.outage.look(self.oldest_in_flight(), self.timeout)
 
@@ -560,7 +559,11 @@ class CompletionClient:
             except AttemptLost:
                 alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
                 if was_quarantined and alone and not request.may_not_be_sent:
-                    raise self._poisoned(request) from None
+                    self._router.attribute_deaths(request)
+                    raise RequestPoisoned(
+                        f"This request was in flight at {len(request.deaths)} deaths of its "
+                        f"server, the last time alone. Last cause: {request.deaths[-1].cause}"
+                    ) from None
                 self.stats.resent += 1
                 self.stats.errors["server lost"] += 1
                 if request.is_shared and request.is_quarantined:
@@ -580,7 +583,10 @@ class CompletionClient:
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
                 failure = error
-                delay = self._delay(error, clock, target)
+                self.outage.failed(error, self.servers.oldest_in_flight)
+                failures = clock.failed(error, target, self._config.request_max_attempts)
+                asked = min(error.asked_wait or 0.0, clock.left(error))
+                delay = retrying.SERVER.wait(failures, asked)
                 if target.pace is not None and error.server_is_limited:
                     await self._wait(max(delay, target.pace.seconds), error)
                     delay = 0.0
@@ -591,13 +597,6 @@ class CompletionClient:
                 raise MustDivide
             await self._wait(delay, failure)
             way = clock.next_way(way, failure)
-
-    def _delay(self, failure: RetryableError, clock: RequestClock, target: Target) -> float:
-        """Raises RequestFailed or a ServerError if there will be no further attempt."""
-        self.outage.failed(failure, self.servers.oldest_in_flight)
-        failures = clock.failed(failure, target, self._config.request_max_attempts)
-        asked = min(failure.asked_wait or 0.0, clock.left(failure))
-        return retrying.SERVER.wait(failures, asked)
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
@@ -619,14 +618,6 @@ class CompletionClient:
             await self._sleep(seconds)
         finally:
             self.stats.pausing -= 1
-
-    def _poisoned(self, request: Request) -> RequestPoisoned:
-        self._router.attribute_deaths(request)
-        deaths = request.deaths
-        return RequestPoisoned(
-            f"This request was in flight at {len(deaths)} deaths of its server, the last time "
-            f"alone. Last cause: {deaths[-1].cause}"
-        )
 
     async def _attempt(
         self, target: Target, request: Request, body: AnyBody, way: Way
@@ -706,7 +697,7 @@ class CompletionClient:
             note_sent(way.extras)  # which the answer may quote
             if isinstance(failure, UnknownForm):
                 failure.quoted = f"{response.form} ".lstrip()
-                failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
+                failure.quoted += response.body.decode(errors="replace")
             failure.quote()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(transport, failure)

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
-from datatrove_ckpt.common.redaction import Secret, redact
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.common.retrying import asked_wait, quotas
 from datatrove_ckpt.inference.client import plain
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
@@ -161,7 +161,7 @@ class AiohttpTransport(UnaskedCounter):
 
     def explain(self, error: Exception) -> str:
         # As yarl writes it.
-        return redact(str(error).replace(str(self.url.reveal()), str(self.url)))
+        return str(error).replace(str(self.url.reveal()), str(self.url))
 
     async def close(self) -> None:
         await self._session.close()

@@ -36,7 +36,7 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.common.redaction import Secret, redact
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside, headers_for
@@ -626,7 +626,7 @@ class PlainTransport(UnaskedCounter):
                 return "no host of this name (DNS)"
             return f"the name of the host was not found (DNS): {error.strerror}"
         number = getattr(error, "errno", None)
-        return redact(os.strerror(number) if number else str(error))
+        return os.strerror(number) if number else str(error)
 
     def _take_idle(self) -> _Connection | None:
         """Returns the most recently used connection, so that spare ones reach their idle limit."""

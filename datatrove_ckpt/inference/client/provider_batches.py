@@ -19,9 +19,9 @@ import aiohttp
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, retrying
-from datatrove_ckpt.common.redaction import Secret, redact, remember
+from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember
 from datatrove_ckpt.common.retrying import asked_wait
-from datatrove_ckpt.errors import ServerRefused, printable
+from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 
@@ -125,7 +125,7 @@ class BatchProvider:
 
     def clean(self, value: object) -> str:
         """Returns a value of the provider as one line without secrets, to be kept and shown."""
-        return printable(" ".join(redact(str(value)).split()))[:_SHOWN]
+        return " ".join(redact(str(value)).split())[:_SHOWN]
 
     async def upload(self, content: IO[bytes], name: str) -> str:
         form = aiohttp.FormData()
@@ -289,7 +289,7 @@ class BatchProvider:
         self, response: aiohttp.ClientResponse, url: HiddenUrl, path: str
     ) -> NoReturn:
         status = response.status
-        text = self.clean((await response.read())[: 8 * _SHOWN].decode(errors="replace"))
+        text = self.clean(excerpt((await response.read()).decode(errors="replace"), _SHOWN))
         if status in _NOT_FOUND and path not in ("files", self._path):
             raise Gone(f"HTTP {status}: {text}")
         if status in retrying.SERVER.retried:

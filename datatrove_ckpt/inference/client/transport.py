@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import orjson
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Secret, note_sent, redact, remember
+from datatrove_ckpt.common.redaction import Secret, excerpt, note_sent, redact, remember
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
@@ -97,7 +97,7 @@ async def get(
 def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
     if is_caused_by_limit(error):
         raise limit_reached(f"No connection to {transport.url}") from None
-    return ExchangeFailed(transport.explain(error), type(error).__name__)
+    return ExchangeFailed(redact(transport.explain(error)), type(error).__name__)
 
 
 async def post(transport: Transport, body: AnyBody, model: str, extras: Extras | None) -> Response:
@@ -143,8 +143,7 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = _CONTENT_TOO_LARGE
-    # Cut after the redaction, which would miss a cut secret.
-    text = redact(response.body[: 8 * _SHOWN_BODY].decode(errors="replace"))[:_SHOWN_BODY]
+    text = excerpt(response.body.decode(errors="replace"), _SHOWN_BODY)
     if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())

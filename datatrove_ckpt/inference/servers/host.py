@@ -1,27 +1,275 @@
 """The servers of a process, launched or external, for one rank or for several ranks at once.
 
-A rank calls ``ServerHost.lend``. The modules that launch servers are imported at a launch.
+A rank calls ``ServerHost.lend``. Its servers may be taken over from the rank before (see
+``warm.py``). Rollouts do not notice a server that is down: its requests go to the other servers, or
+wait. External servers are only checked, before the first request: they must answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
 
+import orjson
 from loguru import logger
 
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.memory import ByteBudget, media_bytes
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError, named
-from datatrove_ckpt.inference.client.attempts import Sender
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
-from datatrove_ckpt.inference.servers.endpoints import ExternalServers
+from datatrove_ckpt.config.inference_config import ENGINES, Nodes
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    ServerDied,
+    ServerRefused,
+    ServerStartFailed,
+    named,
+)
+from datatrove_ckpt.inference.client.client import (
+    CompletionClient,
+    ModelServers,
+    Outage,
+    hang_after,
+)
+from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.routing import Death, Router, Sender, Target
+from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
+from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+from datatrove_ckpt.inference.servers.multi_node import HeadNode
+from datatrove_ckpt.inference.servers.node import GpuLease
+from datatrove_ckpt.inference.servers.server import (
+    NO_ANSWER,
+    InferenceServer,
+    Metrics,
+    adapt_admission,
+    read_metrics,
+    read_page,
+    request_health,
+)
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+
+_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+class ExternalServers:
+    """The endpoints of ``config.endpoint_urls``, which all take the same key.
+
+    Args:
+        config: of its ready window, at most ``server_patience_seconds`` count.
+
+    Attributes:
+        outage: since when ``start`` has had no answer.
+
+    Raises:
+        ConfigError: an endpoint_url is not a URL, or the key is not set.
+    """
+
+    def __init__(self, config: InferenceConfig) -> None:
+        self.config = config
+        self.outage = Outage(ready_window(config), time.monotonic, config.name)
+        self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
+        self.api_key = config.endpoint_api_key()
+
+    async def ask(self) -> list[EndpointAnswer]:
+        proxied = needs_proxy(self.urls)
+        return list(await asyncio.gather(*(_ask(url, self.api_key, proxied) for url in self.urls)))
+
+    async def start(self) -> None:
+        """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
+
+        Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list
+        models. An endpoint gets no requests before it is known whether its API is below /v1.
+
+        Raises:
+            ServerRefused: see ``EndpointAnswer.refused``.
+            ServerStartFailed: no server answered in time.
+        """
+        window = self.outage.patience
+        started = time.monotonic()
+        failures = 0
+        while True:
+            answers = await self.ask()
+            causes = self._causes(answers)
+            if len(causes) < len(answers):
+                self.outage.answered()
+                if causes:
+                    logger.warning(
+                        f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not "
+                        f"answer: {'; '.join(causes)}. Those whose path has no version get no "
+                        "requests: their API may be there or below /v1."
+                    )
+                self.urls = [answer.api for answer in answers if answer.api is not None]
+                return
+            failures = failures + 1
+            self.outage.begun(": HTTP " not in causes[0], started)
+            delay = retrying.ENDPOINT.wait(failures)
+            if delay > self.outage.left():
+                each = "".join(f"  {cause}\n" for cause in causes)
+                raise ServerStartFailed(
+                    f"No endpoint was ready within {window:g} s:\n{each}Check that the server "
+                    "runs, that this "
+                    "machine can reach it, and its URL. One that answers 429 "
+                    "limits "
+                    "requests: start later."
+                )
+            self.outage.show(causes[0])
+            await asyncio.sleep(delay)
+
+    async def follow(self, target: Target, router: Router) -> None:
+        """Adapts a target's limit to its engine, if /metrics has the names of an engine.
+
+        Some names come with the first request. So it is looked for until an answer has come.
+        """
+        assert target.url is not None
+        url = target.url.api("/metrics")
+        proxied = needs_proxy(self.urls)
+        looks = 0
+        while True:
+            is_last = target.answers > 0
+            page = await read_page(url, self.api_key, _PROBE_TIMEOUT, proxied)
+            for engine in ENGINES.values():
+                names = engine.metrics
+                if names is not None and names.are_in(page):
+                    target.pace = None
+                    read = partial(read_metrics, url, self.api_key, names, proxied=proxied)
+                    await adapt_admission(str(target.url), target, router, read)
+            if is_last:
+                return
+            looks += 1
+            await asyncio.sleep(retrying.RESTART.wait(looks))
+
+    def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
+        """Returns what is wrong with the endpoints that do not answer.
+
+        Raises:
+            ServerRefused: see ``EndpointAnswer.refused``.
+        """
+        for answer in answers:
+            if answer.refused:
+                raise ServerRefused(f"{answer.url} {answer.cause}.")
+        return [
+            f"{url}: {answer.cause}"
+            for url, answer in zip(self.urls, answers, strict=True)
+            if answer.cause
+        ]
+
+
+def ready_window(config: InferenceConfig) -> float:
+    return min(
+        config.server_patience_seconds,
+        config.server_ready_max_attempts * config.server_ready_delay_sec,
+    )
+
+
+@dataclass(frozen=True)
+class EndpointAnswer:
+    """The answer of an endpoint to GET /v1/models.
+
+    Attributes:
+        url: without credentials and query string.
+        cause: why it cannot be used; "" if it can.
+        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
+        api: the URL, or its /v1; None: not known yet.
+        models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
+            list, as with some gateways.
+    """
+
+    url: str
+    cause: str = ""
+    refused: bool = False
+    api: HiddenUrl | None = None
+    models: dict[str, object] | None = None
+
+
+async def _ask(url: HiddenUrl, api_key: Secret | None, proxied: bool) -> EndpointAnswer:
+    """Requests the URL, and then its /v1 if that may be the API."""
+    target = url.api("models")
+    below = url.api("/v1")
+    api = None if url.may_lack_version else url
+    try:
+        response = await _get(target, api_key, proxied)
+        if api is None and response.status != 200:
+            found = await _get(below.api("models"), api_key, proxied)
+            if found.status == 200:
+                response = found
+                url = below
+                target = below.api("models")
+    except ExchangeFailed as error:
+        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target, proxied)):
+            cause = f"speaks {scheme}: correct its URL"
+            return EndpointAnswer(str(target), cause, True)
+        return EndpointAnswer(str(target), str(error), api=api)
+    status = response.status
+    if status in (401, 403):
+        return EndpointAnswer(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
+    return EndpointAnswer(
+        str(target), api=url, models=_listed(response.body) if status == 200 else None
+    )
+
+
+async def _other_scheme(target: HiddenUrl, proxied: bool) -> str:
+    """Returns http for https, and https for http, if the server speaks it; else ""."""
+    scheme = "http" if target.reveal().scheme == "https" else "https"
+    url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
+    try:
+        await get(url, None, _PROBE_TIMEOUT, proxied)
+    except ExchangeFailed as error:
+        if not error.kind.endswith("CertificateError"):
+            return ""
+    return scheme
+
+
+async def _get(target: HiddenUrl, api_key: Secret | None, proxied: bool) -> Response:
+    """Raises ExchangeFailed if there is no response, or if another one may come later."""
+    response = await get(target, api_key, _PROBE_TIMEOUT, proxied)
+    if (status := response.status) in retrying.SERVER.retried:
+        raise ExchangeFailed(
+            f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
+        )
+    return response
+
+
+def _listed(body: bytes) -> dict[str, object] | None:
+    try:
+        data = orjson.loads(memoryview(body))["data"]
+        found = {
+            str(one["id"]): one.get("max_model_len")
+            for one in data
+            if isinstance(one, dict) and "id" in one
+        }
+        if isinstance(data, list):
+            return found
+        return None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _with_environment(url: str) -> HiddenUrl:
+    """Returns the URL with each ``${NAME}`` replaced by that environment variable, stripped.
+
+    Raises:
+        ConfigError: a variable is not set, or this is no URL.
+    """
+    for name in _VARIABLE.findall(url):
+        if name not in os.environ:
+            raise ConfigError(
+                f"{url} names the environment variable {name}, which is "
+                "not set. Export it where the tasks run.",
+                setting="endpoint_url",
+            )
+    return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)
+
 
 Watch = Callable[[], Awaitable[None]]
 """Raises when no server is left."""
@@ -71,8 +319,6 @@ async def running(
                 ]
             yield wait_until_cancelled  # a failure of these servers shows in their answers
         else:
-            from datatrove_ckpt.inference.servers.pool import ServerPool
-
             async with ServerPool(config, rank, servers, shutdown, models).running() as watch:
                 yield watch
     finally:
@@ -190,3 +436,365 @@ class ServerHost:
         )
         if self._models is not None:
             self._models.close()
+
+
+@dataclass(eq=False, repr=False)
+class ServerPool:
+    config: InferenceConfig
+    rank: int
+    model_servers: ModelServers
+    shutdown: Shutdown
+    models: RankModels
+    supervisors: list[ServerSupervisor] = field(default_factory=list)
+    _head: HeadNode | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Runs servers in this block. After a good end, they may stay for the next rank.
+
+        Yields a function to await: it raises ServerDied once none is left, and none may be
+        restarted.
+        """
+        async with AsyncExitStack() as stack:
+            nodes = Nodes.from_environment()
+            if nodes.count > 1:
+                self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
+            servers, leases = await self.models.get(self.config)
+            servers = servers or self._new_servers(leases)
+            ends_well = False
+            try:
+                for index, server in enumerate(servers):
+                    supervisor = ServerSupervisor(
+                        self.config, self.rank, index, server, self.model_servers, self.shutdown
+                    )
+                    self.supervisors.append(supervisor)
+                await _run_all(supervisor.start() for supervisor in self.supervisors)
+                supervision = asyncio.create_task(self._supervise())
+                try:
+                    yield lambda: asyncio.shield(supervision)
+                    ends_well = True
+                finally:
+                    supervision.cancel()
+                    await asyncio.gather(supervision, return_exceptions=True)
+            finally:
+                await self._end(servers, ends_well)
+
+    async def _supervise(self) -> None:
+        left = len(self.supervisors)
+
+        async def supervise(supervisor: ServerSupervisor) -> None:
+            nonlocal left
+            try:
+                await supervisor.supervise()
+            except ServerDied as error:
+                left -= 1
+                if not left:
+                    raise
+                logger.error(
+                    f"{error}\nThe run goes on without this server, with {left} of "
+                    f"{len(self.supervisors)}."
+                )
+
+        try:
+            await _run_all(supervise(supervisor) for supervisor in self.supervisors)
+        except ServerDied as error:
+            self.model_servers.router.fail(str(error))
+            raise
+
+    def _new_servers(self, leases: list[GpuLease]) -> list[InferenceServer]:
+        if (head := self._head) is not None:
+            nodes = head.nodes
+            launch = head.start_workers
+            return [
+                InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)
+            ]
+        return [
+            InferenceServer(self.config, self.rank, index, lease)
+            for index, lease in enumerate(leases)
+        ]
+
+    async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
+        for supervisor in self.supervisors:
+            self.model_servers.router.mark_dead(supervisor.target, "the run ends")
+        if ends_well and self.models.keep(self.config, servers):
+            await asyncio.gather(
+                *(
+                    self.model_servers.disconnect(supervisor.target)
+                    for supervisor in self.supervisors
+                )
+            )
+            return
+        try:
+            await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        finally:
+            for server in servers:
+                server.lease.close()
+
+
+async def _run_all(work: Iterable[Awaitable[None]]) -> None:
+    """Raises the first error, without an exception group, and cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# All times are seconds.
+_PROBE_INTERVAL = 5.0
+_PROBE_TIMEOUT = 10.0
+_PROBES = 3  # in a row
+_PROBE_PAUSE = 0.3
+# Added to the time for requests in flight after a SIGTERM.
+_DRAIN_MARGIN = 5.0
+_RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
+_LONG_AGO = -1.0
+_PROGRESS_CHECKS_PER_HANG = 4
+_MAX_PROGRESS_INTERVAL = 30.0
+_METRICS_TIMEOUT = 5.0
+
+
+@dataclass(eq=False, repr=False)
+class ServerSupervisor:
+    """Keeps one server running: starts it, watches it, and restarts it when it dies or hangs.
+
+    Requests that were in flight are then sent again. A server counts as dead when
+
+    - its process ends;
+    - its health address answers 5xx or refuses connections, probed after failures that may be the
+      server's fault, and every few seconds while requests are in flight: vLLM's HTTP process may
+      outlive its engine;
+    - it has requests, and for ``hang_timeout`` seconds it answered none and counted no tokens, or
+      for ``hang_after``, once it has answered.
+
+    It may be restarted ``server_max_restarts`` times within an hour, apart from deaths that are
+    attributed to a request.
+
+    Args:
+        rank: the server may have been started for an earlier rank.
+        index: number of the server among the rank's replicas.
+        shutdown: the rank's: after a requested stop the server is not restarted.
+    """
+
+    config: InferenceConfig
+    rank: int
+    index: int
+    server: InferenceServer
+    model_servers: ModelServers
+    shutdown: Shutdown
+
+    def __post_init__(self) -> None:
+        self.target = self.model_servers.router.add(self.probe)
+        self.restarts = 0
+        if self.config.replicas > 1:
+            which = f"Server {self.index}"
+        else:
+            which = "The server"
+        self._name = f"{self.config.said}{which} of task {self.rank}"
+        self._death = Death("")
+        self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._recent_restarts = self.server.restarted_at
+        self._probing: asyncio.Task[None] | None = None
+        self._probed_since = _LONG_AGO
+        self._watching = False
+        self._longest = 0.0
+
+    async def start(self) -> None:
+        if await self.server.take_over(self.config, self.rank):
+            self._tell("reused")
+        else:
+            self._tell("restart" if self.restarts else "start")
+            await self.server.start()
+            self._tell("ready")
+        self._death_cause = asyncio.get_running_loop().create_future()
+        self.model_servers.mark_up(self.target, HiddenUrl(self.server.url), self.server.api_key)
+
+    def _tell(self, what: str, why: str = "") -> None:
+        url = self.server.url if what in ("ready", "reused") else None
+        self.model_servers.tell(
+            what, self.config.server_name(self.index), url, why.partition("\n")[0]
+        )
+
+    async def stop(self) -> None:
+        await self.model_servers.disconnect(self.target)
+        with self.shutdown.closing():
+            # It has no time to stop by itself.
+            is_late = self.shutdown.is_fast or self.shutdown.late
+            await (self.server.kill() if is_late else self.server.stop())
+
+    async def supervise(self) -> NoReturn:
+        """Raises ServerDied once the server may not be restarted again."""
+        while True:
+            cause = await self._until_death()
+            self._tell("death", cause)
+            await self.model_servers.disconnect(self.target)
+            if self.shutdown.is_stopping:
+                # A cluster signals the server, too, which may end before us.
+                logger.info(f"{self._name} has ended. It is not restarted, because the run ends.")
+                await wait_until_cancelled()
+            logger.warning(
+                f"{self._name} is given up: {cause}\n{self._death.in_flight} requests are sent "
+                "again."
+            )
+            await self.server.kill()
+            await self._restart(cause)
+
+    async def _until_death(self) -> str:
+        self._watching = True
+        self._exit_code: int | None = None
+        watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
+        if self.config.follows_metrics:
+            router = self.model_servers.router
+            watchers.append(adapt_admission(self._name, self.target, router, self._metrics))
+        tasks = [asyncio.create_task(watcher) for watcher in watchers]
+        waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises only if a watcher has a bug
+            cause = await self._death_cause
+        finally:
+            started = [*tasks, *([self._probing] if self._probing else [])]
+            for task in started:
+                task.cancel()
+            await asyncio.gather(*started, return_exceptions=True)
+        return await self.server.report(cause, self._exit_code)
+
+    def mark_dead(self, cause: str) -> None:
+        if not self._death_cause.done():
+            self._death = self.model_servers.router.mark_dead(self.target, cause)
+            self._death_cause.set_result(cause)
+
+    async def _restart(self, cause: str) -> None:
+        while True:
+            await asyncio.sleep(self._next_backoff(cause))
+            if self.shutdown.is_stopping:
+                await wait_until_cancelled()
+            self.restarts += 1
+            try:
+                await self.start()
+            except ServerStartFailed as error:
+                cause = str(error)
+                logger.warning(f"{self._name} could not be restarted: {cause}")
+            else:
+                number = len(self._recent_restarts)
+                logger.info(
+                    f"{self._name} is back (restart {number} of {self.config.server_max_restarts})."
+                )
+                return
+
+    def _next_backoff(self, cause: str) -> float:
+        """Raises ServerDied after too many restarts within the window."""
+        now = time.monotonic()
+        allowed = self.config.server_max_restarts
+        while self._recent_restarts and self._recent_restarts[0] < now - _RESTART_WINDOW_SECONDS:
+            self._recent_restarts.popleft()
+        # The request is a dead letter now, so the next start should work.
+        if self._death.attributed:
+            self._death = Death("")
+            return retrying.RESTART.first
+        if len(self._recent_restarts) >= allowed:
+            raise ServerDied(
+                f"{self._name} was restarted {len(self._recent_restarts)} times within "
+                f"{_RESTART_WINDOW_SECONDS:g} s, and died again (server_max_restarts={allowed}). "
+                f"Last cause: {cause}"
+            )
+        self._recent_restarts.append(now)
+        return retrying.RESTART.wait(len(self._recent_restarts))
+
+    async def _watch_process(self) -> None:
+        self._exit_code = await self.server.watch()
+        self.mark_dead(f"died with exit code {self._exit_code}")
+
+    async def _watch_health(self) -> None:
+        while True:
+            await asyncio.sleep(_PROBE_INTERVAL)
+            if self.target.attempts:
+                await self.probe(_LONG_AGO, False)
+
+    async def _watch_progress(self) -> None:
+        interval = min(self.config.hang_timeout / _PROGRESS_CHECKS_PER_HANG, _MAX_PROGRESS_INTERVAL)
+        tokens: float | None = None
+        while True:
+            await asyncio.sleep(interval)
+            tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
+
+    async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
+        """Marks the server dead if it hangs.
+
+        Returns the tokens it has counted; None without metrics or requests.
+        """
+        if self.target.attempts:
+            metrics = await self._metrics(seconds)
+        else:
+            metrics = None
+        quiet = time.monotonic() - self.target.alive_at
+        if metrics is not None and tokens is not None and metrics.tokens != tokens:
+            self._longest = max(self._longest, quiet)
+            quiet = 0.0
+            self.target.mark_alive()
+        in_flight = len(self.target.attempts)
+        timeout = self.config.hang_timeout
+        # Without token counts a long answer looks like a hang; a user's setting is obeyed.
+        is_usual = timeout == InferenceConfig.hang_timeout
+        if is_usual and metrics is not None and metrics.tokens and self.target.accepted_at:
+            timeout = min(timeout, hang_after(self._longest))
+        if in_flight and quiet >= timeout:
+            self.mark_dead(
+                f"hangs: it has {in_flight} requests, and answered none and counted no token for "
+                f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
+            )
+        if metrics is not None:
+            return metrics.tokens
+        return None
+
+    async def _metrics(self, seconds: float) -> Metrics | None:
+        server = self.server
+        url = HiddenUrl(f"{server.url}/metrics")
+        return await read_metrics(url, server.api_key, self.config.engine.metrics, seconds)
+
+    async def probe(self, since: float, until_proof: bool) -> None:
+        """Returns once the server is known to be alive. If it is dead, the waiting attempts are
+        aborted.
+
+        A vLLM that received SIGTERM answers 500 to new requests, and reports itself healthy. So the
+        proof of health is an answer to an attempt that started after ``since``, or that the server
+        still runs after the time that a SIGTERM leaves it.
+
+        Args:
+            since: when the failed attempt started.
+            until_proof: wait for that proof.
+        """
+        if not self._watching or self._death_cause.done():
+            return
+        if self._probing is None or self._probing.done():
+            self._probed_since = _LONG_AGO
+            self._probing = asyncio.create_task(self._run_probes())
+        self._probed_since = max(self._probed_since, since)
+        await asyncio.wait([self._probing])
+        if self.shutdown.is_stopping:
+            return  # nothing is sent again
+        deadline = time.monotonic() + self.config.server_drain_sec + _DRAIN_MARGIN
+        while until_proof and self.target.accepted_at <= since and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_PROBE_PAUSE)
+
+    async def _run_probes(self) -> None:
+        problem: str | None = None
+        for number in range(_PROBES):
+            if number:
+                await asyncio.sleep(_PROBE_PAUSE)
+            server = self.server
+            problem = await request_health(
+                server.url, server.api_key, self.config.engine, _PROBE_TIMEOUT
+            )
+            if problem is None:
+                return
+        # A server too busy to answer a probe is dead only if it has answered no request since the
+        # youngest failed attempt started.
+        if problem != NO_ANSWER or self.target.alive_at <= self._probed_since:
+            self.mark_dead(
+                f"is dead, although its process is running: its health address {problem}"
+            )

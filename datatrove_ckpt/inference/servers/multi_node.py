@@ -162,7 +162,11 @@ async def _connect(
             while True:
                 with contextlib.suppress(OSError):
                     reader, writer = await asyncio.open_connection(head, port)
-                    _enable_keepalive(writer)
+                    connection = writer.get_extra_info("socket")
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for name, value in _KEEPALIVE.items():
+                        if hasattr(socket, name):
+                            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
                     return reader, writer
                 await asyncio.sleep(_RETRY_DELAY)
     except TimeoutError:
@@ -171,11 +175,3 @@ async def _connect(
             f"{window:g} s, so this node stops."
         )
         return None
-
-
-def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
-    connection = writer.get_extra_info("socket")
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -22,12 +22,12 @@ from pathlib import Path
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.kubernetes_job import KubernetesJob
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.short_form import Node, make_executor
 from datatrove_ckpt.cli.yaml_config import MASK, construct, dump, leaves
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.redaction import may_hold_secret
-from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.process.own_modules import own_modules

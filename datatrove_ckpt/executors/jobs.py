@@ -39,6 +39,7 @@ from loguru import logger
 from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common import datatrove_arguments
+from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
@@ -133,14 +134,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def __init__(
         self,
         pipeline: list[PipelineStep | Callable[..., object]],
-        tasks: int,
-        workers: int = -1,
+        tasks: Count,
+        workers: CountOrAll = -1,
         logging_dir: DataFolderLike = None,
         flavor: str = "cpu-basic",
         image: str | None = None,
         dependencies: list[str] | None = None,
         timeout: int | float | str | None = None,
-        tasks_per_job: int = 1,
+        tasks_per_job: Count = 1,
         depends: DatatroveExecutor | None = None,
         skip_completed: bool = True,
         randomize_start_duration: int = 0,
@@ -150,11 +151,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         token: str | None = None,
         secrets: dict[str, str | None] | None = None,
         env: dict[str, str] | None = None,
-        max_retries: int = 1,
+        max_retries: CountFromZero = 1,
         poll_interval: float = 15.0,
         run_on_dependency_fail: bool = False,
         job_name: str = "data_processing",
     ) -> None:
+        check(JobsPipelineExecutor, locals())
         given = datatrove_arguments(locals())
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
@@ -172,8 +174,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         # An image may contain its engine.
         engines = [] if image else [config.server_type for config in configs]
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
-        if max_retries < 0:
-            raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
         check_depends(depends, DatatroveExecutor)
         for key, name, value in _kept(
             env=env, labels=labels, dependencies=dependencies, image=image

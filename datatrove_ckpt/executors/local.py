@@ -21,7 +21,7 @@ from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -32,6 +32,7 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.common import JsonObject, datatrove_arguments
+from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
@@ -112,30 +113,24 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def __init__(
         self,
         pipeline: list[PipelineStep | Callable[..., object]],
-        tasks: int = 1,
-        workers: int = -1,
+        tasks: Count = 1,
+        workers: CountOrAll = -1,
         logging_dir: DataFolderLike = None,
         depends: DatatroveExecutor | None = None,
         skip_completed: bool = True,
-        start_method: str = "forkserver",
-        local_tasks: int = -1,
+        start_method: Literal["fork", "spawn", "forkserver"] = "forkserver",
+        local_tasks: CountOrAll = -1,
         local_rank_offset: int = 0,
         randomize_start_duration: int = 0,
-        max_rank_attempts: int = 2,
-        ranks_at_once: int | None = None,
+        max_rank_attempts: Count = 2,
+        ranks_at_once: Count | None = None,
     ) -> None:
+        check(LocalPipelineExecutor, locals())
         super().__init__(**datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"))
         if any(runner.retry_dead_letters for runner in self._runners):
             self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
-        if max_rank_attempts < 1:
-            raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
         self.ranks_at_once = ranks_at_once
-        if ranks_at_once is not None and ranks_at_once < 1:
-            raise ConfigError(f"ranks_at_once: must be at least 1; it is {ranks_at_once}.")
-        if start_method not in multiprocess.get_all_start_methods():
-            allowed = ", ".join(multiprocess.get_all_start_methods())
-            raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
         check_depends(depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:

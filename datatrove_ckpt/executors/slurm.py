@@ -30,6 +30,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.common import LAUNCH, datatrove_arguments
+from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
@@ -76,10 +77,10 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def __init__(
         self,
         pipeline: list[PipelineStep | Callable[..., object]],
-        tasks: int,
+        tasks: Count,
         time: str,
         partition: str,
-        workers: int = -1,
+        workers: CountOrAll = -1,
         cpus_per_task: int = 1,
         mem_per_cpu_gb: int = 2,
         gpus_per_task: int = 0,
@@ -105,9 +106,10 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         requeue: bool = True,
         srun_args: dict[str, Any] | None = None,
         with_srun: bool = True,
-        max_rank_attempts: int = 2,
-        ranks_at_once: int | None = None,
+        max_rank_attempts: Count = 2,
+        ranks_at_once: Count | None = None,
     ) -> None:
+        check(SlurmPipelineExecutor, locals())
         if nodes_per_task > 1:  # a node that fails must not leave the others
             srun_args = {"kill-on-bad-exit": 1, **(srun_args or {})}
         arguments = datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once")

@@ -43,11 +43,12 @@ from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_p
 from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.restore import find_outdated
+from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
 from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.writer_trial import check_writable
+from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process.open_files import files_needed, limits, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.checks import (
@@ -316,7 +317,7 @@ def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
         document = Document(text="text", id="id")
     document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
     try:
-        check_writable(writer, encode(document), document.id)
+        WriterTrial(writer, NO_TYPES)(encode(document), document.id)
     except DocumentNotSerializable as error:
         text = (
             f"{name} cannot write a document with an answer that is made up: "

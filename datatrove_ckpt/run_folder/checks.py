@@ -183,9 +183,12 @@ class Finding:
         return f"{self.state:<8} {self.subject}, {self.what}: {' '.join(self.message.split())}"
 
 
-def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
+def about(
+    subject: str, check: Callable[..., Iterable[Finding] | None], *arguments: object
+) -> Iterator[Finding]:
+    """Makes a check. What it raises is a problem."""
     try:
-        for found in check:
+        for found in check(*arguments) or ():
             yield replace(found, subject=found.subject or subject)
     except Exception as error:  # a list of all problems is worth more than the traceback of one
         text = f"this could not be checked: {failure_line(error)}."

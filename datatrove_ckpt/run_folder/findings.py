@@ -107,7 +107,7 @@ def doctor(executor: PipelineExecutor) -> list[Finding]:
             for finding in found
             if (finding.state, finding.what) == ("problem", "reachable")
         }
-        return [*found, *about("job", _earlier_runs(plan, unreachable))]
+        return [*found, *about("job", _earlier_runs, plan, unreachable)]
 
 
 def _earlier_runs(plan: RunPlan, unreachable: Collection[str]) -> Iterator[Finding]:
@@ -137,27 +137,22 @@ def surroundings(plan: RunPlan, is_thorough: bool = False) -> Iterator[Finding]:
         is_thorough: try the folders, read the first documents and ask the endpoints. A run finds
             that out by itself.
     """
-    yield from about("pipeline", _check_pipeline(plan))
-    yield from about(setting_name("logging_dir"), _check_logging_dir(plan, is_thorough))
+    yield from about("pipeline", check_steps, plan)
+    yield from about("pipeline", plan.check_executor)
+    yield from about(setting_name("logging_dir"), _check_logging_dir, plan, is_thorough)
     sample = Sample()
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
         place = plan.place(index)
         if not is_thorough:
-            yield from about(f"{place}input", refuse_input(plan, index, step))
+            yield from about(f"{place}input", refuse_input, plan, index, step)
         elif isinstance(step, BaseReader):
             checks, found_here = check_input(step, plan.tasks, plan.waits)
-            yield from about(f"{place}input", checks)
+            yield from about(f"{place}input", list, checks)
             if not sample.documents:
                 sample = found_here
         if index in runners:
             yield from check_runner(runners[index], sample, is_thorough)
-
-
-def _check_pipeline(plan: RunPlan) -> Iterator[Finding]:
-    check_steps(plan)
-    plan.check_executor()
-    yield from ()
 
 
 def _check_logging_dir(plan: RunPlan, is_thorough: bool) -> Iterator[Finding]:
@@ -185,22 +180,22 @@ def check_runner(runner: RunnerPlan, sample: Sample, is_thorough: bool = True) -
     place = plan.place(runner.index)
     step = runner.step
     remote = runner.step.checkpoints_remote_dir
-    yield from about(f"{place}input", _check_prompt(runner, sample))
+    yield from about(f"{place}input", _check_prompt, runner, sample)
     # Cluster jobs may have what is missing here.
     if is_thorough or (plan.is_local and plan.incomplete()):
         for config in step.models.values():
             subject = f"{place}{config.server_name('server')}"
-            yield from about(subject, _check_server(runner, config, is_thorough))
+            yield from about(subject, _check_server, runner, config, is_thorough)
             if config.prices and sample.documents and config.server_type == "endpoint":
                 yield _costs(config, sample)
-        yield from about(f"{place}monitoring", _check_monitoring(runner))
-    yield from about(f"{place}checkpoints", _check_checkpoints(runner, is_thorough))
-    yield from about(f"{place}output", _check_output(runner, is_thorough))
+        yield from about(f"{place}monitoring", _check_monitoring, runner)
+    yield from about(f"{place}checkpoints", _check_checkpoints, runner, is_thorough)
+    yield from about(f"{place}output", _check_output, runner, is_thorough)
     if is_thorough:
-        yield from about(f"{place}output", _check_writer(runner, sample))
+        yield from about(f"{place}output", _check_writer, runner, sample)
         if remote is not None:
-            yield from about(f"{place}mirror", check_remote(remote, deletes=True))
-    yield from about(f"{place}output", check_rules_of_hub(plan, step))
+            yield from about(f"{place}mirror", check_remote, remote, True)
+    yield from about(f"{place}output", check_rules_of_hub, plan, step)
 
 
 def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -135,7 +135,7 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     return found, sample
 
 
-def refuse_input(plan: RunPlan, index: int, step: object) -> Iterator[Finding]:
+def refuse_input(plan: RunPlan, index: int, step: object) -> None:
     """Refuses an input folder without files: datatrove only warns, and marks the empty ranks
     complete.
 
@@ -160,7 +160,6 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> Iterator[Finding]:
             step.check()
     elif not folder.isdir(""):  # of the media that documents name
         raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
-    yield from ()
 
 
 def check_listed(place: str, reader: BaseDiskReader) -> None:

@@ -181,7 +181,7 @@ class RunPlan:
 
     def check_executor(self) -> None:
         """Makes the executor's own checks, see ``JobsPipelineExecutor.check``."""
-        if self.as_jobs:
+        if hasattr(self._executor, "check"):  # datatrove's executors have none
             self._executor.check(self)
 
     @property

@@ -278,7 +278,7 @@ def test_a_run_that_was_dealt_out_anew_is_refused(old, tmp_path, server):
     ("place", "said"),
     [
         ("none", "none holds no checkpoint"),
-        ("new/checkpoints", "answers_from: is checkpoints_local_dir"),
+        ("new/checkpoints", "answers_from: is this run's own checkpoints_local_dir"),
     ],
 )
 def test_a_folder_without_old_answers_is_refused(place, said, tmp_path, server):

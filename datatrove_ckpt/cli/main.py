@@ -230,7 +230,7 @@ def _own_flags(arguments: list[str]) -> set[str]:
 def _takes_overrides(arguments: argparse.Namespace) -> bool:
     if "what" not in arguments:
         return "config" in arguments
-    from datatrove_ckpt.maintenance.where import is_config
+    from datatrove_ckpt.run_folder.where import is_config
 
     return is_config(arguments.what)
 

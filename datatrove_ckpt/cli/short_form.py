@@ -47,7 +47,7 @@ from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
+    from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
 
 
 Node = JsonObject
@@ -360,8 +360,8 @@ def run(
         if value is None and name != "answer":
             del content[name]
     from datatrove_ckpt.cli.what_helps import advise  # slow to import
-    from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
-    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
     with written_in("run()"):
         executor = build(expand(content))

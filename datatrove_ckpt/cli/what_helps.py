@@ -10,7 +10,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.errors.names import form
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 
 def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:

@@ -71,7 +71,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims
-    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -165,6 +165,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise ConfigError(
                 str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")
             ) from None
+        if any(runner.retry_dead_letters for runner in self._runners):
+            self.skip_completed = False  # complete ranks have dead letters
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
@@ -207,12 +209,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on.
         """
-        from datatrove_ckpt.preflight.before_run import run_checked
+        from datatrove_ckpt.run_folder.findings import run_checked
 
         if job_launch.LAUNCH in os.environ:
             self._work()
         else:
-            run_checked(self, self.check)
+            run_checked(self)
 
     def _work(self) -> None:
         try:
@@ -231,16 +233,18 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _as_worker(self) -> LocalPipelineExecutor:
         attempts = self.max_retries + 1
-        return LocalPipelineExecutor(
+        worker = LocalPipelineExecutor(
             self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts
         )
+        worker.skip_completed = True  # the markers of ranks that run again are gone
+        return worker
 
     def check(self, plan: RunPlan) -> None:
         """Raises:
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
-        from datatrove_ckpt.preflight.before_run import lost_with_disk
+        from datatrove_ckpt.run_folder.run_plan import lost_with_disk
 
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(

@@ -126,6 +126,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                     "around an option."
                 )
         check_depends(depends, DatatroveExecutor)
+        if any(getattr(step, "retry_dead_letters", False) for step in self.pipeline):
+            self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them
@@ -139,8 +141,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
-        from datatrove_ckpt.preflight.before_run import check_before_run
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.findings import check_before_run
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -178,12 +180,14 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             max_rank_attempts=self.max_rank_attempts,
             ranks_at_once=self.ranks_at_once,
         )
+        worker.skip_completed = True
         worker.get_distributed_env = self.get_distributed_env  # of Slurm: steps see where they run
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.preflight.before_run import check_after_run, check_job, remove_markers
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.earlier_runs import check_job
+        from datatrove_ckpt.run_folder.findings import check_after_run, remove_markers
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)

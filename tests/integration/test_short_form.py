@@ -27,7 +27,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, names
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
-from datatrove_ckpt.maintenance.run_output import OutputPath
+from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
 from tests.histories import read_history

@@ -187,7 +187,7 @@ _OF_A_RUN = {
     *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow"),
     *(
         f"datatrove_ckpt.{name}"
-        for name in ("inference", "maintenance", "preflight", "checkpoint.open_checkpoint")
+        for name in ("inference", "run_folder", "checkpoint.open_checkpoint")
     ),
     *(
         f"datatrove_ckpt.{name}"

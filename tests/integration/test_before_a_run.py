@@ -4,7 +4,6 @@ import errno
 import fcntl
 import json
 import os
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +29,8 @@ JOB = job_yaml(
 
 
 @pytest.fixture
-def job(here, monkeypatch):
+def job(here):
     """The working directory: JOB, and two documents."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     lines = [json.dumps({"text": "Rain falls.", "id": f"rain {number}"}) for number in range(2)]
     Path("documents/a.jsonl").write_text("\n".join(lines))

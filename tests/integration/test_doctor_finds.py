@@ -4,7 +4,6 @@ each, exit code 1.
 
 import json
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,11 +21,10 @@ JOB = job_yaml(
 
 
 @pytest.fixture
-def found(here, monkeypatch, command, server):
+def found(here, command, server):
     """``datatrove-ckpt doctor job.yaml ...`` of a job that works; gives state and message by
     check.
     """
-    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}) + "\n")
     Path("job.yaml").write_text(JOB.replace("URL", server.url))

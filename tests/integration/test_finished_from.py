@@ -154,8 +154,7 @@ def take_over(here, command, number, done, old=OLD, **changes):
 # datatrove's half-done runs, and ours under another number of tasks ------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", [1, 2, 0])
+@pytest.mark.matrix("seed", [1, 2, 0])
 def test_a_killed_run_of_datatroves_is_taken_over(here, command, datatrove, seed):
     killer = Killer(seed)
     number = killer.chance.randint(9, 40)
@@ -188,8 +187,7 @@ def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_ove
     take_over(here, command, 60, done, **PARQUET)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
+@pytest.mark.matrix("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
 def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, command, changes):
     write_input(here, 13, 9, 8)
     with FakeServer(status=lambda asked, times: 401 if "text 9" in str(asked) else None) as server:
@@ -204,8 +202,7 @@ def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, co
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
+@pytest.mark.matrix("release", ["0_8_0", "0_9_0"])
 def test_a_killed_run_of_an_older_release_is_taken_over(here, command, release):
     shutil.copytree(DATA / f"datatrove_{release}", here, dirs_exist_ok=True)
     with FakeServer() as server:
@@ -259,8 +256,7 @@ def job(here, left):
     return here
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("cut", ["glued", "last_chunk", "line", "file"])
+@pytest.mark.matrix("cut", ["glued", "last_chunk", "line", "file"])
 def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     first, second = (job / CHUNK_FILE).read_bytes().splitlines(keepends=True)
     (job / "output/00000_chunk_2.jsonl").unlink()  # the killed run had it in memory, or has it
@@ -281,8 +277,7 @@ def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     take_over(job, command, NUMBER, done)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("end", [-6, None])
+@pytest.mark.matrix("end", [-6, None])
 def test_compressed_output_is_taken_over_up_to_its_damage(here, command, datatrove, end):
     make(here, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
     path = here / "output/00000_chunk_0.jsonl.gz"

@@ -5,7 +5,6 @@ output.
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,9 +56,8 @@ class Run:
 
 
 @pytest.fixture
-def run(here, monkeypatch, command, server):
+def run(here, command, server):
     """A job of three tasks with four documents each, in the working folder."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     write_job(
         here,
         JOB.replace("URL", server.url),

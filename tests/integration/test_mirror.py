@@ -959,18 +959,3 @@ def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(job, monkeypat
         "is not sealed" in line and "what it uploads from now on is sealed" in line for line in log
     )
     assert answered(restored_folder(job)) == up_to("text 4 again")
-
-
-def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(job, expected, server):
-    """However often it is tried, and on whichever node: it leaves no version that would make the
-    output its own.
-    """
-    job.run(server)
-    other = Job(job.folder, str(job.folder / "mirror of another job"))
-    for checkpoints in ("other", "next node"):
-        other.checkpoints = job.folder / checkpoints
-        with pytest.raises(OutputMismatch, match="belongs to another run"):
-            other.run(server, 3)
-    assert not Path(other.remote).exists()
-    assert server.asked.total() == 12
-    assert outputs(job.folder / "output") == expected

@@ -56,7 +56,6 @@ def run(tmp_path, monkeypatch):
     document.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_steps", raising=False)
     write_job(tmp_path, JOB, ["Rain falls."])
     Path("my_steps.py").write_text(STEPS)

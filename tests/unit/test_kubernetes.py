@@ -37,9 +37,8 @@ kubernetes:
 
 
 @pytest.fixture(autouse=True)
-def _here(here, monkeypatch):
+def _here(here):
     """No test leaves its modules to the next."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in [name for name in sys.modules if name.startswith("k8s_")]:
         del sys.modules[name]

@@ -181,7 +181,7 @@ class RunPlan:
 
     def check_executor(self) -> None:
         """Makes the executor's own checks, see ``JobsPipelineExecutor.check``."""
-        if self.as_jobs:
+        if self.as_jobs and hasattr(self._executor, "check"):  # datatrove's own has none
             self._executor.check(self)
 
     @property

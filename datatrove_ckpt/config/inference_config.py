@@ -156,7 +156,7 @@ class InferenceConfig:
     texts_per_request: Count = 1
     gpus: CountFromZero | None = None
     prices: JsonObject | None = None
-    provider_batches: Literal[False, True] = False
+    provider_batches: bool = False
 
     # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
@@ -205,6 +205,8 @@ class InferenceConfig:
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
+        if not isinstance(self.provider_batches, bool):
+            raise ConfigError("provider_batches: takes true or false.")
         is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
         if self.provider_batches and not is_plain:
             raise ConfigError(

@@ -20,7 +20,7 @@ SHORT = {
     "rollout_fn": "rollout",
 }
 """The settings that have another name in the short form."""
-_OUTER = ("default_generation_params.", "InferenceConfig.", "rollout_fn.")
+_OUTER = ("default_generation_params.", "rollout_fn.")
 """Where the long form has settings that the short form has beside the others."""
 
 _form = ""

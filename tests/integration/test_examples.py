@@ -107,7 +107,7 @@ def test_yaml_builds(folder, capsys, block):
     content = yaml.safe_load(block.text)
     text = block.text
     if not {"executor", "run_folder"} & content.keys():
-        whole = expand(yaml.safe_load(WHOLE), "WHOLE")
+        whole = expand(yaml.safe_load(WHOLE))
         runner = whole["executor"]["init_args"]["pipeline"][-1]["init_args"]
         _merge(runner, content)
         text = yaml.safe_dump(whole)

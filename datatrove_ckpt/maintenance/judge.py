@@ -23,6 +23,7 @@ from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Rates, RunNumbers, WorkCounts
 from datatrove_ckpt.common.formatting import duration, plural
+from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.maintenance.run_state import RankState
 
 SILENT_SECONDS = 180.0
@@ -161,10 +162,9 @@ def _measure(rank: RankState, recent: History, last: Progress) -> None:
         rank.wait = last.wait
         if not last.silence.lasts:
             rank.rates = recent.rates()
-    if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
-        left = max(0, rank.position.total - rank.position.done) / rank.rates.input
-        if left >= rank.wait.quiet:
-            rank.time_left = left
+    if rank.position.total is not None and seconds >= _MIN_SECONDS - 1:
+        rest = max(0, rank.position.total - rank.position.done)
+        rank.time_left = time_left(rest, rank.rates.input, rank.wait.quiet)
     rank.has_rate = seconds >= RATE_SECONDS - 1
 
 

@@ -9,6 +9,7 @@ from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.checkpoint.ledger import few
 from datatrove_ckpt.checkpoint.numbers import Rates, RunNumbers
+from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.maintenance.judge import done_rates
 from datatrove_ckpt.maintenance.run_state import RankState, State, Totals
 
@@ -123,23 +124,18 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
-    totals.time_left = _time_left(totals, ranks)
+    totals.time_left = _time_left(totals, ranks, total - done)
 
 
-def _time_left(totals: Totals, ranks: list[RankState]) -> float | None:
+def _time_left(totals: Totals, ranks: list[RankState], rest: int) -> float | None:
     """Without the work of ranks at a halt, but at least what the last rank needs."""
-    if totals.rates.input <= 0 or totals.position.total is None:
+    if totals.rates.input <= 0:
         return None
     halted = [rank for rank in ranks if not rank.goes_on]
     totals.halted = len(halted)
-    rest = sum(
-        (one.position.total or 0) - one.position.done
-        for one in halted
-        if one.position.total is not None
-    )
-    left = max(0, totals.position.total - totals.position.done - rest) / totals.rates.input
-    left = max(left, *(rank.time_left or 0.0 for rank in ranks))
+    for rank in halted:
+        if rank.position.total is not None:
+            rest -= rank.position.total - rank.position.done
     quiet = min((rank.wait.quiet for rank in ranks if rank.state == "running"), default=0.0)
-    if left < quiet:
-        return None
-    return left
+    slowest = [rank.time_left for rank in ranks if rank.time_left is not None]
+    return time_left(max(0, rest), totals.rates.input, quiet, slowest)

@@ -63,6 +63,20 @@ class Added:
 
 
 @dataclass(slots=True, frozen=True)
+class Rates(Added):
+    """What is done per second. ``input``: in the input's unit."""
+
+    documents: float = 0.0
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    input: float = 0.0
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(value * factor for value in self.fields().values()))
+
+
+@dataclass(slots=True, frozen=True)
 class DocumentCounts(Added):
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
@@ -105,6 +119,10 @@ class DocumentCounts(Added):
         were read and dead before.
         """
         return replace(self, read=0, dead=self.dead - self.read)
+
+    def rates(self, input: int) -> Rates:
+        """Returns the rates if all of it, and of the input, was done in a second."""
+        return Rates(self.read, self.requests, self.prompt_tokens, self.completion_tokens, input)
 
     @property
     def odd_answers(self) -> str:
@@ -320,20 +338,6 @@ class WorkCounts(Added):
 
 
 _WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type == "int")
-
-
-@dataclass(slots=True, frozen=True)
-class Rates(Added):
-    """What is done per second. ``input``: in the input's unit."""
-
-    documents: float = 0.0
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-    input: float = 0.0
-
-    def __mul__(self, factor: float) -> Self:
-        return type(self)(*(value * factor for value in self.fields().values()))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
-from datatrove_ckpt.checkpoint.history_log import HistoryLog
-from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, Start
+from datatrove_ckpt.checkpoint.history import End, HistoryLog, Progress, Record, Start
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished

@@ -14,7 +14,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
-from datatrove_ckpt.checkpoint.history_records import Progress, Record
+from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint

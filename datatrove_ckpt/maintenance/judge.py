@@ -13,15 +13,17 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History
-from datatrove_ckpt.checkpoint.history_records import (
+from datatrove_ckpt.checkpoint.history import (
+    RATE_SECONDS,
     WAITS_FOR_BATCHES,
+    AttemptSummary,
+    History,
     InputPosition,
     Progress,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import RankLedger
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Rates, RunNumbers, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import Rates, RunNumbers, WorkCounts
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.maintenance.run_state import RankState
@@ -242,7 +244,3 @@ def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
     ) / seconds
-
-
-def done_rates(counts: DocumentCounts, done: int) -> Rates:
-    return Rates(counts.read, counts.requests, counts.prompt_tokens, counts.completion_tokens, done)

@@ -25,7 +25,7 @@ from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import redaction, retrying
-from datatrove_ckpt.errors import doors
+from datatrove_ckpt.errors import names
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
@@ -86,6 +86,13 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("on a busy machine")
+
+
+def pytest_generate_tests(metafunc):
+    """The mark ``matrix`` may hold rows, as ``parametrize`` does."""
+    for mark in metafunc.definition.iter_markers("matrix"):
+        if mark.args:
+            metafunc.parametrize(*mark.args, **mark.kwargs)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before what -m leaves out is left out
@@ -313,7 +320,7 @@ def _as_if_alone(request, monkeypatch):
             "datatrove_ckpt.inference.servers.endpoints.ready_window", lambda config: 60.0
         )
     disk = files.disk
-    with doors.entered(doors.Door()):
+    with names.written_in(""):
         yield
     close_warm_servers()
     disk.close()

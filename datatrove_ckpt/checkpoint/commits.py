@@ -31,8 +31,8 @@ from datatrove_ckpt.checkpoint.lines import (
     seal,
 )
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
+from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
-from datatrove_ckpt.errors.doors import Repair
 
 ENDS = "ends"
 REASONS = "reasons"
@@ -61,9 +61,10 @@ class CommitsDamaged(CheckpointCorrupt):
             checkpoints = root.parent
         super().__init__(
             f"{what} Keep the task's output files: they may belong to lost commits. Restore "
-            f"{path.name} from a copy or from the mirror. If there is none: ",
-            Repair(str(checkpoints), logging_dir),
-            ". Commits that can be proved are kept; the other chunks are processed again.",
+            f"{path.name} from a copy or from the mirror. If there is none: "
+            f"{repair_command(str(checkpoints), logging_dir=logging_dir)}, then run the same "
+            "command again. Commits that can be proved are kept; the other chunks are processed "
+            "again."
         )
         self.path = path
         self.log = path

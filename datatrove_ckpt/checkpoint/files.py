@@ -34,7 +34,6 @@ import xxhash
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
-from datatrove_ckpt.errors.doors import written
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -393,7 +392,7 @@ def _held_by(holder: bytes, path: Path) -> str:
         return (
             "This very process works on this task already: another call of run or run_async in it "
             f"holds {path}. Wait for that call to end, or cancel it, and call again. Two calls at "
-            f"once need two tasks, or two {written.checkpoints_local_dir}."
+            f"once need two tasks, or two folders for their checkpoints."
         )
     return (
         f"Another process works on this task: {name_holder(found)} holds {path}. Wait for it to "

@@ -10,20 +10,20 @@ from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
-from datatrove_ckpt.errors.doors import StartOver, command, written
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.preflight.input_checks import rows_without_document
 from datatrove_ckpt.preflight.run_plan import RunnerPlan
 
 
-def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -> str:
+def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, command: str) -> str:
     """Returns the closing line.
 
     Args:
         root: of the runner.
         job: the sums of its checkpoint.
         started: of the command, in Unix seconds. Retries since then are named.
+        command: as it was typed.
 
     Raises:
         CheckpointCorrupt: the commits contradict each other.
@@ -63,7 +63,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float) -
         f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
         f"{counts.prompt_tokens} prompt and "
         f"{plural(counts.completion_tokens, 'completion token')}.{work} "
-        f"{_next_step(runner, root, counts)}"
+        f"{_next_step(runner, root, counts, command)}"
     )
 
 
@@ -77,14 +77,12 @@ def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> 
     if not counts.read and skipped:
         raise InputError(
             f"No row of the whole input is a document.{skipped} Check "
-            f"text_key{written.and_adapter}, and start again "
-            "with ",
-            StartOver(),
-            ".",
+            "text_key and the adapter of the reader.",
+            starts_over="anew",
         )
 
 
-def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts) -> str:
+def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: str) -> str:
     shown = str(runner.step.checkpoints_local_dir)
     if runner.copy is not None:
         shown = runner.copy.shown_as
@@ -93,7 +91,6 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts) -> str:
     if not counts.dead:
         return f"To check the files: {_verify(shown)}"
     seen = shlex.join(["datatrove-ckpt", "show", shown, "--dead"])
-    retry = command()
     if "--retry-dead-letters" not in retry.split():
         retry += " --retry-dead-letters"
     return f"To see the dead letters: {seen}. To retry them: {retry}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 
 from datatrove.executor.base import PipelineExecutor
 from loguru import logger
@@ -30,7 +32,7 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WaitsForBatches,
 )
-from datatrove_ckpt.errors.doors import command, current
+from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.preflight.before_run import (
@@ -73,7 +75,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
-            advise(error, plan)
+            advise(error, plan, arguments.command)
             return fail(error, 1)
         note_workers(plan.workers, plan.tasks)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
@@ -128,7 +130,7 @@ def _checked_run(
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            _note_command(plan, content)
+            _note_command(plan, content, shlex.join(arguments.command))
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(
@@ -136,7 +138,7 @@ def _checked_run(
                 )
                 return fail(left, 1)
     except KeyboardInterrupt:
-        return _interrupted(interruption)
+        return _interrupted(interruption, arguments.command)
     except SystemExit as exit:
         # datatrove's requeue handler exits with 15; a step may exit with 0.
         if exit.code:
@@ -152,13 +154,13 @@ def _checked_run(
             raise
         # The signal may have ended datatrove's own processes first.
         if interruption.number is not None:
-            return _interrupted(interruption)
+            return _interrupted(interruption, arguments.command)
         own: Exception | None = own_error(error)
         if own is None and isinstance(error, OSError):
             own = explain(error, plan)
         if own is None:
             raise
-        advise(own, plan)
+        advise(own, plan, arguments.command)
         code = 1  # scripts know it
         if arguments.worker or isinstance(own, WaitsForBatches):
             code = code_of_rank(own)
@@ -168,11 +170,11 @@ def _checked_run(
     return 0
 
 
-def _note_command(plan: RunPlan, content: Node) -> None:
+def _note_command(plan: RunPlan, content: Node, command: str) -> None:
     if plan.logging_dir.is_local():
         with plan.logging_dir.open(COMMAND_FILE, "w") as file:
-            file.write(FullConfig(content).redact(redact(command())))
-            if current().form:
+            file.write(FullConfig(content).redact(redact(command)))
+            if form():
                 file.write(f"\n{plan.logging_dir.path}")
 
 
@@ -197,7 +199,7 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]
-        say(slurm_submit.submit(executor, what, command()))
+        say(slurm_submit.submit(executor, what, shlex.join(arguments.command)))
         return 0
     is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
@@ -212,15 +214,15 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     with plan.with_mirrors() as seen:
         jobs = check_after_run(seen)
         for runner, root in seen.kept:
-            say(closing_line(runner, root, jobs[root], started))
+            say(closing_line(runner, root, jobs[root], started, shlex.join(arguments.command)))
     return sum(job.counts.dead for job in jobs.values())
 
 
-def _interrupted(interruption: Interruption) -> int:
+def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     number = interruption.number or signal.SIGINT
     what = (
         f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: "
-        f"{command()}"
+        f"{shlex.join(words)}"
     )
     print(what, file=sys.stderr)
     return 128 + number

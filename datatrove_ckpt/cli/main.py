@@ -24,7 +24,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.errors.doors import Door, entered
+from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.process.gc_tuning import gc_paused
 
 _Argument = tuple[tuple[str, ...], dict[str, Any]]
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--run-folder ..."
         )
     arguments.overrides = overrides
-    with entered(Door(is_command=True), _run_command(arguments, given)):
+    arguments.command = _run_command(arguments, given)
+    with written_in(""):
         return _call(arguments)
 
 

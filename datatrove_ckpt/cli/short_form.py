@@ -44,7 +44,7 @@ from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.errors.doors import Door, current, entered, use
+from datatrove_ckpt.errors.names import use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def read_config(path: str | None, overrides: list[str], only_look: bool = False)
             )
     if "executor" not in content:
         source = path or "the command line"
-        use(replace(current(), form=source))
+        use(source)
         for override in named:
             set_at_path(content, override, ShortJob)
         content = expand(content, source, only_look)
@@ -414,7 +414,7 @@ def run(
     from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
     from datatrove_ckpt.preflight.run_plan import RunPlan
 
-    with entered(Door(form="run()")):
+    with written_in("run()"):
         executor = build(expand(content, "run()"))
         try:
             executor.run()

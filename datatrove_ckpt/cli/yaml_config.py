@@ -35,7 +35,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import Door, current, written
+from datatrove_ckpt.errors.names import form, setting_name
 from datatrove_ckpt.output.formats import FORMATS
 
 _Built = typing.TypeVar("_Built")
@@ -123,12 +123,8 @@ def build(content: JsonObject) -> Any:
             allowed = "at least 1"
             if default:
                 allowed = f"at least 1, or -1 for {default}"
-            place = current().form or f"executor {type(executor).__name__}"
+            place = form() or f"executor {type(executor).__name__}"
             raise ConfigError(f"{place}: {name}: must be {allowed}; it is {number}.")
-    for index, step in enumerate(executor.pipeline):
-        if isinstance(getattr(step, "door", None), Door):
-            door = dataclasses.replace(step.door, runner=index)
-            executor.pipeline[index] = step.changed(door=door)
     return executor
 
 
@@ -157,7 +153,7 @@ def _build(node: object, place: str, kinds: Sequence[object]) -> object:
         raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
     label = place
     if place == "executor" or place.endswith("]"):
-        label = current().form or f"{place} {found.__name__}"
+        label = form() or f"{place} {found.__name__}"
     return construct(found, node.get("init_args"), label)
 
 
@@ -209,7 +205,7 @@ def _refuse_variables(built: object, label: str) -> None:
             and key.endswith(("_folder", "_dir", "_file"))
             and key not in _EXPANDED
         ):
-            refuse_variables(f"{label}: {written(key)}", path)
+            refuse_variables(f"{label}: {setting_name(key)}", path)
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
@@ -243,7 +239,7 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     else:
         shown = show(value)
     hint = did_you_mean(value, choices_of(kinds)) or "."
-    raise ConfigError(f"{label}: {written(key)}: {shown} is not {in_words(kinds)}{hint}")
+    raise ConfigError(f"{label}: {setting_name(key)}: {shown} is not {in_words(kinds)}{hint}")
 
 
 def as_one_of(kinds: Sequence[object], value: object) -> object:
@@ -350,7 +346,7 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
 def _inside(label: str, key: str) -> str:
     if key.startswith("pipeline["):
         return key
-    if label == current().form and key in ("config", "rollout_fn", "output_writer"):
+    if label == form() and key in ("config", "rollout_fn", "output_writer"):
         return label
     return f"{label}.{key}"
 

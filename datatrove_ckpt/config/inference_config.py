@@ -24,7 +24,6 @@ from datatrove_ckpt.common.redaction import Secret, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.ways import WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
-from datatrove_ckpt.errors.doors import written
 
 
 @dataclass
@@ -192,7 +191,7 @@ class InferenceConfig:
             )
         if not self.model_name_or_path:
             raise ConfigError(
-                f"{written.model_name_or_path}: is empty; set it to the model's name or path."
+                "is empty; set it to the model's name or path.", setting="model_name_or_path"
             )
         self.engine.check(self)
         for url in self.endpoint_urls:
@@ -284,9 +283,10 @@ class InferenceConfig:
                 and tokens >= self.model_max_context
             ):
                 raise ConfigError(
-                    f"{written(f'default_generation_params.{name}')}: {tokens} tokens leave no "
+                    f"{tokens} tokens leave no "
                     "room for a prompt: model_max_context, prompt and answer together, is "
-                    f"{self.model_max_context}."
+                    f"{self.model_max_context}.",
+                    setting=f"default_generation_params.{name}",
                 )
 
     @property
@@ -451,17 +451,18 @@ def _check_url(url: str) -> None:
     # A variable is checked where the task runs.
     if not (url.startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url)):
         raise ConfigError(
-            f"{written.endpoint_url}: must start with http:// or https://, or with ${{NAME}}, an "
-            "environment variable that does."
+            "must start with http:// or https://, or with ${NAME}, an "
+            "environment variable that does.",
+            setting="endpoint_url",
         )
     if any(char.isspace() for char in url):
         raise ConfigError(
-            f"{written.endpoint_url}: contains a space or a line break. Remove it, or write %20."
+            "contains a space or a line break. Remove it, or write %20.", setting="endpoint_url"
         )
     if "@" in url:
         raise ConfigError(
-            f"{written.endpoint_url}: contains a user or a password, which would be written to "
-            "files; use api_key_env."
+            "contains a user or a password, which would be written to files; use api_key_env.",
+            setting="endpoint_url",
         )
     # In a part without "=", the name may be the secret.
     unhidden = [
@@ -471,8 +472,9 @@ def _check_url(url: str) -> None:
     ]
     if unhidden:
         raise ConfigError(
-            f"{written.endpoint_url}: the value{unhidden[0]} in its query would be written to "
-            "files. Export it as an environment variable, and write ${VARIABLE} in its place."
+            f"the value{unhidden[0]} in its query would be written to "
+            "files. Export it as an environment variable, and write ${VARIABLE} in its place.",
+            setting="endpoint_url",
         )
 
 

@@ -37,6 +37,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
@@ -55,14 +56,12 @@ from datatrove_ckpt.common.retrying import (
 )
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
     given_up_error,
     stats_of_complete,
 )
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
 from datatrove_ckpt.process.signals import Interruption
@@ -185,7 +184,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
-                check_mirror(self._folder, "logging_dir")  # the mirror is in it
+                refuse_for_claims("logging_dir", self._folder)
                 mirror = default_mirror(self._folder, index)
                 mirrored = runner.changed(checkpoints_remote_dir=mirror)
                 self.pipeline = [mirrored if step is runner else step for step in self.pipeline]
@@ -245,8 +244,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
-                f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes "
-                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
+                "a job of Hugging Face starts with an empty disk, which goes "
+                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}.",
+                setting="executor",
             )
         self._secrets()
         own_files()
@@ -318,7 +318,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. "
-            f"To cancel them: {written.cancel}."
+            "To cancel them: run --cancel, or cancel() of the executor."
         )
 
     def _run_dependency(self) -> None:
@@ -397,7 +397,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise CheckpointMismatch(
                 f"{plural(len(others), 'job')} of an earlier start still run, with other settings, "
                 f"rollout code or package: {_shown(others)}. Wait for them with what they were "
-                f"started with, or cancel them ({written.cancel}), and run this again."
+                "started with, or cancel them (run --cancel, or cancel() of the executor), and run "
+                "this again."
             )
         return running
 
@@ -617,8 +618,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 else:
                     how = "Export"
                 raise ConfigError(
-                    f"{written.executor}: secrets: {name} is not set here, and the jobs need it. "
-                    f"{how} it."
+                    f"secrets: {name} is not set here, and the jobs need it. {how} it.",
+                    setting="executor",
                 )
         return found
 

@@ -32,7 +32,6 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.layout import rank_folder
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
@@ -48,7 +47,6 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.process.event_loop import refuse_nested
@@ -329,12 +327,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             runner.checkpoints_local_dir is None for runner in self._runners
         ):
             return False
-        from datatrove_ckpt.mirror.object_store import bucket_for
+        from datatrove_ckpt.claims.stores import may_hold_claims
 
         return (
             self.skip_completed
             and self.local_tasks == self.world_size > 1
-            and bucket_for(self._folder) is None
+            and may_hold_claims(self._folder)
         )
 
     @property
@@ -383,10 +381,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if runner.checkpoints_remote_dir is not None
         ]
         if urls:
-            return mirrored_progress([f"{url}/{rank:05d}" for url in urls])
-        return local_progress(
-            [rank_folder(runner.checkpoints_root, rank) for runner in self._runners]
-        )
+            return mirrored_progress(urls, rank)
+        return local_progress([runner.checkpoints_root for runner in self._runners], rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.
@@ -462,16 +458,16 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if left and self._is_worker and runs:
                 raise CheckpointLocked(
                     f"All tasks of this job are run by {', '.join(runs)}, which was started "
-                    f"{written.as_run}. Stop it, and start every machine {written.as_worker}. If "
-                    "it was killed on another machine or in another container, it counts as alive "
-                    "for five minutes."
+                    "as one run of all tasks. Stop it, and start every machine as a worker (run "
+                    "--worker). If it was killed on another machine or in another container, it "
+                    "counts as alive for five minutes."
                 )
             locked = left & claims.locked
             if locked and self._is_worker:
                 raise CheckpointLocked(
                     f"{plural_is(len(locked), 'task')} run by processes that were started "
-                    f"{written.as_run}. Task {min(locked)} is the first. Wait for them, and start "
-                    "this command again."
+                    f"as one run of all tasks. Task {min(locked)} is the first. Wait for them, "
+                    "and start this command again."
                 )
             given_up = claims.given_up()
             if given_up:
@@ -763,7 +759,7 @@ def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
     return GivenUp(
         f"{len(causes)} of {tasks} tasks are not complete, because they were given "
         f"up:{named}\nCorrect the cause, and "
-        f"run the job again ({written.as_run}) to resume."
+        "run the job again, not as a worker, to resume."
     )
 
 

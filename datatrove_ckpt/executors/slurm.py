@@ -29,8 +29,7 @@ from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import LAUNCH
-from datatrove_ckpt.common import datatrove_arguments
+from datatrove_ckpt.common import LAUNCH, datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank

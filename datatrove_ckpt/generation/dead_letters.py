@@ -38,7 +38,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected, printable
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.output.documents import decode
@@ -182,7 +181,7 @@ class DeadLetterPass:
         if not is_finished(folder):
             raise CheckpointMismatch(
                 f"Task {rank} in {root} is not finished. Run it to its end first, without "
-                f"{written.retry_dead_letters}."
+                "retry_dead_letters."
             )
         numbers = sorted(filter(None, [retry_number(path.name) for path in retry_folders(root)]))
         passes = [cls(root, number, rank) for number in numbers]

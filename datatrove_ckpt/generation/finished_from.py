@@ -39,16 +39,15 @@ from datatrove_ckpt.checkpoint.identity import (
     RunIdentity,
     compare,
     describe_alike,
+    differing,
     records,
-    refusal,
 )
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CHECKPOINT_LINES, LOCK
 from datatrove_ckpt.checkpoint.lines import PREFIX, Json, explained, unseal
 from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CheckpointLocked, ConfigError, InputError
-from datatrove_ckpt.errors.doors import ChangeSetting, written
+from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
@@ -98,13 +97,11 @@ class OldRuns:
             and (change.field == _ADAPTER or not change.field.startswith("output_"))
         ]
         if changes and not step.accept_changes:
-            raise refusal(
-                "finished_from: the old results were",
-                changes,
-                "Go back to the old values, leave finished_from out (then every request is sent), "
-                "or ",
-                ChangeSetting("accept_changes"),
-                " to take the old results over as they are.",
+            raise CheckpointMismatch(
+                f"{differing('finished_from: the old results were', changes)}Go back to the old "
+                "values, leave finished_from out (then every request is sent), or set "
+                "accept_changes to take the old results over as they are.",
+                changes=[{"accept_changes": True}],
             )
         unknown = [
             place
@@ -316,8 +313,8 @@ class FinishedDocuments:
         if why:
             raise ConfigError(
                 f"finished_from: nothing in {names} can be taken over: {why}. Name the old run's "
-                f"{written.finished_folders}; metadata_key and rollouts_per_document must be that "
-                "run's."
+                "output folder and its checkpoints; metadata_key and rollouts_per_document must be "
+                "that run's."
             )
         order = np.argsort(np.frombuffer(keys, np.uint64), kind="stable")
         self._keys = np.frombuffer(keys, np.uint64)[order]

@@ -49,7 +49,6 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
@@ -352,7 +351,7 @@ class Requests:
     def _refused(self, wrong: str) -> Asked[NoReturn]:
         if self._answers.have_ended:
             return wait_until_cancelled()
-        error = ConfigError(f"{written.rollout_fn}: {wrong}{called_at()}.")
+        error = ConfigError(f"{wrong}{called_at()}.", setting="rollout_fn")
         self._answers.fail(error)
         raise error
 
@@ -604,9 +603,10 @@ class Requests:
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
             "servers that never give one. So answers without one may be cut off. This attempt has "
             f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
-            f"the setting, and use another {written.folders}, so that everything is asked again. "
+            "the setting, and start over, so that everything is asked again. "
             "(Or continue here with accept_changes: then look for null among the finish_reasons "
-            "of documents that are finished already, because those stay as they are.)"
+            "of documents that are finished already, because those stay as they are.)",
+            starts_over="anew",
         )
         return self._stopped(error)
 
@@ -631,8 +631,8 @@ class Requests:
                 f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before "
                 f"with {before}{first}, for the same params. So its servers have, or had, "
                 "different models. This answer is not kept; when all servers have the model of "
-                "the first one, run the same command again. If that is the wrong one, start over "
-                f"with another {written.folders}."
+                "the first one, run the same command again. If that is the wrong one, start over.",
+                starts_over="anew",
             )
             raise self._stopped(error)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
 from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.checkpoint.open_checkpoint import LastRecords, OpenCheckpoint, no_records
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES
@@ -44,7 +44,6 @@ class NullCheckpoint:
         self.work = WorkStats()
         self.clock = RankClock()
         self.on_change: Callable[[], None] = lambda: None
-        self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
         self.error: BaseException | None = None
         if not writer.output_folder.is_local():
             files = writer.output_mg
@@ -56,7 +55,6 @@ class NullCheckpoint:
         self._shutdown = shutdown
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._closed = False
-        self._seconds: Seconds | None = None
         self._rank = rank
         self._records_per_chunk = records_per_chunk
         self._admitted = 0
@@ -65,11 +63,10 @@ class NullCheckpoint:
         self._queue: queue.SimpleQueue[tuple[ChunkSlot, Finished] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="datatrove-ckpt writer", daemon=True).start()
 
-    def close(self, completed: bool = False) -> None:
+    def close(self, completed: bool = False, last_records: LastRecords = no_records) -> None:
         if self._closed:
             return
         self._closed = True
-        self._seconds = self.clock.now()
         self._queue.put(None)
         # A stop does not wait for a blocked writer: there is nothing to save.
         self._shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
@@ -131,7 +128,7 @@ class NullCheckpoint:
 
     @property
     def seconds(self) -> Seconds:
-        return self._seconds or self.clock.now()
+        return self.clock.now()
 
     @property
     def congested(self) -> bool:

@@ -28,7 +28,6 @@ from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
@@ -380,7 +379,8 @@ class DocumentSource:
                 "A step between the reader and InferenceRunner reorders documents, or makes "
                 "several of one, so a position that was saved is wrong, and a resume from it "
                 "would lose documents. Use datatrove's own reader, which counts documents "
-                f"instead, and start with another {written.folders}."
+                "instead.",
+                starts_over="anew",
             )
 
     def save(self, document: Document, stats: State | None = None) -> State | None:
@@ -434,10 +434,8 @@ class DocumentSource:
             if document is None:
                 raise CheckpointMismatch(
                     f"The input ended after {ordinal} documents, but {point.next_ordinal} were "
-                    "done before: it has shrunk, or limit of the reader was lowered. Restore it, "
-                    "or start with ",
-                    StartOver(),
-                    f"{written.old_results}.",
+                    "done before: it has shrunk, or limit of the reader was lowered. Restore it.",
+                    starts_over="with old results",
                 )
             if ordinal in point.milestones and point.milestones[ordinal] != fingerprint(
                 as_read(document).data
@@ -445,7 +443,6 @@ class DocumentSource:
                 raise CheckpointMismatch(
                     f"Document {ordinal} of this task, {safe_repr(document.id)}, is not the one "
                     "that was done there before: the input, or a step before this one, has "
-                    "changed. Restore it, or start with ",
-                    StartOver(),
-                    f"{written.old_results}.",
+                    "changed. Restore it.",
+                    starts_over="with old results",
                 )

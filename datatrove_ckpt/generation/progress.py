@@ -116,7 +116,7 @@ class RankReporter:
     Any thread may call ``progress``, ``spread`` and ``last_records``.
 
     Args:
-        checkpoint: writes the history, and calls ``last_records`` when it is closed.
+        checkpoint: writes the history.
         interval: seconds between two log lines.
 
     Attributes:
@@ -144,7 +144,6 @@ class RankReporter:
         self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
         self.last = history.Progress()
-        checkpoint.last_records = self.last_records
 
     # what happens --------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
-from datatrove_ckpt.errors.doors import use
+from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
     """See ``InferenceRunner.run``."""
-    use(step.door)
+    use(step.form)
     models = step.models.values()
     requests, servers = step.requests_and_servers()
     # The servers and their connections are shared: the executor has counted them.
@@ -196,25 +196,29 @@ class _Run:
             run=identity.digest,
         )
         output_folder = OutputFolder(check, rank, folder, prefix)
-        interruptible = preemption.interruptible()
         manager = CheckpointManager(
             root,
             rank,
             step.records_per_chunk,
             identity,
-            interruptible(output_folder.refuse_existing),
-            interruptible(output_folder.check_moved),
             placed_later=output_folder.hub is not None,
             sync_seconds=step.sync_seconds,
             retry_errors=step.retry_errors and is_first,
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
             mirror=self._open_mirror(folder, identity),
-            old_answers=interruptible(partial(self._open_old, identity)),
             shutdown=preemption.shutdown,
         )
         numbers = RankNumbers(rank, step.checkpoints_root, folder)
-        lease = manager.take()
+        with manager.look() as found:
+            old = None
+            with preemption.interruptible():
+                if found.is_first:
+                    output_folder.refuse_existing()
+                if not found.is_finished:
+                    old = self._open_old(identity)
+            check_moved = preemption.interruptible()(output_folder.check_moved)
+            lease = found.take(check_moved, old)
         output = ChunkOutput(output_folder, lease, step.hub_pace)
         checkpoint = OpenCheckpoint(manager, lease, output)
         return self._process(data, checkpoint, numbers, output, identity.digest)
@@ -325,7 +329,7 @@ class _Run:
             raise error from error.__cause__
         finally:
             with exports.ending(completed):
-                checkpoint.close(completed)
+                checkpoint.close(completed, progress.last_records)
             numbers.fill(step.stats, checkpoint)
             if shutdown.is_requested and not completed:
                 say.stopped(shutdown)
@@ -407,7 +411,6 @@ class _Run:
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
                     parking=await passes.parking() if passes is not None else None,
-                    run_digest=identity,
                 )
                 await scheduler.run(documents)
                 ends_well = True

@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
+from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -38,7 +39,6 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
 from datatrove_ckpt.generation.exits import exit_error, name_of
@@ -56,7 +56,6 @@ from datatrove_ckpt.inference.client.routing import WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.memory import ByteBudget
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
@@ -193,7 +192,6 @@ class Scheduler:
     check_document: Callable[[Document, int], None]
     media: ByteBudget
     parking: Parking | None = None
-    run_digest: str = ""
     check_writable: Callable[[bytes, str], bool] | None = None
     drop_media: Callable[[Document], None] | None = None
 
@@ -456,15 +454,16 @@ class Scheduler:
             raise asyncio.CancelledError
         if answers.failure is not None:
             raise answers.failure
-        if answers.parked and answers.is_repeatable(self.run_digest):
+        if self.parking is not None and answers.parked and answers.is_repeatable(self.parking.run):
             raise Parked
 
     def _not_repeatable(self) -> ConfigError:
         return ConfigError(
-            f"{written.rollout_fn}: {name_of(self.rollout_fn)} did not use an answer of its last "
+            f"{name_of(self.rollout_fn)} did not use an answer of its last "
             "pass, and sent other requests, so each pass would be paid for. With "
             "provider_batches, a rollout must send the same requests for a document each time: "
-            "no random numbers, no time in its prompts (a seed may come from document.id)"
+            "no random numbers, no time in its prompts (a seed may come from document.id)",
+            setting="rollout_fn",
         )
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
@@ -596,7 +595,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     with shutdown.closing():
         await asyncio.wait(serving)
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
-        await asyncio.to_thread(checkpoint.close)
+        await asyncio.to_thread(checkpoint.close, False, rank.observer.last_records)
     # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()

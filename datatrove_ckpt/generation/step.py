@@ -24,7 +24,7 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import Door, current, written
+from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.run_identity import (
@@ -88,7 +88,7 @@ class Step(PipelineStep):
     answer: str | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
-    door: Door = field(default=Door(), init=False)
+    form: str = field(default="", init=False)
     no_wait: bool = field(default=False, init=False)
 
     named_models = Veiled()  # of a ``config`` with names; else there is none
@@ -97,7 +97,7 @@ class Step(PipelineStep):
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
-        self.door = current()
+        self.form = form()
         names = isinstance(self.config, Mapping) and "server_type" not in self.config
         if not names and not hasattr(self.config, "server_type"):
             kind = type(self.config).__name__
@@ -165,14 +165,14 @@ class Step(PipelineStep):
     def _check_folders(self, local: str) -> None:
         if get_protocol(local) not in ("file", "local"):
             raise ConfigError(
-                f"{written.checkpoints_local_dir}: {local!r} must be a local directory."
+                f"{local!r} must be a local directory.", setting="checkpoints_local_dir"
             )
         check_output_folder(self.output_writer, local)
         folder = Path(local).absolute()
         answers = self.answers_from
         if answers is not None and Path(answers).absolute() == folder:
             raise ConfigError(
-                f"answers_from: is {written.checkpoints_local_dir}. Name the checkpoints of "
+                "answers_from: is this run's own checkpoints_local_dir. Name the checkpoints of "
                 "another run."
             )
         remote = self.checkpoints_remote_dir
@@ -181,8 +181,8 @@ class Step(PipelineStep):
         check_mirror(remote)
         if Path(remote.removeprefix("file://")).absolute() == folder:
             raise ConfigError(
-                f"checkpoints_remote_dir: is {written.checkpoints_local_dir}, so it would be no "
-                "copy."
+                "checkpoints_remote_dir: is the folder of the checkpoints itself, so it would be "
+                "no copy."
             )
 
     def _check_without_checkpoints(self) -> None:
@@ -276,7 +276,7 @@ class Step(PipelineStep):
         made = self._code_when_made.made
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
-                f"{written.rollout_fn}: a resume does not notice when these change: "
+                "rollout: a resume does not notice when these change: "
                 f"{'; '.join(made.left)}. They differ at each start or machine, or cannot be known."
             )
 
@@ -368,7 +368,7 @@ def _refuse_secrets(state: dict[str, object]) -> None:
         return
     if places:
         raise ConfigError(
-            f"{written.rollout_fn}, shared_context or config: what is pickled with the job holds "
+            "rollout, shared_context or config: what is pickled with the job holds "
             f"what looks like a secret: {', '.join(places)}. It would be in a file that others may "
             "read, so nothing was written. Leave it out, and let the rollout read it where the "
             "task runs, from an environment variable, for example."

@@ -20,9 +20,9 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
-from datatrove_ckpt.errors.doors import without_flag
 from datatrove_ckpt.maintenance.judge import find_left, find_slow, rank_state
 from datatrove_ckpt.maintenance.run_state import RunState, add_up
 from datatrove_ckpt.maintenance.where import Place
@@ -46,8 +46,8 @@ def _command_in(logs: Path) -> str:
     command, _, started_in = Path(logs, COMMAND_FILE).read_text().partition("\n")
     if not started_in or (Path(started_in).exists() and logs.samefile(started_in)):
         return command
-    elsewhere = without_flag(shlex.split(command), "run-folder")
-    return f"{elsewhere} --run-folder {shlex.quote(str(logs.parent))}"
+    elsewhere = without_flag(shlex.split(command), "--run-folder")
+    return shlex.join([*elsewhere, "--run-folder", str(logs.parent)])
 
 
 def read_run_state(place: Place, now: float | None = None) -> RunState:

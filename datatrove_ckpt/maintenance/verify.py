@@ -19,9 +19,8 @@ from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_r
 from datatrove_ckpt.checkpoint.layout import JOB, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import CHECKED, RankLedger, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.common.formatting import number_range, plural
+from datatrove_ckpt.common.formatting import number_range, plural, repair_command
 from datatrove_ckpt.errors import CheckpointError, ConfigError
-from datatrove_ckpt.errors.doors import repair_command
 from datatrove_ckpt.maintenance.findings import CommittedChunk, Problem, Report
 from datatrove_ckpt.maintenance.verify_columns import check_columns
 from datatrove_ckpt.maintenance.verify_output import check_output

@@ -15,7 +15,6 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
-from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.output.committed import RankCommits, other_content, published_names
 from datatrove_ckpt.output.file_managers import StagedFiles
@@ -170,7 +169,6 @@ class ChunkOutput:
                 raise OutputFailed(
                     f"Chunks {owner[1]} and {chunk_index} of task {self._rank} would both write "
                     f"{name}: fields of documents run into the chunk index in output_filename "
-                    f"{self.names.template!r}. Put a / or _ between them, and start again with ",
-                    StartOver(),
-                    ".",
+                    f"{self.names.template!r}. Put a / or _ between them.",
+                    starts_over="anew",
                 )

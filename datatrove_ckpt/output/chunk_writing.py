@@ -16,9 +16,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.arrow_types import DataType, NotUnited, Schema
 from datatrove_ckpt.output.column_types import (
+    ONE_TYPE,
     ColumnTypes,
     RankColumns,
     infers_schema,
@@ -163,7 +163,7 @@ class ChunkWriting:
             culprit = name_culprit(writer, documents, self._decode, known)
         if culprit is not None:
             why = culprit
-            advice = written.one_type
+            advice = ONE_TYPE
         elif error.finished is not None:
             name = "(unreadable)"
             with suppress(Exception):

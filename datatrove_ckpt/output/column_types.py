@@ -33,7 +33,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.arrow_types import (
     DataType,
     Field,
@@ -177,6 +176,13 @@ class Misfit(NamedTuple):
     later: str
 
 
+ONE_TYPE = (
+    "Give ParquetWriter a schema that fits, or an adapter that sets one type, or go on with "
+    "output_format: jsonl, which takes values of any types. Each needs accept_changes: what is "
+    "committed stays as it is"
+)
+
+
 def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
     columns = "; ".join(
         f"column {one.column!r} is {one.first} in one file, and {one.later} in a later one"
@@ -185,7 +191,7 @@ def warning(found: list[Misfit], chunk_index: int, rank: int) -> str:
     return (
         f"{columns} (seen at chunk {chunk_index} of task {rank}). Loaders take the types of the "
         "first file, so the dataset may not load as one, or values load as texts that are none. "
-        f"{written.one_type}."
+        f"{ONE_TYPE}."
     )
 
 

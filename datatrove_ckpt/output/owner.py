@@ -44,7 +44,6 @@ from datatrove_ckpt.checkpoint.layout import HOME, OWNER
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status, is_taken
 from datatrove_ckpt.errors import OutputMismatch
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
 
@@ -220,7 +219,7 @@ class OutputOwnership:
         return OutputMismatch(
             f"{where} belongs to another run, with checkpoints in {owner.home} (host "
             f"{owner.host}): both runs would write files that output_filename {self._template!r} "
-            f"names. Nothing was written. Choose another {written.output_folder} for this run. If "
+            "names. Nothing was written. Choose another output folder for this run. If "
             "the other run is no more, or its output was moved away, remove its files there, and "
             f"the file that names it, {shlex.quote(self._record.place)}; then run again."
         )

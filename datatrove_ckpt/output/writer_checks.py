@@ -8,7 +8,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.common.redaction import check_no_secrets, refuse_variables
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.file_managers import missing_codec
 
 
@@ -26,7 +25,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
             "output_filename)."
         )
     check_no_secrets(writer.output_folder, "output_writer")
-    refuse_variables(f"output_writer: {written.output_folder}", writer.output_folder.path)
+    refuse_variables("output_folder", writer.output_folder.path)
     compression = writer.output_mg.compression
     advice = missing_codec(compression, template)
     if advice:

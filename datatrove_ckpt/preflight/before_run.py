@@ -22,7 +22,7 @@ from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.identity import refusal, way_back
+from datatrove_ckpt.checkpoint.identity import refusal
 from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks, note_output
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
@@ -42,6 +42,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     find_ranks,
     read_rank,
 )
+from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import (
@@ -53,14 +54,13 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.errors.doors import StartOver, setting_of, step_place, use, written
+from datatrove_ckpt.errors.names import setting_name, setting_of, step_place, use
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
-from datatrove_ckpt.mirror.object_store import bucket_for
 from datatrove_ckpt.mirror.restore import restore_outdated
 from datatrove_ckpt.output.committed import (
     CommittedFile,
@@ -144,7 +144,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
     Args:
         is_kept: whether a folder outlives the machine.
     """
-    folders: list[tuple[str, object]] = [(written.logging_dir, plan.logging_dir)]
+    folders: list[tuple[str, object]] = [(setting_name("logging_dir"), plan.logging_dir)]
     for index, step in enumerate(plan.pipeline):
         name = setting_of("data_folder", f"pipeline[{index}]")
         folders.append((name, getattr(step, "data_folder", None)))
@@ -166,7 +166,7 @@ def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
                 "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"
             )
         elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
-            lost.append(f"checkpoints_remote_dir (the mirror of {written.checkpoints_local_dir})")
+            lost.append("checkpoints_remote_dir (the mirror of the checkpoints)")
     return list(dict.fromkeys(lost))
 
 
@@ -243,7 +243,7 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
-    use(runner.step.door)
+    use(runner.step.form)
     refuse_resharded(root)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
@@ -303,7 +303,7 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
             "it, so nothing shows that the documents are in the output. If the checkpoints were "
             "moved or deleted, bring them back; if they are on another machine, run this command "
-            f"there. If the markers are of another job, choose another {written.logging_dir}. To "
+            "there. If the markers are of another job, choose another folder for the logs. To "
             "process these tasks from the start, delete their markers "
             f"({markers}/{missing[0]:05d} ...) and output files."
         )
@@ -335,23 +335,17 @@ def _refuse_changes(
         if change.field == "tasks" and isinstance(change.old, int)
     ]
     tasks = min([tasks, *old])
-    way_out = way_back(found.changes, may_mix)
+    advice = finished and f"{finished} "
     if len(skipped) >= tasks:
-        way_out = [
-            "All tasks are finished, so the new settings would change no output any more. ",
-            *way_out,
-        ]
+        advice = "All tasks are finished, so the new settings would change no output any more. "
         letters = [rank_folder(folders.checkpoint, rank) / DEAD_LETTERS for rank in skipped]
         if any(path.exists() and path.stat().st_size for path in letters):
-            way_out.append(
-                f" For the dead letters alone, {written.retry_dead_letters} takes the new settings."
-            )
-    elif finished:
-        way_out = [f"{finished} ", *way_out]
+            advice += "For the dead letters alone, retry_dead_letters takes the new settings. "
     raise refusal(
         f"The checkpoints in {folders.shown_as} ({name_tasks(found.ranks)}) were",
         found.changes,
-        *way_out,
+        advice,
+        may_mix,
     )
 
 
@@ -425,13 +419,7 @@ def refuse_without_claims(plan: RunPlan) -> None:
     """Raises:
     ConfigError: claims cannot lie in ``logging_dir``, or protect nothing.
     """
-    bucket = bucket_for(plan.logging_dir.resolve_paths(""))
-    if bucket is not None:
-        raise ConfigError(
-            f"{written.logging_dir}: {plan.logging_dir.resolve_paths('')} is in a repository, "
-            "where each claim of a worker would be a commit; the hub allows 128 an hour. Set it "
-            f"to a bucket: {bucket} (`hf buckets create OWNER/NAME --private` makes one)."
-        )
+    refuse_for_claims("logging_dir", plan.logging_dir.resolve_paths(""))
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             raise ConfigError(
@@ -462,10 +450,8 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
         if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
             folder = runner.step.output_writer.output_folder.resolve_paths("")
             raise TooManyDeadLetters(
-                f"All lines have an error, as the output in {folder} shows. Correct the cause, and "
-                "start again with ",
-                StartOver(),
-                ".",
+                f"All lines have an error, as the output in {folder} shows. Correct the cause.",
+                starts_over="anew",
             )
     return jobs
 
@@ -476,7 +462,7 @@ def _none_written(root: Path) -> TooManyDeadLetters:
     often = "".join(cause for cause, _ in causes.most_common(1))
     return TooManyDeadLetters(
         f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} --dead. "
-        f"Correct the cause, and start again with {written.retry_dead_letters}."
+        "Correct the cause, and start again with retry_dead_letters."
     )
 
 
@@ -533,8 +519,9 @@ def _check_folders(plan: RunPlan) -> None:
         place = existing_part(Path(folder).absolute())
         if not place.is_dir():
             raise ConfigError(
-                f"{written(setting)}: {str(folder)!r} cannot be a folder, because {place} is a "
-                "file. Choose another folder."
+                f"{str(folder)!r} cannot be a folder, because {place} is a "
+                "file. Choose another folder.",
+                setting=setting,
             )
 
 
@@ -559,9 +546,9 @@ def _check_inputs(plan: RunPlan) -> None:
             if plan.is_local and plan.incomplete():
                 check_reachable(folder)
             elif plan.as_jobs and hasattr(step, "glob_pattern") and plan.incomplete():
-                check_listed(f"{step_place(index, step)}: {written.data_folder}", step)
+                check_listed(f"{step_place(index, step)}: {setting_name('data_folder')}", step)
             continue
-        place = f'{step_place(index, step)}: {written.data_folder}: "{folder.path}"'
+        place = f'{step_place(index, step)}: {setting_name("data_folder")}: "{folder.path}"'
         if not folder.isdir(""):
             raise ConfigError(f"{place} is not a folder.")
         if not hasattr(step, "glob_pattern"):  # it reads the media that documents name

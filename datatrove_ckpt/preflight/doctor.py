@@ -21,7 +21,7 @@ from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
-from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.errors.names import setting_name
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
@@ -75,7 +75,7 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
     plan = RunPlan(executor)
     sample = Sample()
     yield from about("pipeline", _check_steps(executor, plan))
-    yield from about(written.logging_dir, check_remote(plan.logging_dir))
+    yield from about(setting_name("logging_dir"), check_remote(plan.logging_dir))
     unreachable = []
     runners = {runner.index: runner for runner in plan.runners}
     for index, step in enumerate(plan.pipeline):
@@ -311,7 +311,9 @@ _SHOWN_MODELS = 5
 
 def check_endpoints(config: InferenceConfig) -> list[Finding]:
     try:
-        answers = within(lambda: asyncio.run(ExternalServers(config).ask()), written.endpoint_url)
+        answers = within(
+            lambda: asyncio.run(ExternalServers(config).ask()), setting_name("endpoint_url")
+        )
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
@@ -323,12 +325,12 @@ def _check_answer(answer: EndpointAnswer, config: InferenceConfig, silent: State
     if answer.refused:
         return Finding("problem", "endpoint", f"{answer.url} {answer.cause}.")
     if answer.cause:
-        text = f"{answer.url}: {answer.cause}. Start the server, or correct {written.endpoint_url}."
+        text = f"{answer.url}: {answer.cause}. Start the server, or correct its URL."
         return Finding(silent, "endpoint", text)
     if answer.models is None:
         text = (
             f"{answer.url} answers, and does not list its models. Some gateways have no such list: "
-            f"then all is well. Otherwise correct {written.endpoint_url}."
+            "then all is well. Otherwise correct its URL."
         )
         return Finding("warning", "endpoint", text)
     if model in answer.models:
@@ -343,7 +345,7 @@ def _check_answer(answer: EndpointAnswer, config: InferenceConfig, silent: State
     )
     text = (
         f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct "
-        f"{written.model_name_or_path}."
+        "the model's name."
     )
     return Finding("problem", "endpoint", text)
 

@@ -22,7 +22,6 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
-from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
@@ -141,7 +140,7 @@ def _list(reader: BaseDiskReader) -> Inputs:
     folder = reader.data_folder
     if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
         raise ConfigError(
-            f"{folder.resolve_paths('')}: there is no such folder. Correct {written.data_folder}."
+            f"{folder.resolve_paths('')}: there is no such folder. Correct the path of the input."
         )
     return list_input(reader)
 
@@ -190,7 +189,7 @@ def _advice(reader: BaseDiskReader, names: list[str]) -> str:
             text = explain(reader, names[0])
     if text:
         return f"{names[0]!r}: {text}"
-    return f"Check {written.input} and text_key."
+    return "Check the path of the input, its pattern, and text_key."
 
 
 def check_shares(files: int, tasks: int) -> Finding:
@@ -305,10 +304,8 @@ def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecor
             f"The steps before InferenceRunner are not those through which {_who(ranks)} read the "
             f"input:\n  {lines}\n"
             "A finished task is not run again, so its output would stay that of the old steps. Put "
-            "the steps back, or "
-            "process the new input as another run: with ",
-            StartOver(),
-            f"{written.old_results}.",
+            "the steps back, or process the new input as another run.",
+            starts_over="with old results",
         )
 
 
@@ -369,11 +366,10 @@ def _check_reader(
         ]
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
-            + "\n".join(lines or ["  the files are dealt out to the tasks in another order"]),
-            "\nA finished task is not run again, so its output would stay that of the old input. "
-            "Put the input back, or process the new one as another run: with ",
-            StartOver(),
-            f"{written.old_results}.",
+            + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
+            + "\nA finished task is not run again, so its output would stay that of the old input. "
+            "Put the input back, or process the new one as another run.",
+            starts_over="with old results",
         )
     touched = sum(then[name].modified != now[name].modified for name in compared)
     if touched:

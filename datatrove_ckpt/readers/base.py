@@ -23,20 +23,18 @@ from tqdm import tqdm
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     ConfigError,
     DocumentNotSerializable,
     InputError,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
     list_input,
     metadata_hash,
+    misfit,
     record_reader,
-    remedy,
     shorten,
     shuffled_names,
 )
@@ -106,7 +104,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__(data_folder, **options)
         check_no_secrets(self.data_folder, "data_folder")
-        refuse_variables(written.data_folder, self.data_folder.path)
+        refuse_variables("data_folder", self.data_folder.path)
         if isinstance(self.paths_file, str):
             refuse_variables("paths_file", self.paths_file)
         if isinstance(self.paths_file, tuple):
@@ -177,10 +175,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if start.finished_digest is not None:
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
-                raise CheckpointMismatch(
+                raise misfit(
                     f"One of the first {count} input files of {self.data_folder.path}, which were "
-                    "read before, is gone, new, renamed or resized. ",
-                    remedy(),
+                    "read before, is gone, new, renamed or resized."
                 )
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, count)
@@ -204,7 +201,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
                 f"of type {type(fields['text']).__name__}, not str. Write it as a string, or set "
-                f"text_key{written.or_adapter} that gives one."
+                "a text_key that gives one, or write an adapter."
             )
         if fields.get("media"):
             try:
@@ -213,7 +210,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 raise DocumentNotSerializable(
                     f"The document {fields.get('id')!r} of the input file {source_file!r} has a "
                     "'media' that is no list of datatrove's media objects. Rename the "
-                    f"column{written.or_adapter}."
+                    "column, or write an adapter."
                 ) from None
         document = PositionedDocument(**fields)
         if self.default_metadata:
@@ -232,7 +229,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             raise InputError(
                 f"The input {self.data_folder.resolve_paths('')!r} holds no files for this reader: "
                 "the folder does not exist there, or glob_pattern fits none. Correct "
-                f"{written.data_folder} or glob_pattern."
+                "the path or the pattern."
             )
         tasks = min(len(names), world_size)
         names = names[rank::world_size]
@@ -351,11 +348,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return None
         where = f"The saved position in {self.data_folder.path}"
         if (state.get("reader"), state.get("version")) != (self.format, READER_VERSION):
-            raise CheckpointMismatch(
+            raise misfit(
                 f"{where} was made by reader {state.get('reader')!r} (version "
                 f"{state.get('version')}), and this is {self.format!r} (version "
-                f"{READER_VERSION}). ",
-                remedy(),
+                f"{READER_VERSION})."
             )
         then = dict(state["options"])
         now = self._options()
@@ -369,18 +365,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if old == new or (key in USUAL_KEYS and "skipped" not in state):
                 continue
             if key != "default_metadata":
-                raise CheckpointMismatch(
-                    f"{where} was made with {key}={old!r}, now {new!r}. ", remedy()
-                )
+                raise misfit(f"{where} was made with {key}={old!r}, now {new!r}.")
             if old is not None:  # None: an earlier release made the state
-                raise CheckpointMismatch(
-                    f"{where} was made with another {key}, now {self.default_metadata}. ", remedy()
-                )
+                raise misfit(f"{where} was made with another {key}, now {self.default_metadata}.")
         documents = state.get("documents", 0)
         if 0 <= self.limit < documents:
-            raise CheckpointMismatch(
-                f"{where} comes after {documents} documents, and limit is now {self.limit}. ",
-                remedy(f"Set limit to at least {documents}"),
+            raise misfit(
+                f"{where} comes after {documents} documents, and limit is now {self.limit}.",
+                f"Set limit to at least {documents}",
             )
         return state if "file" in state else None
 
@@ -442,10 +434,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not may_grow and self._check_read_part(name, file_position):
             return
         if kept:
-            raise CheckpointMismatch(f"The input file {name!r} has changed. ", remedy())
-        raise CheckpointMismatch(
-            f"The input file {name!r} had {then['size']} bytes, and has {size}. ", remedy()
-        )
+            raise misfit(f"The input file {name!r} has changed.")
+        raise misfit(f"The input file {name!r} had {then['size']} bytes, and has {size}.")
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)

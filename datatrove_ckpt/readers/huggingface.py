@@ -22,7 +22,6 @@ from datatrove.pipeline.readers import huggingface
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common import JsonObject, datatrove_arguments, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import (
@@ -329,5 +328,5 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
         raise NoDocument(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
-            f"{shown}. Set text_key to one of them{written.or_adapter}."
+            f"{shown}. Set text_key to one of them, or write an adapter."
         )

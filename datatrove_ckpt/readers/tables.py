@@ -26,7 +26,6 @@ from datatrove.pipeline.readers import ipc, parquet
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common import datatrove_arguments, retrying
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
@@ -81,7 +80,7 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
         raise InputError(
             f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, "
             "replace it by a complete copy; else move it out of the input, or choose the files by "
-            f"{written.glob_pattern} (*.arrow). Then run the same command again."
+            "a pattern (*.arrow). Then run the same command again."
         )
     return False
 

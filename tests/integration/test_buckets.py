@@ -335,8 +335,7 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
 # a node that is lost after its last upload -------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
+@pytest.mark.matrix("place", [BUCKET, "hf://datasets/org/data"])
 def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced(
     hub, tmp_path, place
 ):

@@ -48,8 +48,7 @@ async def returns_them(document, generate):
     return {"pages": await asyncio.gather(ask(document, generate), return_exceptions=True)}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "rollout",
     [ask, raises_its_text_later, raises_its_own_from_it, gathers_and_raises_all, returns_them],
 )
@@ -76,8 +75,7 @@ async def swallows_and_fails(document, generate):
     raise ValueError("a bug")
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("rollout", "status"), [(ask, 503), (asks_and_fails, None)])
+@pytest.mark.matrix(("rollout", "status"), [(ask, 503), (asks_and_fails, None)])
 def test_a_document_with_that_word_is_not_skipped_for_another_failure(tmp_path, rollout, status):
     text = f"How do I handle {BAD}? {BAD}: HTTP 400: x"
     given = [Document(text=f"text {index}", id=f"id {index}") for index in range(2)] + [
@@ -127,8 +125,7 @@ async def streams(document, generate):
     return await asyncio.gather(one, return_exceptions=True)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("rollout", "says"),
     [(sends_text, "a dict such as .*, and not a str"), (streams, "remove stream")],
 )
@@ -172,8 +169,7 @@ def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
     assert (there.document, there.payload) == (None, None)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("status", "kind"), [(503, errors.ServerUnavailable), (401, errors.ServerRefused)]
 )
 def test_a_server_that_fails_is_both_errors_of_datatrove(tmp_path, status, kind):

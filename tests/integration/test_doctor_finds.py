@@ -57,7 +57,7 @@ def test_a_dead_endpoint(found):
         state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
     assert state == "problem"
     assert text.startswith(f"{url}/v1/models: Connection refused")
-    assert "Start the server, or correct endpoint_url." in text
+    assert "Start the server, or correct its URL." in text
 
 
 def test_an_endpoint_whose_host_has_no_address(found, monkeypatch):

@@ -40,8 +40,7 @@ def about(number, **metadata):
 # rank and chunk are ours -------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.matrix("checkpoints", [True, False])
 def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(tmp_path, server, checkpoints):
     output = writer(tmp_path, "${rank}_${chunk_index}_${id}.jsonl")
     make = runner if checkpoints else without_checkpoints
@@ -71,8 +70,7 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("lang", OUTSIDE, ids=ascii)
+@pytest.mark.matrix("lang", OUTSIDE, ids=ascii)
 def test_a_name_that_leaves_the_folder_stops_the_rank_and_names_document_and_field(
     tmp_path, server, lang
 ):

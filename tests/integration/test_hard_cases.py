@@ -166,8 +166,7 @@ def test_documents_are_asked_while_the_reader_stalls(tmp_path, server):
 # a checkpoint that is deleted while its run is on ------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", ["", "00000", "00000/run.json"])
+@pytest.mark.matrix("name", ["", "00000", "00000/run.json"])
 def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path, name):
     removed = tmp_path / "checkpoints" / name
 

@@ -82,7 +82,7 @@ def test_the_markers_of_another_job_are_refused(run):
     assert re.search(
         r"logs/completions marks tasks 0, 1, 2 as complete, but .*/other holds no checkpoint", error
     )
-    assert "choose another logging_dir" in error
+    assert "choose another folder for the logs" in error
 
 
 def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run):
@@ -308,8 +308,9 @@ def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_anoth
             nodes.run(rank, 4, accept_changes=True)
         assert not nodes.server.asked
     assert str(nodes.mirror) in str(refused.value)
-    assert "Go on with 1 task (tasks=1), or choose another checkpoints_local_dir" in str(
-        refused.value
+    assert (
+        "Go on with 1 task (tasks: 1). To start over, choose another checkpoints_local_dir"
+        in str(refused.value)
     )
     assert "set finished_from to the old output_folder and checkpoints_local_dir" in str(
         refused.value

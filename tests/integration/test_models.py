@@ -84,8 +84,7 @@ def test_each_request_goes_to_its_model(here, writes, judges):
     assert {payload.get("temperature") for payload in judges.payloads} == {0}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("step", [17, 1])
+@pytest.mark.matrix("step", [17, 1])
 def test_killed_at_every_write_and_resumed(ram, step):
     def attempt(folder):
         runner(folder, writes, judges).run(documents(2))
@@ -116,8 +115,7 @@ class Answered:
         )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("most", [3, 0, 1, 2, 4, 5])
+@pytest.mark.matrix("most", [3, 0, 1, 2, 4, 5])
 def test_stopped_after_each_request_nothing_is_asked_twice(here, most):
     answered, alone = Answered(), {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
     with answered.server("writer") as writes, answered.server("judge") as judges:

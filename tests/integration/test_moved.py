@@ -208,8 +208,7 @@ def at(folder):
     return ["job.yaml", f"--executor.logging_dir={folder}/logs", step, writer]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("damage", [alter, Path.unlink])
+@pytest.mark.matrix("damage", [alter, Path.unlink])
 def test_a_finished_run_that_was_copied_is_compared_with_its_contents(
     damage, job, tmp_path, server, command
 ):

@@ -13,7 +13,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.mirror.job import read_job
 from datatrove_ckpt.output import owner
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, documents, rows, runner
+from tests.jobs import Budget, ask, documents, rows, run_job, runner
 from tests.kept import edit
 
 NUMBER = 8
@@ -207,7 +207,7 @@ async def another(document, generate):
 
 @pytest.mark.parametrize("kept", [True, False], ids=["checkpoints", "no checkpoints"])
 def test_a_task_alone_compares_too(tmp_path, server, kept):
-    runner(tmp_path / "old", server).run(documents(3))
+    run_job(tmp_path / "old", server, 3)
     server.asked.clear()
     new = runner(tmp_path / "new", server, another, finished_from=tmp_path / "old/output")
     if not kept:

@@ -89,8 +89,7 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, comman
 # files that no commit knows ----------------------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("template", "name"),
     [
         # Of datatrove's own InferenceRunner.
@@ -124,8 +123,7 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
 # folders that must differ ------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("old", "new", "says"),
     [
         ("output_folder: output", "output_folder: input",
@@ -269,8 +267,7 @@ def forget_documents(job):
     path.write_text(json.dumps(shard))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("lines", [0, 2])
+@pytest.mark.matrix("lines", [0, 2])
 @pytest.mark.parametrize(
     ("forget", "proof"),
     [

@@ -29,7 +29,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import disk_in_place
 from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
-from tests.jobs import ask, documents, letters, rows, runner
+from tests.jobs import ask, documents, letters, rows, run_job, runner
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
 BATCHES = {"provider_batches": True}
@@ -42,6 +42,50 @@ def _soon(monkeypatch, policy):
     monkeypatch.setattr(provider_passes, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(provider_passes, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(provider_passes, "LIST_LAG_SECONDS", 0.3)
+
+
+def run(folder, provider, number=3, rollout=ask, **changes):
+    run_job(folder, provider, number, rollout, **{"config": BATCHES, **changes})
+
+
+def assert_paid_once(folder, provider, number=3, batches=None):
+    assert len(rows(folder)) == number
+    assert set(provider.billed.values()) == {1}
+    assert batches is None or len(provider.batches) == batches
+
+
+@pytest.fixture
+def job(here, monkeypatch):
+    """Returns the words of a job of four documents at a provider."""
+    monkeypatch.setenv("THE_KEY", "k")
+    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
+    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+    def words(provider, *more):
+        given = ["--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
+        return [
+            *given,
+            "--prompt={text}",
+            "--run-folder=job",
+            "--tasks=1",
+            "--api-key-env=THE_KEY",
+            *more,
+        ]
+
+    return words
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Moves the clock on which the rest of a batch is awaited."""
+    now = [1e9]
+
+    def move(seconds):
+        now[0] += seconds
+
+    for module in (batch_log, provider_passes):
+        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
+    return move
 
 
 async def three(document, generate):
@@ -76,7 +120,7 @@ def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
         provider.lose["/v1/batches"] = 1
         runner(tmp_path / "online", provider, three).run(documents(5))
         online = len(provider.payloads)
-        runner(tmp_path / "batch", provider, three, config=BATCHES).run(documents(5))
+        run(tmp_path / "batch", provider, 5, three)
     assert len(provider.payloads) == online == 15
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(provider.billed) == 15
@@ -101,7 +145,7 @@ def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost):
         provider.lost = lost
         provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
         runner(tmp_path / "online", provider).run(documents(15))
-        runner(tmp_path / "batch", provider, config=BATCHES).run(documents(15))
+        run(tmp_path / "batch", provider, 15)
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(provider.payloads) == 15
     assert len(provider.billed) == 15
@@ -122,31 +166,8 @@ class LosesCreation(FakeProvider):
 
 def test_a_request_to_create_a_batch_that_is_late_finds_no_file(tmp_path):
     with LosesCreation() as provider:
-        runner(tmp_path, provider, config=BATCHES).run(documents(1))
+        run(tmp_path, provider, 1)
     assert [name for name in provider.files if name.startswith("file")] == ["file-2"]
-    assert set(provider.billed.values()) == {1}
-
-
-@pytest.mark.parametrize("status", [400, 404])
-def test_a_batch_whose_creation_is_refused_all_the_same_is_looked_for(tmp_path, status):
-    with FakeProvider() as provider:
-        provider.lost = status
-        provider.lose["/v1/batches"] = 1
-        runner(tmp_path, provider, config=BATCHES).run(documents(2))
-    assert set(provider.billed.values()) == {1}
-    assert len(provider.batches) == 1
-
-
-@pytest.mark.parametrize("status", ["expired", "cancelled"])
-def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
-    """A request that was not sent uses up no attempt."""
-    late = ["expired"]
-    with FakeProvider() as provider:
-        provider.status = status
-        provider.outcome = lambda request: late.pop() if late else None
-        config = {**BATCHES, "request_max_attempts": 1}
-        runner(tmp_path, provider, config=config).run(documents(5))
-    assert len(rows(tmp_path)) == 5
     assert set(provider.billed.values()) == {1}
 
 
@@ -184,10 +205,9 @@ def test_answers_are_kept_when_the_file_of_errors_is_lost_once(tmp_path):
 
     with LosesErrors() as provider:
         provider.outcome = outcome
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+        run(tmp_path, provider)
     assert provider.has_lost
-    assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path, provider)
 
 
 def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
@@ -197,7 +217,7 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
     with FakeMessages() as provider:
         online = {"skip_bad_requests": True, "config": {"api_key": KEY}}
         provider._status = lambda payload, times: 400 if "text 3" in str(payload) else None
-        runner(tmp_path / "online", provider, message, **online).run(documents(6))
+        run(tmp_path / "online", provider, 6, message, **online)
         draws = random.Random(0)
 
         def outcome(request):
@@ -211,11 +231,11 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
         provider.list_lag = 0.1
         provider.lose["/v1/messages/batches"] = 2
         job = {"skip_bad_requests": True, "config": MESSAGES}
-        runner(tmp_path / "others", provider, two_messages, **job).run(documents(6))
+        run(tmp_path / "others", provider, 6, two_messages, **job)
         provider.billed.clear()
         provider.lose["/v1/messages/batches"] = 2
         provider.steps = 4
-        runner(tmp_path / "batch", provider, message, **job).run(documents(6))
+        run(tmp_path / "batch", provider, 6, message, **job)
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(rows(tmp_path / "batch")) == len(provider.billed) == 5
     assert set(provider.billed.values()) == {1}
@@ -227,9 +247,7 @@ def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tm
     rejection = {"status_code": 400, "body": {"error": {"message": "too long for this model"}}}
     with FakeProvider() as provider:
         provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
-        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True, retry_errors=True).run(
-            documents(3)
-        )
+        run(tmp_path, provider, skip_bad_requests=True, retry_errors=True)
     (letter,) = letters(tmp_path)
     assert letter["id"] == "id 1"
     assert "too long for this model" in letter["error"]
@@ -241,9 +259,9 @@ def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
         errors = [{"code": "model_not_found", "message": "no such model"}]
         provider.refuse = lambda batch: {"data": errors}
         with pytest.raises(Exception, match="no such model"):
-            runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
+            run(tmp_path, provider, skip_bad_requests=True)
         provider.refuse = lambda batch: []
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+        run(tmp_path, provider)
     assert len(rows(tmp_path)) == 3
     assert not letters(tmp_path)
     assert set(provider.billed.values()) == {1}
@@ -290,11 +308,11 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
             monkeypatch.setattr(module, "unix_seconds", lambda: 1e9 + 2 * len(looks))
         if not comes_back:
             with pytest.raises(ServerRefused, match="which were paid for"):
-                runner(tmp_path, provider, rollout, config=config).run(documents(3))
+                run(tmp_path, provider, rollout=rollout, config=config)
             provider._shown = shown
             provider.hidden = ""
             assert provider.reads < len(looks) / 2
-        runner(tmp_path, provider, rollout, config=config).run(documents(3))
+        run(tmp_path, provider, rollout=rollout, config=config)
     assert len(rows(tmp_path)) == 3
     twice = 0 if comes_back else {"file": 3, "id": 3, "half": 2, "end": 1}[hidden]
     assert sum(provider.billed.values()) == 3 + twice
@@ -303,11 +321,8 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
 @pytest.mark.matrix
 @FORMS
 def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
-    tmp_path, monkeypatch, form, rollout, config
+    tmp_path, later, form, rollout, config
 ):
-    now = [1e9]
-    for module in (batch_log, provider_passes):
-        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
     with form() as provider:
         provider.hidden = "half"
         step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
@@ -320,9 +335,9 @@ def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
         while not provider.reads:
             waits()
         for _ in range(2):
-            now[0] += 29
+            later(29)
             waits()
-        now[0] += 2
+        later(2)
         with pytest.raises(ServerRefused, match="which were paid for"):
             step.run(documents(3))
 
@@ -335,7 +350,7 @@ def test_a_request_without_a_line_is_sent_as_often_as_one_that_fails(
         provider.outcome = lambda request: "lost" if "text 1" in str(request) else None
         config = {**config, "request_max_attempts": 3}
         with pytest.raises(Exception, match=r"after 3 batches.*no line for this request"):
-            runner(tmp_path, provider, rollout, config=config).run(documents(3))
+            run(tmp_path, provider, rollout=rollout, config=config)
     assert len(provider.batches) == 3
     assert set(provider.billed.values()) == {1}
 
@@ -346,10 +361,10 @@ def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, 
         provider.prefix = b"gateway/"
         for _ in range(2):
             with pytest.raises(ServerRefused, match="gateway/"):
-                runner(tmp_path, provider, rollout, config=config).run(documents(3))
+                run(tmp_path, provider, rollout=rollout, config=config)
         assert len(provider.batches) == 1
         config = {**config, "provider_batches": False}
-        runner(tmp_path, provider, rollout, config=config).run(documents(3))
+        run(tmp_path, provider, rollout=rollout, config=config)
     assert len(rows(tmp_path)) == 3
     assert len(provider.payloads) == 3
 
@@ -357,30 +372,12 @@ def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, 
 # what a provider forgets, and what it sends ------------------------------------------------------
 
 
-@pytest.fixture
-def later(monkeypatch):
-    """Moves the clock on which the rest of a batch is awaited."""
-    now = [1e9]
-
-    def move(seconds):
-        now[0] += seconds
-
-    for module in (batch_log, provider_passes):
-        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
-    return move
-
-
 def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
-    here, command, later, monkeypatch
+    here, command, later, job
 ):
-    monkeypatch.setenv("THE_KEY", "k")
-    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
-    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     with FakeProvider() as provider:
         provider.steps = 10**9
-        job = ["run", "--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
-        job += ["--prompt={text}", "--run-folder=job", "--tasks=1", "--api-key-env=THE_KEY"]
-        job += ["--server-patience-seconds=60", "--no-wait"]
+        job = ["run", *job(provider, "--server-patience-seconds=60", "--no-wait")]
         batches = [*job, "--provider-batches=true"]
         command(*batches, code=75)
         provider.forgotten.add("batch_2")
@@ -428,8 +425,7 @@ def test_a_batch_that_is_missing_for_a_while_is_awaited(tmp_path, later, form, r
         later(30)
         step.no_wait = False
         step.run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path, provider)
 
 
 @pytest.mark.slow
@@ -527,9 +523,8 @@ def test_a_batch_is_found_in_a_list_of_any_order(
 
         provider._list = count
         provider.lose["/v1/batches"] = loses is FakeProvider
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {1}
+        run(tmp_path, provider)
+    assert_paid_once(tmp_path, provider)
     assert provider.effects.count("create") == 1
     repeated = asked[:pages]
     assert asked == repeated * (len(asked) // pages)
@@ -600,15 +595,47 @@ ODD = {
 }
 
 
+def ends_early(status, outcome):
+    """A batch in which the first request has this outcome."""
+
+    def set_up(provider):
+        outcomes = [outcome]
+        provider.status = status
+        provider.outcome = lambda request: outcomes.pop() if outcomes else None
+
+    return set_up
+
+
+def refuses_what_it_creates(status):
+    def set_up(provider):
+        provider.lost = status
+        provider.lose["/v1/batches"] = 1
+
+    return set_up
+
+
+IN_TWO = {
+    # A request that was not sent uses up no attempt.
+    "expired": (ends_early("expired", "expired"), 1),
+    "cancelled": (ends_early("cancelled", "expired"), 1),
+    "failed": (ends_early("failed", "lost"), 2),
+}
+PAID = [
+    *((set_up, 1, 1) for set_up in ODD.values()),
+    *((refuses_what_it_creates(status), 1, 1) for status in (400, 404)),
+    *((*case, 2) for case in IN_TWO.values()),
+]
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("odd", ODD)
-def test_what_was_paid_for_is_read_however_it_is_written(tmp_path, odd):
+@pytest.mark.parametrize(("set_up", "attempts", "batches"), PAID, ids=[*ODD, "400", "404", *IN_TWO])
+def test_what_was_paid_for_is_kept_however_a_batch_is_described_and_ends(
+    tmp_path, set_up, attempts, batches
+):
     with FakeProvider() as provider:
-        ODD[odd](provider)
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert len(provider.batches) == 1
-    assert set(provider.billed.values()) == {1}
+        set_up(provider)
+        run(tmp_path, provider, config={**BATCHES, "request_max_attempts": attempts})
+    assert_paid_once(tmp_path, provider, 3, batches)
 
 
 def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path):
@@ -621,7 +648,7 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path):
         provider.write = lambda content: changed(content, other)
         for _ in range(2):
             with pytest.raises(Exception, match=r"after 2 batches.*the answer has no choices"):
-                runner(tmp_path, provider, config=BATCHES).run(documents(6))
+                run(tmp_path, provider, 6)
     assert len(provider.batches) == 2
 
 
@@ -641,27 +668,15 @@ def test_why_a_batch_failed_is_shown_in_any_form(tmp_path, errors, cause):
         provider.refuse = lambda batch: ["no credit"]
         provider.describe = lambda batch: {**batch, "errors": errors}
         with pytest.raises(ServerRefused, match=cause):
-            runner(tmp_path, provider, config=BATCHES).run(documents(1))
+            run(tmp_path, provider, 1)
 
 
-def test_a_batch_that_failed_after_some_answers_keeps_them(tmp_path):
-    lost = ["lost"]
-    with FakeProvider() as provider:
-        provider.status = "failed"
-        provider.outcome = lambda request: lost.pop() if lost else None
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert len(provider.batches) == 2
-    assert set(provider.billed.values()) == {1}
-
-
-def test_what_a_provider_writes_is_one_line_without_the_key(here, command, later, monkeypatch):
+def test_what_a_provider_writes_is_one_line_without_the_key(here, command, later, job, monkeypatch):
     """Its ids, states and errors. An id that was changed by that is none, and nothing is paid for
     twice.
     """
     key = "the-key-of-a-test"
     monkeypatch.setenv("THE_KEY", key)
-    (here / "input.jsonl").write_bytes(b'{"text": "a", "id": "a"}\n')
     with FakeProvider() as provider:
 
         def describe(batch):
@@ -669,9 +684,8 @@ def test_what_a_provider_writes_is_one_line_without_the_key(here, command, later
             return {**batch, "id": said, "status": f"in a\nmood {key}", "errors": said}
 
         provider.describe = describe
-        job = ["run", "--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
-        job += ["--prompt={text}", "--run-folder=job", "--tasks=1", "--api-key-env=THE_KEY"]
-        job += ["--provider-batches=true", "--no-wait", "--server-patience-seconds=60"]
+        flags = ("--provider-batches=true", "--no-wait", "--server-patience-seconds=60")
+        job = ["run", *job(provider, *flags)]
         said = command(*job, code=75)
         assert "batch_2 chunks 9 of 9 ***" in said
         provider.batches["batch_2 chunks 9 of 9 ***\\u001b[2J"] = provider.batches.pop("batch_2")
@@ -720,7 +734,7 @@ def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path):
             step.run(documents(2))
         other = {**BATCHES, "default_generation_params": {"temperature": 0.5}}
         with pytest.raises(CheckpointMismatch, match="temperature"):
-            runner(tmp_path, provider, config=other).run(documents(2))
+            run(tmp_path, provider, 2, config=other)
 
 
 async def unrepeatable(document, generate):
@@ -732,10 +746,10 @@ def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path):
     with FakeProvider() as provider:
         for _ in range(2):
             with pytest.raises(ConfigError, match="each pass would be paid for"):
-                runner(tmp_path, provider, unrepeatable, config=BATCHES).run(documents(3))
+                run(tmp_path, provider, rollout=unrepeatable, config=BATCHES)
         assert len(provider.billed) == 3
         letter = {"on_document_error": "dead_letter"}
-        runner(tmp_path, provider, unrepeatable, config=BATCHES, **letter).run(documents(3))
+        run(tmp_path, provider, rollout=unrepeatable, **letter)
     assert len(provider.billed) == 3
     assert len(letters(tmp_path)) == 3
 
@@ -746,11 +760,10 @@ def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "00001.jsonl").write_bytes(b"of a kill before its line was written\n")
     with FakeProvider() as provider:
-        runner(tmp_path, provider, config=BATCHES).run(documents(7))
+        run(tmp_path, provider, 7)
         sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]
     assert sizes == [3, 3, 1]
-    assert len(rows(tmp_path)) == 7
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path, provider, 7)
 
 
 def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
@@ -831,17 +844,12 @@ def test_no_kill_pays_for_an_answer_twice(
     assert len(reports) > 4
 
 
-def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeypatch):
+def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job):
     """And what a canceled batch has answered is kept."""
-    monkeypatch.setenv("THE_KEY", "k")
-    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
-    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     with FakeProvider() as provider:
         provider.steps = 10**9
-        job = ["--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
-        job += ["--prompt={text}", "--run-folder=job", "--provider-batches=true", "--tasks=1"]
-        job += ["--api-key-env=THE_KEY", '--prices={"prompt": 2, "completion": 500000}']
-        job.append("--max-tokens=2")
+        prices = '--prices={"prompt": 2, "completion": 500000}'
+        job = job(provider, "--provider-batches=true", prices, "--max-tokens=2")
         said = command("doctor", *job, "--all")
         assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
         for _ in range(2):
@@ -894,8 +902,7 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
         (tmp_path / "at the loss").rename(tmp_path / "mirror")
         second.accept_changes = True  # another output folder
         second.run(documents(3))
-    assert len(rows(tmp_path / "second")) == 3
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path / "second", provider)
     assert len(provider.batches) == 1
 
 
@@ -917,11 +924,11 @@ def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
 
         provider._shown = stop
         with pytest.raises(KeyboardInterrupt):
-            runner(tmp_path, provider, config=BATCHES).run(documents(3))
+            run(tmp_path, provider)
         assert "They stay there; the same command collects" in "".join(log)
         assert "k requests in a row takes k passes" in "".join(log)
         assert not rows(tmp_path)
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+        run(tmp_path, provider)
     assert len(rows(tmp_path)) == 3
     assert len(provider.batches) == 1
 

@@ -10,7 +10,7 @@ from datatrove.pipeline.inference import run_inference as theirs
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, run_job, runner
 from tests.patience import until_async
 
 
@@ -33,7 +33,7 @@ def test_the_output_is_that_of_run(tmp_path, new_loop):
     if new_loop is None:
         new_loop = pytest.importorskip("uvloop").new_event_loop
     with FakeServer() as server:
-        runner(tmp_path / "run", server).run(documents(5))
+        run_job(tmp_path / "run", server, 5)
         with asyncio.Runner(loop_factory=new_loop) as loop:
             loop.run(runner(tmp_path / "async", server).run_async(documents(5)))
     assert outputs(tmp_path / "async") == outputs(tmp_path / "run")

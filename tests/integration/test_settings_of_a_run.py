@@ -182,8 +182,7 @@ def test_each_setting_says_what_another_value_does_and_the_identity_has_those_th
         assert bool(changes) is (EFFECTS[name] != "free"), CHOOSE.format(name)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "name", [name for name in SETTINGS if name not in {*OF_SERVERS, "retry_dead_letters"}]
 )
 def test_another_value_is_refused_or_changes_no_byte(job, name):

@@ -28,8 +28,8 @@ from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.common.formatting import error_text
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.errors.doors import ChangeSetting, Door, Repair, SetTasks, StartOver, entered
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, names
+from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.executors.local import given_up_error
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
@@ -550,7 +550,7 @@ REFUSED = [
     ("--tasks=2", "any more. Go on with 1 task ("),
     (
         "--limit=2",
-        "with another run_folder, and set finished_from to the old run_folder: finished documents",
+        "choose another run_folder, and set finished_from to the old run_folder: finished documents",
     ),
     ("--max-tokens=-4", "job.yaml: max_tokens: -4 is not"),
     ("--max-concurrent-generations=0", "job.yaml: max_concurrent_generations must be >= 1"),
@@ -560,7 +560,7 @@ REFUSED = [
     ("--workers=0", "job.yaml: workers: must be at least 1, or -1 for one per task"),
     ("--limit=-3", "job.yaml: limit: must be >= 0, or -1 for all documents; it is -3."),
     ("--run-folder=job.yaml", "is a file"),
-    ("--run-folder=documents", "Choose another run_folder, or a glob_pattern"),
+    ("--run-folder=documents", "Choose another output folder, or a glob_pattern"),
 ]
 
 
@@ -599,94 +599,36 @@ SETTINGS = sorted(
 )
 
 
-DOORS = [Door(), Door("run()"), Door(is_command=True), Door("job.yaml", is_command=True)]
+FORMS = ["", "run()", "job.yaml"]
 
 
-@pytest.mark.parametrize("door", DOORS, ids=["Python", "run", "long", "short"])
-def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(door):
+@pytest.mark.parametrize("form", FORMS)
+def test_paths_and_errors_with_the_name_of_every_setting_come_out_as_they_went_in(form):
     every = " of ".join(SETTINGS)
     path = every.replace(" ", "_")
     cause = KeyError(every)
     text = f"input: /here/{path}: datatrove-ckpt repair /{path}, then run the same command again: {error_text(cause)}"
-    with entered(door, ["datatrove-ckpt", "run"]):
+    with written_in(form):
         assert str(CkptError(text)) == text
         assert f"  task 1: {text}\n" in str(given_up_error({1: text}, 2)), "as a claim keeps it"
-        error = DocumentFailed([text, StartOver(" Choose ", ".")], None, cause)
-        other = (
-            "run_folder" if door.form else "checkpoints_local_dir, output_folder and logging_dir"
-        )
-    assert str(error) == f"{text} Choose another {other}."
-    sent = pickle.loads(pickle.dumps(error))
-    assert (str(sent), sent.remedies) == (str(error), error.remedies), (
-        "as a worker process sends it"
-    )
+        error = DocumentFailed(text, None, cause, changes=[{"retry_errors": True}])
+        sent = pickle.loads(pickle.dumps(error))
+        assert (str(sent), sent.changes) == (text, error.changes), "as a worker process sends it"
+        error = CheckpointMismatch(text, starts_over="anew")
+    over = pickle.loads(pickle.dumps(error))
+    other = "run_folder" if form else "checkpoints_local_dir, output_folder and logging_dir"
+    assert str(over) == f"{text} To start over, choose another {other}."
 
 
-@pytest.mark.parametrize(
-    ("door", "words", "setting", "tasks", "over"),
-    [
-        (
-            Door(),
-            "",
-            "pass accept_changes=True to InferenceRunner",
-            "tasks=3",
-            "another checkpoints_local_dir, output_folder and logging_dir",
-        ),
-        (
-            Door("run()"),
-            "",
-            "pass accept_changes=True to run()",
-            "tasks=3",
-            "another run_folder",
-        ),
-        (
-            Door(is_command=True, runner=3),
-            "datatrove-ckpt run 'a b.yaml' --executor.tasks=2",
-            "add --pipeline.3.accept_changes=true to the command",
-            "datatrove-ckpt run 'a b.yaml' --executor.tasks=3",
-            "another checkpoints_local_dir, output_folder and logging_dir",
-        ),
-        (
-            Door("a.yaml", is_command=True),
-            "datatrove-ckpt run a.yaml --tasks 2 --retry-dead-letters",
-            "add --accept-changes true to the command",
-            "datatrove-ckpt run a.yaml --retry-dead-letters --tasks 3",
-            "another run_folder",
-        ),
-    ],
-    ids=["Python", "run", "long", "short"],
-)
-def test_each_door_says_what_helps_in_its_own_way(door, words, setting, tasks, over):
-    again = "retry_dead_letters=True"
-    if door.is_command:
-        again = "--retry-dead-letters"
-    repair = (
-        f"datatrove-ckpt repair /c --logging-dir /l, then run the same command again, with {again}"
-    )
-    with entered(door, shlex.split(words)):
-        remedies = [
-            ChangeSetting("accept_changes"),
-            SetTasks(3),
-            Repair("/c", "/l", retry="now"),
-            StartOver(),
-        ]
-        sent = pickle.loads(pickle.dumps(CheckpointMismatch("x", *remedies, "y")))
-        assert [*map(str, sent.remedies)] == [setting, tasks, repair, over]
-
-
-def test_what_a_worker_cannot_do_is_told_as_a_run_of_all_tasks():
-    with entered(
-        Door("a.yaml", is_command=True), shlex.split("datatrove-ckpt run a.yaml --worker --tasks=2")
-    ):
-        assert (
-            ChangeSetting("accept_changes").command
-            == "datatrove-ckpt run a.yaml --tasks=2 --accept-changes true"
-        )
-        assert str(SetTasks(3)) == "datatrove-ckpt run a.yaml --tasks 3"
-        assert str(given_up_error({1: "x"}, 2)).endswith(
-            "run the job again (without --worker) to resume."
-        )
-    assert str(given_up_error({1: "x"}, 2)).endswith("run the job again (by run()) to resume.")
+def test_an_error_names_a_setting_as_the_user_wrote_it():
+    for setting, short in names.SHORT.items():
+        assert str(ConfigError("is wrong.", setting=setting)) == f"{setting}: is wrong."
+        with written_in("job.yaml"):
+            error = ConfigError("is wrong.", setting=setting)
+        assert str(error) == f"{short}: is wrong.", "also later"
+    with written_in("job.yaml"):
+        error = ConfigError("is wrong.", setting="default_generation_params.max_tokens")
+    assert str(error) == "max_tokens: is wrong."
 
 
 def test_a_moved_run_folder_goes_on(job, command):
@@ -700,13 +642,13 @@ def test_python_names_what_to_pass_and_starts_over(job):
     assert datatrove_ckpt.run(**job).is_dir()
     with pytest.raises(CheckpointMismatch) as refused:
         datatrove_ckpt.run(**{**job, "prompt": "Tell {text}"})
-    assert str(refused.value).endswith("choose another run_folder for the new ones.")
+    assert str(refused.value).endswith("To start over, choose another run_folder.")
     folder = Path("runs/x").absolute()
     assert refused.value.__notes__ == [
         f"To start over, move what is there aside while no task runs: mv {folder} {folder}.1"
     ]
     assert not LONG.search(str(refused.value))
-    with pytest.raises(CheckpointMismatch, match=r"Go on with 1 task \(tasks=1\)"):
+    with pytest.raises(CheckpointMismatch, match=r"Go on with 1 task \(tasks: 1\)"):
         datatrove_ckpt.run(**job, tasks=2)
     with pytest.raises(ConfigError, match=r"^run\(\): max_tokens: -4 is not"):
         datatrove_ckpt.run(**job, max_tokens=-4)
@@ -762,11 +704,11 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
     again = ("run", "job.yaml", "--input=runs/x/output", f"--prompt={parts}")
     said = command(*again, "--answer=summary", "--run-folder=runs/same", code=1).error
     assert "has 'summary' and 'rollout_results' in its metadata already" in said
-    names = "--answer summary_2 and --metadata-key rollout_results_2"
-    assert said.endswith(f"Give other names: {names}.")
+    assert "Give other names: answer summary_2 and metadata_key rollout_results_2.\n" in said
+    assert said.endswith(" --answer summary_2 --metadata-key rollout_results_2")
     other = command(*again, "--run-folder=runs/other", code=1).error
-    assert other.endswith("Give other names: --metadata-key rollout_results_2.")
-    with pytest.raises(ConfigError, match=r"names: metadata_key='rollout_results_2'\.$"):
+    assert other.endswith(" --metadata-key rollout_results_2")
+    with pytest.raises(ConfigError, match=r"names: metadata_key rollout_results_2\.$"):
         datatrove_ckpt.run(
             **{**JOB, "endpoint": server.url, "input": "runs/x/output", "run_folder": "runs/py"}
         )
@@ -774,7 +716,7 @@ def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, c
         "doctor", *again[1:], "--run-folder=runs/other", code=1
     )
     assert len(server.payloads) == sent
-    command(*again, *names.replace(" and", "").split(), "--run-folder=runs/y")
+    command(*again, *said.split()[-4:], "--run-folder=runs/y")
     rows = [document.metadata for document in OutputPath("runs/y/output")]
     for row in rows:
         first = row["rollout_results"][0]
@@ -879,7 +821,7 @@ def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answe
         words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]
         said = command(*words, "--output-format=parquet", code=1).error
         assert "document 'id 1' (number 1 of this task): column 'n' is string there" in said
-        assert "output_format: jsonl, which takes values of any types, and accept_changes" in said
+        assert "output_format: jsonl, which takes values of any types" in said
         command(*words, "--output-format=jsonl", "--accept-changes=true")
         output = OutputPath(f"runs/{size}/output")
         assert [document.metadata["n"] for document in output] == [1, "one"]
@@ -934,13 +876,21 @@ def test_the_whole_command_that_helps_is_printed(capfd):
         Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url, "tasks": 3}))
         assert main(["run", "job.yaml"]) == 1
         said = capfd.readouterr().err
-        assert f"as a dead letter, add {skip} to the command." in said
+        assert "as a dead letter, set skip_bad_requests." in said
         command = "datatrove-ckpt run job.yaml"
-        assert f"The whole command: {command} {skip}\n" in said
-        assert main(["run", "job.yaml", "--tasks", "2"]) == 1
+        assert f"The whole command: {command} {skip}\nor: {command} --retry-errors true\n" in said
+        assert main(["run", "job.yaml", "--worker", "--tasks", "2"]) != 0
         said = capfd.readouterr().err
-        assert f"Go on with 3 tasks ({command} --tasks 3), or choose another" in said
+        assert "Go on with 3 tasks (tasks: 3). To start over, choose another run_folder" in said
+        assert f"The whole command: {command} --tasks 3\n" in said
         assert "set finished_from to the old run_folder" in said
+        assert main(["run", "job.yaml", "--print-config"]) == 0
+        Path("long.yaml").write_text(capfd.readouterr().out)
+        assert main(["run", "long.yaml", "--executor.tasks=2"]) == 1
+        long = "datatrove-ckpt run long.yaml --executor.tasks=3"
+        assert f"The whole command: {long}\n" in capfd.readouterr().err
+        assert main(["run", "long.yaml", "--pipeline.1.rollout_fn.prompt=Tell {text}"]) == 1
+        assert " --pipeline.1.accept_changes=true\n" in capfd.readouterr().err
         assert main(["run", "job.yaml", *skip.split()]) == 0
 
 
@@ -986,7 +936,7 @@ def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continue
         said = capfd.readouterr().err
         assert "the same command" not in said
         assert "The prompt is longer" not in said
-        printed = said.partition("To continue: datatrove-ckpt ")[2].splitlines()[0]
+        printed = said.partition("The whole command: datatrove-ckpt ")[2].splitlines()[0]
         assert main(shlex.split(printed)) == 0
 
 

@@ -8,6 +8,7 @@ from itertools import cycle
 
 import pytest
 
+from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
@@ -21,7 +22,6 @@ from datatrove_ckpt.inference.servers.probes import (
     adapt_admission,
     read_metrics,
 )
-from datatrove_ckpt.process.memory import ByteBudget
 from tests.simulated_engine import Engine, Simulation
 
 ENGINES = {

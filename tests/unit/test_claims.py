@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import LAUNCH, Claims, claimants, given_up
+from datatrove_ckpt.claims.claims import Claims, claimants, given_up
 from datatrove_ckpt.claims.stores import DiskClaims, Mark, ObjectClaims, new_owner, open_reader
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import CheckpointLocked
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 
@@ -465,12 +466,6 @@ def test_an_owner_of_an_earlier_release_with_a_host_name_is_judged_by_its_beats(
     host = xxhash.xxh32(socket.gethostname().encode()).hexdigest()
     gone = f"{host}{2**22 + 1:08x}{7:016x}{1:08x}"
     assert list(is_alive_here(gone, tmp_path)) == [True, False]
-
-
-def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
-    first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
-    assert first.store.put(Mark(0, 1, first.owner), b"{}") is True
-    assert second.store.put(Mark(0, 1, second.owner), b"{}") is False
 
 
 def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(

@@ -335,7 +335,7 @@ def test_a_server_that_refuses_every_request_is_asked_once(status):
         "for model 'm'",  # that of the request
         "no way",
         "/v1/chat/completions",
-        "endpoint_url" if status < 401 else "",
+        "the endpoint's URL" if status < 401 else "",
     ):
         assert word in str(outcome.result)
     assert outcome.stats.errors == {f"HTTP {status}": 1}
@@ -473,7 +473,7 @@ def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(bod
     outcome = Outcome(answer(html(body)), **KINDS["endpoint"])
     assert isinstance(outcome.result, ServerRefused)
     assert "/v1/chat/completions has sent 3 answers in a row" in str(outcome.result)
-    assert "correct endpoint_url or the proxy" in str(outcome.result)
+    assert "correct the endpoint's URL or the proxy" in str(outcome.result)
     assert (
         str(outcome.result).strip("'").endswith(json.dumps(body.decode())[1:-1].replace('\\"', '"'))
     )

@@ -9,6 +9,7 @@ from contextlib import suppress
 import orjson
 import pytest
 
+from datatrove_ckpt.common.memory import ByteBudget, usable_memory
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.scheduler import DocumentLimit
 from datatrove_ckpt.inference.client import transport
@@ -16,7 +17,6 @@ from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.transport import make_transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.process.memory import ByteBudget, usable_memory
 from datatrove_ckpt.rollouts import media_part
 from datatrove_ckpt.rollouts.media import split_media
 

@@ -59,15 +59,6 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
         chunks.admit("another", no_position)
 
 
-def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path):
-    chunks, _ = tracker(tmp_path, ResumePoint(last_cached=1))
-    assert admit(chunks, 0).cached
-    with pytest.raises(CheckpointMismatch, match="shrunk, or limit of the reader was lowered"):
-        chunks.end_of_input()
-    assert admit(chunks, 1).cached
-    chunks.end_of_input()
-
-
 # the whole ---------------------------------------------------------------------------------------
 
 
@@ -87,11 +78,11 @@ def opened(
     **changes,
 ):
     identity = RunIdentity({"records_per_chunk": records_per_chunk, "tasks": 1})
-    settings = CheckpointManager(
-        folder, 0, records_per_chunk, identity, nothing, nothing, **changes
-    )
+    settings = CheckpointManager(folder, 0, records_per_chunk, identity, **changes)
     output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
-    return OpenCheckpoint(settings, settings.take(), output)
+    with settings.look() as found:
+        lease = found.take(nothing)
+    return OpenCheckpoint(settings, lease, output)
 
 
 def run(checkpoint, number):

@@ -7,7 +7,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.generation.generate import request_seed
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, run_job, runner
 
 
 def payload(text, **params):
@@ -47,12 +47,10 @@ def test_an_answer_that_is_kept_is_found_again(tmp_path):
 
     with FakeServer() as server, FakeServer() as undisturbed:
         with pytest.raises(Exception, match="once"):
-            runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
+            run_job(tmp_path / "a", server, 2, rollout, config={"seed": 7})
         failing = False
-        runner(tmp_path / "a", server, rollout, config={"seed": 7}, accept_changes=True).run(
-            documents(2)
-        )
-        runner(tmp_path / "b", undisturbed, rollout, config={"seed": 7}).run(documents(2))
+        run_job(tmp_path / "a", server, 2, rollout, config={"seed": 7}, accept_changes=True)
+        run_job(tmp_path / "b", undisturbed, 2, rollout, config={"seed": 7})
     assert len(server.payloads) == 4
     assert outputs(tmp_path / "a/output") == outputs(tmp_path / "b/output")
 
@@ -61,10 +59,10 @@ def test_a_payloads_own_seed_is_left_as_it_is(tmp_path, server):
     async def rollout(document, generate):
         return await generate(payload(document.text, seed=1))
 
-    runner(tmp_path / "a", server, rollout, config={"seed": 7}).run(documents(2))
-    runner(
-        tmp_path / "b", server, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}
-    ).run(documents(2))
+    run_job(tmp_path / "a", server, 2, rollout, config={"seed": 7})
+    run_job(
+        tmp_path / "b", server, 2, ask, config={"seed": 7, "default_generation_params": {"seed": 1}}
+    )
     assert seeds(server) == [1, 1, 1, 1]
 
 

@@ -405,8 +405,7 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path,
         assert {row["x"].dtype for row in rows if row} == {np.dtype(np.int64)}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", ["large rows", "repeated texts", "compressed batches"])
+@pytest.mark.matrix("case", ["large rows", "repeated texts", "compressed batches"])
 def test_what_is_read_beside_a_window_is_bounded(tmp_path, case):
     """Beside the window: one group that is being decoded, of one file, and not one of each file."""
     for number in range(6):

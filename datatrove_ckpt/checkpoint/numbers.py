@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 
@@ -200,7 +201,7 @@ class Sums(NamedTuple):
     def __add__(self, other: object) -> Sums:
         if not isinstance(other, Sums):
             return NotImplemented
-        ends = [end for end in (*self[3:], *other[3:]) if end is not None]
+        ends = [end for end in self[3:] + other[3:] if end is not None]
         return Sums(
             self.n + other.n,
             self.total + other.total,
@@ -290,6 +291,19 @@ class WorkStats(Added):
 
 
 _SUMS = WorkStats.__slots__[:-1]
+
+
+@dataclass(slots=True, frozen=True)
+class Done(Added):
+    """Finished documents, what they took, and the seconds of all attempts so far."""
+
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    work: WorkStats = field(default_factory=WorkStats)
+    seconds: Seconds = NO_SECONDS
+
+    @classmethod
+    def of(cls, documents: Sequence[Took]) -> Self:
+        return cls(DocumentCounts.of(documents), WorkStats.of(documents))
 
 
 @dataclass(slots=True)

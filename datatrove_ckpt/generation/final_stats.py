@@ -7,12 +7,12 @@ run another rank before.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
 
-from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import read_commits, sum_work
+from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     SHARD,
@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Sums, WorkStats
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, Sums
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.readers.shard import ShardRecord
@@ -39,9 +39,7 @@ class RankNumbers:
     """
 
     def __init__(self, rank: int, root: Path | None = None, opened: Path | None = None) -> None:
-        self.counts = DocumentCounts()
-        self.work = WorkStats()
-        self.seconds = NO_SECONDS
+        self._done = Done()
         self._opened = opened
         self._shard: Path | None = None
         if root is None:
@@ -50,25 +48,20 @@ class RankNumbers:
         for parent in (root, *retry_folders(root)):
             folder = rank_folder(parent, rank)
             if folder != opened:
-                self._add(folder, *sum_work(read_commits(folder / COMMITS).values()))
+                self._add(folder, sum_commits(read_commits(folder / COMMITS).values()))
 
-    def _add(
-        self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds
-    ) -> None:
+    def _add(self, folder: Path | None, done: Done) -> None:
         if folder is not None and retry_number(folder.parent.name) is not None:
-            self.counts += counts.of_retry()
-        else:
-            self.counts += counts
-        self.work += work
-        self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
+            done = replace(done, counts=done.counts.of_retry())
+        self._done += done
 
     def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
         """Sets the numbers of a step. ``checkpoint``: the open one, closed."""
         if checkpoint is not None:
-            self._add(self._opened, checkpoint.counts, checkpoint.work, checkpoint.seconds)
-        counts = self.counts
-        work = self.work
-        seconds = self.seconds
+            self._add(self._opened, checkpoint.done)
+        counts = self._done.counts
+        work = self._done.work
+        seconds = self._done.seconds
         skipped = SkippedLines()
         if self._shard is not None:
             record = ShardRecord.read(self._shard) or ShardRecord()

@@ -9,14 +9,15 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
-from datatrove_ckpt.checkpoint.clock import RankClock, Seconds
+from datatrove_ckpt.checkpoint.clock import RankClock
 from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
+from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.open_checkpoint import LastRecords, OpenCheckpoint, no_records
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
@@ -40,8 +41,7 @@ class NullCheckpoint:
         self.publishing = 0
         self.publishing_behind = False
         self.resumed = ResumePoint()
-        self.counts = DocumentCounts()
-        self.work = WorkStats()
+        self._done = Done()
         self.clock = RankClock()
         self.on_change: Callable[[], None] = lambda: None
         self.error: BaseException | None = None
@@ -90,9 +90,9 @@ class NullCheckpoint:
         """Drops the records: there is no folder for a history."""
 
     def fill_in(self, progress: Progress) -> None:
-        progress.in_work = self._admitted - self.counts.read
-        progress.seconds = self.seconds
-        progress.documents = self.counts
+        progress.in_work = self._admitted - self._done.counts.read
+        progress.seconds = self.clock.now()
+        progress.documents = self._done.counts
 
     def admit(
         self, fingerprint: str, position: Callable[[], object] = lambda: None
@@ -110,8 +110,7 @@ class NullCheckpoint:
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         self.raise_failure()
-        self.counts += DocumentCounts.of([finished.took])
-        self.work += WorkStats.of([finished.took])
+        self._done += Done.of([finished.took])
         if finished.outcome == "written":
             self._handed_over += len(finished.document)
             self._queue.put((slot, finished))
@@ -127,8 +126,8 @@ class NullCheckpoint:
             raise self.error
 
     @property
-    def seconds(self) -> Seconds:
-        return self.clock.now()
+    def done(self) -> Done:
+        return replace(self._done, seconds=self.clock.now())
 
     @property
     def congested(self) -> bool:

@@ -339,17 +339,18 @@ class RankReporter:
     def progress(self) -> history.Progress:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
         self._sum_up()
-        errors = Counter[str]()
-        found = history.Progress(
-            own=replace(self.own, errors=errors, tiers=self.own.tiers.copy()),
-            position=self.position(),
-        )
+        # Copies of the counters: they grow while other threads add them up.
+        own = replace(self.own, tiers=Counter(self.own.tiers))
+        found = history.Progress(own=own, position=self.position())
         for client in self.clients:
-            found.own.sent += client.stats.requests
-            found.own.retries += client.stats.retries
-            found.own.resent += client.stats.resent
-            errors.update(client.stats.errors)
-            found.in_flight += client.stats.in_flight
+            stats = client.stats
+            found.own += WorkCounts(
+                sent=stats.requests,
+                retries=stats.retries,
+                resent=stats.resent,
+                errors=Counter(stats.errors),
+            )
+            found.in_flight += stats.in_flight
             found.waiting += client.waiting
         found.waiting += sum(model.early for model in self._models.values())
         found.wait = self._wait()

@@ -18,11 +18,9 @@ from datatrove_ckpt.checkpoint.layout import (
     SHARD,
     rank_folder,
     retry_folders,
-    retry_number,
 )
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, Sums
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.rollouts.batch import BatchRollout
 
@@ -31,41 +29,35 @@ class RankNumbers:
     """The numbers of a rank and its retries. Each document counts once.
 
     Args:
-        root: ``checkpoints_local_dir``; None: there are no folders.
+        root: ``checkpoints_local_dir``.
         opened: the folder of the checkpoint that ``fill`` gets.
 
     Raises:
         CheckpointCorrupt: a commit of another folder is damaged.
     """
 
-    def __init__(self, rank: int, root: Path | None = None, opened: Path | None = None) -> None:
+    def __init__(self, rank: int, root: Path, opened: Path | None = None) -> None:
         self._done = Done()
-        self._opened = opened
-        self._shard: Path | None = None
-        if root is None:
-            return
+        self._opens_retry = opened is not None and opened.parent != root
         self._shard = rank_folder(root, rank) / SHARD
         for parent in (root, *retry_folders(root)):
             folder = rank_folder(parent, rank)
             if folder != opened:
-                self._add(folder, sum_commits(read_commits(folder / COMMITS).values()))
+                self._add(parent != root, sum_commits(read_commits(folder / COMMITS).values()))
 
-    def _add(self, folder: Path | None, done: Done) -> None:
-        if folder is not None and retry_number(folder.parent.name) is not None:
+    def _add(self, is_retry: bool, done: Done) -> None:
+        if is_retry:
             done = replace(done, counts=done.counts.of_retry())
         self._done += done
 
-    def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
+    def fill(self, stats: Stats, checkpoint: OpenCheckpoint | None = None) -> None:
         """Sets the numbers of a step. ``checkpoint``: the open one, closed."""
         if checkpoint is not None:
-            self._add(self._opened, checkpoint.done)
+            self._add(self._opens_retry, checkpoint.done)
         counts = self._done.counts
         work = self._done.work
         seconds = self._done.seconds
-        skipped = SkippedLines()
-        if self._shard is not None:
-            record = ShardRecord.read(self._shard) or ShardRecord()
-            skipped = record.skipped
+        skipped = (ShardRecord.read(self._shard) or ShardRecord()).skipped
         found = {
             "prompt_tokens": metric(work.prompt_tokens, "request"),
             "completion_tokens": metric(work.completion_tokens, "request"),

@@ -106,7 +106,7 @@ def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path):
     ):
         runner(tmp_path, server, returns_them).run(documents(2))
     assert "BadRequestError: HTTP 400" in str(caught.value)
-    assert "skip_bad_requests=True" in str(caught.value)
+    assert "set skip_bad_requests" in str(caught.value)
     assert caught.value.payload is not None
 
 

@@ -318,9 +318,9 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused():
     for window in (0, True, "256", "1PB", 1.5):
         with pytest.raises(ConfigError, match="shuffle_window must be"):
             parse_window(window)
-    for name, value in (("even", "cut"), ("batch", 0)):
-        with pytest.raises(ConfigError, match=f"{name}.* must be"):
-            settings(**{name: value})
+    for name, value in (("even", "cut"), ("batch_size", 0)):
+        with pytest.raises(ConfigError, match=f"{name}: must be"):
+            ReaderDataset(None, **{name: value})
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.history_records import (
+from datatrove_ckpt.checkpoint.history import (
     End,
     InputPosition,
     Progress,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
+from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.errors import CheckpointMismatch
 
@@ -37,7 +37,7 @@ class Chunk:
         full: no document of it follows.
         last_input: fingerprint of the last document.
         position: called when the chunk is committed, in the storage thread.
-        counts, work, dead_letters, files: of the written chunk. ``dead_letters`` are lines.
+        done, dead_letters, files: of the written chunk. ``dead_letters`` are lines.
     """
 
     index: int
@@ -49,8 +49,7 @@ class Chunk:
     full: bool = False
     last_input: str = ""
     position: PositionGetter = no_position
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
-    work: WorkStats = field(default_factory=WorkStats)
+    done: Done = field(default_factory=Done)
     dead_letters: bytearray = field(default_factory=bytearray)
     files: list[OutputFile] = field(default_factory=list)
 

@@ -17,6 +17,11 @@ class Seconds(NamedTuple):
     inference: float = 0.0
     total: float = 0.0
 
+    def __add__(self, other: object) -> Seconds:
+        if not isinstance(other, Seconds):
+            return NotImplemented
+        return Seconds(self.inference + other.inference, self.total + other.total)
+
     def or_later(self, other: Seconds) -> Seconds:
         return Seconds(max(self.inference, other.inference), max(self.total, other.total))
 

@@ -30,7 +30,7 @@ from datatrove_ckpt.checkpoint.lines import (
     scan_lines,
     seal,
 )
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, WorkStats
 from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -258,14 +258,14 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
         ) from error
 
 
-def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
-    """Returns counts, work and seconds over a rank's commits."""
+def sum_commits(commits: Collection[Commit]) -> Done:
+    """Returns the sums over a rank's commits."""
     counts = sum((commit.counts for commit in commits), DocumentCounts())
     work = sum((WorkStats.from_json(commit.work) for commit in commits), WorkStats())
     seconds = NO_SECONDS
     for commit in commits:
         seconds = seconds.or_later(commit.seconds)
-    return counts, work, seconds
+    return Done(counts, work, seconds)
 
 
 def count_unbroken(commits: Iterable[int]) -> int:

@@ -31,7 +31,7 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     scan_commits,
 )
-from datatrove_ckpt.checkpoint.history_read import History, read_history
+from datatrove_ckpt.checkpoint.history import History, read_history
 from datatrove_ckpt.checkpoint.identity import (
     check_shard,
     not_readable,

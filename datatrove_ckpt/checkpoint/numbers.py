@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 
@@ -63,6 +64,20 @@ class Added:
 
 
 @dataclass(slots=True, frozen=True)
+class Rates(Added):
+    """What is done per second. ``input``: in the input's unit."""
+
+    documents: float = 0.0
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    input: float = 0.0
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(value * factor for value in self.fields().values()))
+
+
+@dataclass(slots=True, frozen=True)
 class DocumentCounts(Added):
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
@@ -105,6 +120,10 @@ class DocumentCounts(Added):
         were read and dead before.
         """
         return replace(self, read=0, dead=self.dead - self.read)
+
+    def rates(self, input: int) -> Rates:
+        """Returns the rates if all of it, and of the input, was done in a second."""
+        return Rates(self.read, self.requests, self.prompt_tokens, self.completion_tokens, input)
 
     @property
     def odd_answers(self) -> str:
@@ -182,7 +201,7 @@ class Sums(NamedTuple):
     def __add__(self, other: object) -> Sums:
         if not isinstance(other, Sums):
             return NotImplemented
-        ends = [end for end in (*self[3:], *other[3:]) if end is not None]
+        ends = [end for end in self[3:] + other[3:] if end is not None]
         return Sums(
             self.n + other.n,
             self.total + other.total,
@@ -274,6 +293,19 @@ class WorkStats(Added):
 _SUMS = WorkStats.__slots__[:-1]
 
 
+@dataclass(slots=True, frozen=True)
+class Done(Added):
+    """Finished documents, what they took, and the seconds of all attempts so far."""
+
+    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    work: WorkStats = field(default_factory=WorkStats)
+    seconds: Seconds = NO_SECONDS
+
+    @classmethod
+    def of(cls, documents: Sequence[Took]) -> Self:
+        return cls(DocumentCounts.of(documents), WorkStats.of(documents))
+
+
 @dataclass(slots=True)
 class WorkCounts(Added):
     """What attempts did. A kill loses the last minute of these counts; counts of documents are
@@ -320,20 +352,6 @@ class WorkCounts(Added):
 
 
 _WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type == "int")
-
-
-@dataclass(slots=True, frozen=True)
-class Rates(Added):
-    """What is done per second. ``input``: in the input's unit."""
-
-    documents: float = 0.0
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-    input: float = 0.0
-
-    def __mul__(self, factor: float) -> Self:
-        return type(self)(*(value * factor for value in self.fields().values()))
 
 
 @dataclass(slots=True, kw_only=True)

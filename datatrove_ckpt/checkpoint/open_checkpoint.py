@@ -23,9 +23,9 @@ from datatrove_ckpt.checkpoint.chunks import (
     PositionGetter,
     no_position,
 )
-from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
+from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
-from datatrove_ckpt.checkpoint.history_records import Progress, Record
+from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.job import join_job
@@ -49,7 +49,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
+from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.placement import DiskRoom
 from datatrove_ckpt.checkpoint.publishing import Output, Publisher
 from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
@@ -220,21 +220,12 @@ class OpenCheckpoint:
     # state ---------------------------------------------------------------------------------------
 
     @property
-    def seconds(self) -> Seconds:
-        return self._files.seconds
+    def done(self) -> Done:
+        """What all attempts of the rank committed. The storage thread adds to it.
 
-    @property
-    def counts(self) -> DocumentCounts:
-        """What all attempts of the rank committed. The storage thread adds to it."""
-        return self._files.counts
-
-    @property
-    def work(self) -> WorkStats:
-        """What the documents of all attempts took, as far as they are committed.
-
-        To be read after ``close``.
+        It has the last chunk's numbers after ``close``.
         """
-        return self._files.work
+        return self._files.done
 
     @property
     def congested(self) -> bool:

@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Took, WorkStats
+from datatrove_ckpt.checkpoint.numbers import Done, Took
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -106,12 +106,12 @@ class Publisher:
         # Closed also on failure, where the traceback would keep the journal open.
         with closing(_WrittenDocuments(chunk, journal, self.lease)) as documents:
             chunk.files = self.output.write_chunk(chunk.index, documents)
-        if chunk.counts.read != chunk.read:
+        written = chunk.done.counts.read
+        if written != chunk.read:
             raise CheckpointCorrupt(
                 "The journal ",
                 journal.path,
-                f" holds {chunk.counts.read} documents instead of {chunk.read}; its output is not "
-                "committed.",
+                f" holds {written} documents instead of {chunk.read}; its output is not committed.",
             )
         self.output.placement.wait(
             chunk.index, WaitingChunk(partial(self.on_published, chunk), self._fail)
@@ -141,8 +141,7 @@ class _WrittenDocuments:
 
     def _read(self) -> Generator[Finished, None, None]:
         chunk = self.chunk
-        chunk.counts = DocumentCounts()
-        chunk.work = WorkStats()
+        chunk.done = Done()
         chunk.dead_letters = bytearray()
         took: list[Took] = []
         with closing(self.journal.read_in_order()) as documents:
@@ -161,6 +160,5 @@ class _WrittenDocuments:
         self.lease.check()
 
     def _count(self, took: list[Took]) -> None:
-        self.chunk.counts += DocumentCounts.of(took)
-        self.chunk.work += WorkStats.of(took)
+        self.chunk.done += Done.of(took)
         took.clear()

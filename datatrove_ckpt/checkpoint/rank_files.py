@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,8 +20,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
-from datatrove_ckpt.checkpoint.history_log import HistoryLog
-from datatrove_ckpt.checkpoint.history_records import End, Progress, Record, Start
+from datatrove_ckpt.checkpoint.history import End, HistoryLog, Progress, Record, Start
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
@@ -139,18 +138,14 @@ class RankFiles:
 
     def __post_init__(self) -> None:
         point = self.point
-        self.counts = point.counts
-        """What all attempts of the rank committed."""
-        self.work = point.work
-        """What the committed documents took.
+        self.done = point.committed
+        """What all attempts of the rank committed.
 
         It has the last chunk's numbers once ``committed`` has counted it.
         """
         self.finished = point.finished
         """The documents that all attempts finished: those in commits and those in journals."""
-        self.seconds = point.seconds
-        """What the rank took until the last commit."""
-        self.clock = RankClock(point.seconds)
+        self.clock = RankClock(point.committed.seconds)
         self.committed = 0
         """Number of chunks that this process committed."""
         self._journals = dict(point.journals)
@@ -253,20 +248,18 @@ class RankFiles:
         commit = Commit(
             chunk_index=chunk.index,
             first_ordinal=chunk.first_ordinal,
-            counts=chunk.counts,
+            counts=chunk.done.counts,
             files=chunk.files,
             position=chunk.position(),
             last_input=chunk.last_input,
             dead_letters_size=self._dead_letters.size,
-            work=chunk.work.fields(),
+            work=chunk.done.work.fields(),
             seconds=seconds,
             at=unix_seconds(),
         )
         self.log.append(commit)
         self._forget(chunk)
-        self.counts += chunk.counts
-        self.work += chunk.work
-        self.seconds = seconds
+        self.done = replace(self.done + chunk.done, seconds=seconds)
         # Last, because the event loop may then take the rank for finished.
         self.committed += 1
 

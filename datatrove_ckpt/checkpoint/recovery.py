@@ -23,17 +23,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
     CommitLog,
     read_last_chunk,
-    sum_work,
+    sum_commits,
 )
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.layout import (
@@ -43,7 +42,7 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import CheckpointCorrupt
 
@@ -61,9 +60,8 @@ class ResumePoint:
         journals: journals of uncommitted chunks, by chunk index.
         last_cached: the highest ordinal of the unfinished documents that have answers; -1: none.
         answers: number of their answers.
-        counts, work: what all earlier attempts committed.
+        committed: what all earlier attempts committed, with all their recorded time.
         finished: their finished documents, in commits and journals.
-        seconds: their recorded time.
         interrupted: an earlier attempt did not complete.
     """
 
@@ -75,10 +73,8 @@ class ResumePoint:
     journals: dict[int, ChunkJournal] = field(default_factory=dict)
     last_cached: int = -1
     answers: int = 0
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
+    committed: Done = field(default_factory=Done)
     finished: DocumentCounts = field(default_factory=DocumentCounts)
-    work: WorkStats = field(default_factory=WorkStats)
-    seconds: Seconds = NO_SECONDS
     interrupted: bool = False
 
     def chunk_ends(self, records_per_chunk: int) -> Iterator[int]:
@@ -128,9 +124,11 @@ def recover(
         else:
             journal.remove()  # a kill came before its first line was written
     finished = set[int]()
+    seconds = point.committed.seconds
     for journal in point.journals.values():
-        point.seconds = point.seconds.or_later(journal.seconds)
+        seconds = seconds.or_later(journal.seconds)
         finished.update(journal.recovered)
+    point.committed = replace(point.committed, seconds=seconds)
     # Not all at once: of provider batches, a million documents may have answers.
     for ordinal, number in cache.answer_counts():
         if ordinal not in finished:
@@ -151,8 +149,8 @@ def _resume_point(log: CommitLog) -> ResumePoint:
         point.next_ordinal = commit.next_ordinal
         point.position = commit.position
         point.milestones[commit.next_ordinal - 1] = commit.last_input
-    point.counts, point.work, point.seconds = sum_work(log.commits.values())
-    point.finished = point.counts
+    point.committed = sum_commits(log.commits.values())
+    point.finished = point.committed.counts
     point.done = {
         index: commit for index, commit in log.commits.items() if index >= point.next_chunk
     }

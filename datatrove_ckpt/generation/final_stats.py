@@ -7,19 +7,19 @@ run another rank before.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
 
-from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import read_commits, sum_work
+from datatrove_ckpt.checkpoint.commits import read_commits, sum_commits
 from datatrove_ckpt.checkpoint.layout import (
     COMMITS,
     SHARD,
     rank_folder,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Sums, WorkStats
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, Sums
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.rollouts.batch import BatchRollout
@@ -37,33 +37,26 @@ class RankNumbers:
     """
 
     def __init__(self, rank: int, root: Path, opened: Path | None = None) -> None:
-        self.counts = DocumentCounts()
-        self.work = WorkStats()
-        self.seconds = NO_SECONDS
+        self._done = Done()
         self._opens_retry = opened is not None and opened.parent != root
         self._shard = rank_folder(root, rank) / SHARD
         for parent in (root, *retry_folders(root)):
             folder = rank_folder(parent, rank)
             if folder != opened:
-                self._add(parent != root, *sum_work(read_commits(folder / COMMITS).values()))
+                self._add(parent != root, sum_commits(read_commits(folder / COMMITS).values()))
 
-    def _add(
-        self, is_retry: bool, counts: DocumentCounts, work: WorkStats, seconds: Seconds
-    ) -> None:
+    def _add(self, is_retry: bool, done: Done) -> None:
         if is_retry:
-            self.counts += counts.of_retry()
-        else:
-            self.counts += counts
-        self.work += work
-        self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
+            done = replace(done, counts=done.counts.of_retry())
+        self._done += done
 
     def fill(self, stats: Stats, checkpoint: OpenCheckpoint | None = None) -> None:
         """Sets the numbers of a step. ``checkpoint``: the open one, closed."""
         if checkpoint is not None:
-            self._add(self._opens_retry, checkpoint.counts, checkpoint.work, checkpoint.seconds)
-        counts = self.counts
-        work = self.work
-        seconds = self.seconds
+            self._add(self._opens_retry, checkpoint.done)
+        counts = self._done.counts
+        work = self._done.work
+        seconds = self._done.seconds
         skipped = (ShardRecord.read(self._shard) or ShardRecord()).skipped
         found = {
             "prompt_tokens": metric(work.prompt_tokens, "request"),

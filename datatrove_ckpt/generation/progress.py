@@ -2,7 +2,7 @@
 
 The history gets a line after 1, 2, 4, ... seconds, each minute, and at events and the end of the
 attempt. The storage thread adds its numbers, and writes the line
-(``checkpoint/history_records.py``).
+(``checkpoint/history.py``).
 ``final_stats`` has the numbers of all attempts.
 """
 
@@ -22,8 +22,8 @@ from typing import cast
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import history_records
-from datatrove_ckpt.checkpoint.history_records import (
+from datatrove_ckpt.checkpoint import history
+from datatrove_ckpt.checkpoint.history import (
     End,
     InputPosition,
     Record,
@@ -143,7 +143,7 @@ class RankReporter:
         self._spread = Spread()
         self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
-        self.last = history_records.Progress()
+        self.last = history.Progress()
 
     # what happens --------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class RankReporter:
             what=cast("ServerWhat", what),
             name=name,
             url=url and redact(url),
-            why=redact(why)[: history_records.MAX_TEXT],
+            why=redact(why)[: history.MAX_TEXT],
         )
         self._checkpoint.note(event)
 
@@ -336,20 +336,21 @@ class RankReporter:
             if number % _SPREAD_EVERY == 0:
                 self._checkpoint.note(self.spread())
 
-    def progress(self) -> history_records.Progress:
+    def progress(self) -> history.Progress:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
         self._sum_up()
-        errors = Counter[str]()
-        found = history_records.Progress(
-            own=replace(self.own, errors=errors, tiers=self.own.tiers.copy()),
-            position=self.position(),
-        )
+        # Copies of the counters: they grow while other threads add them up.
+        own = replace(self.own, tiers=Counter(self.own.tiers))
+        found = history.Progress(own=own, position=self.position())
         for client in self.clients:
-            found.own.sent += client.stats.requests
-            found.own.retries += client.stats.retries
-            found.own.resent += client.stats.resent
-            errors.update(client.stats.errors)
-            found.in_flight += client.stats.in_flight
+            stats = client.stats
+            found.own += WorkCounts(
+                sent=stats.requests,
+                retries=stats.retries,
+                resent=stats.resent,
+                errors=Counter(stats.errors),
+            )
+            found.in_flight += stats.in_flight
             found.waiting += client.waiting
         found.waiting += sum(model.early for model in self._models.values())
         found.wait = self._wait()
@@ -384,10 +385,10 @@ class RankReporter:
         error = sys.exception()
         is_between_passes = error is None and self.waits_for_batches
         if is_between_passes or isinstance(error, WaitsForBatches):
-            return End(why="stopped", what=history_records.WAITS_FOR_BATCHES)
+            return End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
-        return End(why="error", what=_described(error)[: history_records.MAX_TEXT])
+        return End(why="error", what=_described(error)[: history.MAX_TEXT])
 
 
 @contextmanager

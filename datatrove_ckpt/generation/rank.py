@@ -501,7 +501,7 @@ class RankMessages:
         point = self.checkpoint.resumed
         if not point.is_fresh:
             done = plural_is(point.finished.read, "document")
-            written = point.counts.written
+            written = point.committed.counts.written
             if point.answers == 1:
                 answers = "1 answer waits"
             else:
@@ -534,7 +534,7 @@ class RankMessages:
         logger.warning(f"Task {self.rank}: interrupted by {shutdown.cause}{saved}")
 
     def done(self, where: str) -> None:
-        counts = self.checkpoint.counts
+        counts = self.checkpoint.done.counts
         if not counts.read:
             logger.success(
                 f"Task {self.rank}: there are no documents in its input.{self.progress.skipped}"

@@ -26,13 +26,13 @@ import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural
+from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.process.parent_watch import end_managers
 
 WAITING = "waiting for the server"
 READING = "reading the input"
 _RATE_SECONDS = 60.0
 _TIME_LEFT_SECONDS = 600.0
-_LONGEST_LEFT = 1e9  # a longer time left is chance
 _SAMPLE_SECONDS = 1.0
 _LEAST_CELLS = 8
 _MOST_CELLS = 40
@@ -80,17 +80,13 @@ class RankProgress(NamedTuple):
         return None
 
 
-class ScreenRates(NamedTuple):
-    documents: float
-    requests: float
-    tokens: float
-
-
-class _Sample(NamedTuple):
+class _Work(NamedTuple):
     """The work of this command so far. ``share``: sum over its ranks, each from 0 to 1."""
 
     at: float
-    work: list[int]
+    documents: float
+    requests: float
+    tokens: float
     share: float
 
 
@@ -127,7 +123,7 @@ class RunProgress:
         self.work = [0, 0, 0]  # documents, requests, tokens
         self._gained = 0.0
         self._shares: dict[int, float] = {}
-        self._samples = deque([_Sample(clock(), self.work, 0.0)])
+        self._samples = deque([self._sample()])
         self._newest_at = clock()  # when something was finished or answered
 
     def update(self, rank: int, progress: RankProgress) -> None:
@@ -192,15 +188,26 @@ class RunProgress:
         now = self._clock()
         # Time in which servers start, or none answers, is no time at work.
         if not (self._gained or any(self.work)) or len(self._outages) == len(self._at_work) > 0:
-            self._samples = deque([self._sample(now)])
+            self._samples = deque([self._sample()])
         if now - self._samples[-1].at < _SAMPLE_SECONDS:
             return
-        self._samples.append(self._sample(now))
+        self._samples.append(self._sample())
         while self._samples[0].at < now - _TIME_LEFT_SECONDS and len(self._samples) > 2:
             self._samples.popleft()
 
-    def _sample(self, now: float) -> _Sample:
-        return _Sample(now, self.work, self._gained)
+    def _sample(self) -> _Work:
+        documents, requests, tokens = self.work
+        return _Work(self._clock(), documents, requests, tokens, self._gained)
+
+    def rates(self, seconds: float = _RATE_SECONDS) -> _Work:
+        """Returns the work per second in the last seconds."""
+        now = self._sample()
+        first = next(
+            (sample for sample in self._samples if sample.at >= now.at - seconds),
+            self._samples[-1],
+        )
+        passed = max(now.at - first.at, 1e-9)
+        return _Work(*((after - then) / passed for then, after in zip(first, now, strict=True)))
 
     @property
     def share(self) -> float | None:
@@ -241,42 +248,24 @@ class RunProgress:
         return min(complete, self._with_input)
 
     @property
-    def rates(self) -> ScreenRates:
-        now = self._sample(self._clock())
-        first = self._since(now.at - _RATE_SECONDS)
-        seconds = max(now.at - first.at, 1e-9)
-        return ScreenRates(
-            *(
-                (after - before) / seconds
-                for before, after in zip(first.work, now.work, strict=True)
-            )
-        )
-
-    @property
     def seconds_left(self) -> float | None:
         """Seconds left at the rate of the last ten minutes, at least those of the slowest rank.
 
         None if unknown, in an outage, and once nothing has been answered for longer than that.
         """
         share = self.share
-        now = self._clock()
-        first = self._since(now - _TIME_LEFT_SECONDS)
-        if share is None or self._outages or self._gained <= first.share or now <= first.at:
+        if share is None or self._outages:
             return None
-        rate = (self._gained - first.share) / (now - first.at) / self._with_input
-        left = (1.0 - share) / rate
+        pace = self.rates(_TIME_LEFT_SECONDS).share / self._with_input
+        now = self._clock()
+        ranks = []
         for rank, one in self._at_work.items():
             at, before = self._begun.get(rank, (now, 0.0))
             moved = (one.share or 0.0) - before
             # The first answers are no pace.
             if moved > 0 and now - at >= _RATE_SECONDS:
-                left = max(left, (1.0 - before - moved) * (now - at) / moved)
-        if now - self._newest_at <= left < _LONGEST_LEFT:
-            return left
-        return None
-
-    def _since(self, at: float) -> _Sample:
-        return next((sample for sample in self._samples if sample.at >= at), self._samples[-1])
+                ranks.append((1.0 - before - moved) * (now - at) / moved)
+        return time_left(1.0 - share, pace, now - self._newest_at, ranks)
 
     @property
     def _outages(self) -> list[RankProgress]:
@@ -296,7 +285,7 @@ class RunProgress:
             return ""
         newest = min(at_work, key=lambda progress: progress.seconds)
         # Short tasks that have just begun.
-        if newest.state in (WAITING, READING) and self.rates.documents:
+        if newest.state in (WAITING, READING) and self.rates().documents:
             return ""
         if not newest.seconds:
             return newest.state
@@ -315,7 +304,7 @@ class RunProgress:
         """Returns the other texts with weights: a narrow terminal drops the highest weights
         first.
         """
-        rates = self.rates
+        rates = self.rates()
         left = self.seconds_left
         parts = [(0, plural(self.documents, "doc"))]
         if self.ranks > 1:

@@ -13,16 +13,19 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
-from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary, History
-from datatrove_ckpt.checkpoint.history_records import (
+from datatrove_ckpt.checkpoint.history import (
+    RATE_SECONDS,
     WAITS_FOR_BATCHES,
+    AttemptSummary,
+    History,
     InputPosition,
     Progress,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import RankLedger
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Rates, RunNumbers, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import Rates, RunNumbers, WorkCounts
 from datatrove_ckpt.common.formatting import duration, plural
+from datatrove_ckpt.common.time_left import time_left
 from datatrove_ckpt.run_folder.run_state import RankState
 
 SILENT_SECONDS = 180.0
@@ -161,10 +164,9 @@ def _measure(rank: RankState, recent: History, last: Progress) -> None:
         rank.wait = last.wait
         if not last.silence.lasts:
             rank.rates = recent.rates()
-    if rank.position.total is not None and rank.rates.input > 0 and seconds >= _MIN_SECONDS - 1:
-        left = max(0, rank.position.total - rank.position.done) / rank.rates.input
-        if left >= rank.wait.quiet:
-            rank.time_left = left
+    if rank.position.total is not None and seconds >= _MIN_SECONDS - 1:
+        rest = max(0, rank.position.total - rank.position.done)
+        rank.time_left = time_left(rest, rank.rates.input, rank.wait.quiet)
     rank.has_rate = seconds >= RATE_SECONDS - 1
 
 
@@ -242,7 +244,3 @@ def _speed(done: Rates | WorkCounts, seconds: float = 1.0) -> tuple[float, float
     return done.documents / seconds, (
         done.prompt_tokens + done.completion_tokens or done.requests
     ) / seconds
-
-
-def done_rates(counts: DocumentCounts, done: int) -> Rates:
-    return Rates(counts.read, counts.requests, counts.prompt_tokens, counts.completion_tokens, done)

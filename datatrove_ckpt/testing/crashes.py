@@ -15,7 +15,7 @@ from unittest.mock import patch
 import xxhash
 
 from datatrove_ckpt.checkpoint import clock
-from datatrove_ckpt.checkpoint.history_records import parse_line
+from datatrove_ckpt.checkpoint.history import parse_line
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
 from datatrove_ckpt.checkpoint.lines import whole_lines
 from datatrove_ckpt.testing.disks import (

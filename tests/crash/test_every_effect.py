@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
-from datatrove_ckpt.checkpoint import files, history_log, storage
+from datatrove_ckpt.checkpoint import files, storage
 from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
-from datatrove_ckpt.checkpoint.history_records import End
+from datatrove_ckpt.checkpoint.history import End
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.open_checkpoint import LockedRank
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
@@ -287,8 +287,8 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     """No line that was synced is lost but those that are left out on purpose, and no torn line
     stays.
     """
-    monkeypatch.setattr(history_log, "MAX_BYTES", 800)
-    monkeypatch.setattr(history_log, "_THINNED_BYTES", 600)
+    monkeypatch.setattr("datatrove_ckpt.checkpoint.history.MAX_BYTES", 800)
+    monkeypatch.setattr("datatrove_ckpt.checkpoint.history._THINNED_BYTES", 600)
     path = folder / "checkpoints" / "00000" / "history.jsonl"
     with FakeServer(delay=slow_start) as server:
 

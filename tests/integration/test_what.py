@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.history_records import Start
+from datatrove_ckpt.checkpoint.history import Start
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
 from datatrove_ckpt.testing import outputs

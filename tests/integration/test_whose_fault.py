@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from datatrove.executor import LocalPipelineExecutor
 
-from datatrove_ckpt.checkpoint.history_records import Progress
+from datatrove_ckpt.checkpoint.history import Progress
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,

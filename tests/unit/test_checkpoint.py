@@ -238,7 +238,7 @@ def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
         last = replace(finished(3), seconds=Seconds(index, 2))
         ChunkJournal(journal_path(folder, index), 0).append([last])
     journal_path(folder, 3).touch()
-    assert recover(folder, log, cache, 4).seconds == (1, 2)
+    assert recover(folder, log, cache, 4).committed.seconds == (1, 2)
     assert journal_indices(folder) == [1]
     assert not list(cache.answer_counts())
     assert not (folder / DEAD_LETTERS).read_bytes()

@@ -8,8 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.history_log import HistoryLog, thinned
-from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Start, Wait
+from datatrove_ckpt.checkpoint.history import (
+    End,
+    HistoryLog,
+    InputPosition,
+    Progress,
+    Start,
+    Wait,
+    thinned,
+)
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.history_records import Silence, Wait
+from datatrove_ckpt.checkpoint.history import Silence, Wait
 from datatrove_ckpt.checkpoint.ledger import JobSums
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RunNumbers, WorkCounts
 from datatrove_ckpt.cli.status import describe

@@ -85,7 +85,7 @@ def test_an_outage_is_no_time_at_work_and_requests_show_until_the_first_document
     assert progress.seconds_left is None
     for documents in range(41, 81):
         work(documents)
-    assert progress.rates.documents == pytest.approx(1, rel=0.1)
+    assert progress.rates().documents == pytest.approx(1, rel=0.1)
     assert progress.seconds_left == pytest.approx(20, rel=0.1)
 
 

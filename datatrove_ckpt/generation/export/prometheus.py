@@ -27,7 +27,7 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread
+from datatrove_ckpt.checkpoint.history import Buckets, Progress, Spread
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
 
 _KEEP_ENDED_SECONDS = 120.0

@@ -1,0 +1,686 @@
+"""``history.jsonl`` of a rank: what its attempts did, one line per event.
+
+Recovery does not read it, so damage costs a line and never the run. Each line has a checksum
+(``lines``) and is a JSON object with the keys "k" (kind), "at" (Unix seconds) and "n" (number of
+the attempt, from 1: the owner's fence in ``run.json``).
+
+    k           keys
+    start       host, pid, job (of Slurm, or null), v (our version)
+    server      what, name, url (without secrets, or null), why
+    progress    s, d, c, all, own, err, own_err, tier, own_tier, q, w, out, pos, skip: see
+                ``Progress``
+    spread      ms, pt, ct: see ``Spread``
+    end         why, what
+
+Readers ignore keys and kinds of later releases.
+
+``HistoryLog`` appends lines, and bounds the file's size. A line is one write, so a kill tears at
+most the last line, which the next attempt cuts off. Readers skip other damaged lines. Beyond
+``MAX_BYTES`` a copy replaces the log. It has one progress line for each two minutes, or four,
+eight, and so on, and the first and the last line of each attempt. If starts and ends alone exceed
+the limit, the oldest lines go.
+
+``read_history`` parses attempts, server events, and as many progress lines as needed: ``status``
+needs the last minutes, and ``report`` an even sample. To parse the other lines would take longer
+than reading the rest of the rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
+from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, explained, last_lines, seal, unseal
+from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, Rates, WorkCounts
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
+
+ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
+"""A server: is started; answers; was started for an earlier rank of this process, and answers; died
+or was given up; is started again.
+"""
+EndWhy = Literal["done", "stopped", "error"]
+"""An attempt: every document is in the output; was asked to stop, and saved its work; failed."""
+
+WAITS_FOR_BATCHES = "a pass over the input, for batches of requests"
+"""What stops an attempt that has a batch at a provider: it needs no attention."""
+MAX_TEXT = 4000
+_MAX_KINDS = 64
+_LASTS = 30.0  # seconds
+_PROGRESS = b'"k":"progress"'
+
+
+class InputPosition(NamedTuple):
+    """How much of its input a rank has read.
+
+    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
+    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this one on
+    have no input; None if it is not known.
+    """
+
+    done: int = 0
+    total: int | None = None
+    unit: Literal["bytes", "rows"] | None = None
+    tasks: int | None = None
+
+    @property
+    def share(self) -> float | None:
+        """From 0 to 1; None if it is not known. An empty input is done."""
+        if self.unit is None or self.total is None:
+            return None
+        if not self.total:
+            return 1.0
+        return min(1.0, self.done / self.total)
+
+
+class Silence(NamedTuple):
+    """How long no request has been answered, and after how long the rank stops because of that; 0:
+    no request has failed.
+
+    ``unreachable``: no server can be reached. ``model``: whose servers, if there are several
+    models.
+    """
+
+    seconds: float = 0.0
+    patience: float = 0.0
+    unreachable: bool = False
+    model: str = ""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether people are told of it."""
+        return self.seconds >= _LASTS
+
+    def __str__(self) -> str:
+        server = "the server"
+        if self.model:
+            server = f"{server} of {self.model}"
+        if self.unreachable:
+            return f"{server} is unreachable"
+        return f"{server} gives no answers"
+
+
+class Wait(NamedTuple):
+    """What a rank waits for.
+
+    ``quiet``: seconds since the last answer, or since the first server was ready. ``oldest``:
+    seconds since the oldest request in flight was sent, and ``document`` the id of its document.
+    ``all_started``: no document is left to be started.
+    """
+
+    quiet: float = 0.0
+    oldest: float = 0.0
+    document: str = ""
+    all_started: bool = False
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> Self:
+        found = cls(*values)
+        return found._replace(document=_text(found.document))
+
+
+def _named_counts(counts: Json) -> Counter[str]:
+    return Counter({_text(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """``at``: Unix seconds. ``attempt``: its number, from 1; 0 until the log writes the line.
+
+    A kind of other keys than its fields has its own ``to_json`` and ``read``.
+    """
+
+    KIND: ClassVar[str]
+    at: float = 0.0
+    attempt: int = 0
+
+    def to_json(self) -> Json:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def to_line(self) -> bytes:
+        head = {"k": self.KIND, "at": round(self.at, 3), "n": self.attempt}
+        return seal(orjson.dumps(head | self.to_json()))
+
+    @classmethod
+    def read(cls, data: Json) -> Self:
+        """Raises KeyError, TypeError or ValueError if the JSON object is another one."""
+        return cls(**{name: data[name] for name in cls.__slots__ if name in data})
+
+
+@dataclass(slots=True, kw_only=True)
+class Start(_Record):
+    """The start of an attempt, which has locked the rank and opened its checkpoint.
+
+    Attributes:
+        job: of Slurm, as its commands name it.
+        v: version of this package.
+    """
+
+    KIND = "start"
+    host: str
+    pid: int
+    job: str | None = None
+    v: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerEvent(_Record):
+    """Something happened to a server.
+
+    Attributes:
+        name: of the server within the rank, such as "0".
+        url: without secrets.
+        why: of a death, one line.
+    """
+
+    KIND = "server"
+    what: ServerWhat
+    name: str = ""
+    url: str | None = None
+    why: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress(_Record):
+    """Where the rank stands: written at an attempt's start, after ten seconds, each minute, and at
+    its end.
+
+    Attributes:
+        seconds: of all attempts ("s").
+        documents: finished documents in commits and journals of all attempts, with their requests
+            and tokens, cached answers included ("d"). Exact after any kills.
+        chunks: committed chunks of all attempts ("c").
+        total: what all attempts did ("all", "err" and "tier"), without the last minute of killed
+            attempts.
+        own: what this attempt did ("own", "own_err" and "own_tier").
+        in_flight: requests at a server ("q", with the next two).
+        waiting: requests that wait for a server, a free slot or their next attempt.
+        in_work: documents.
+        wait: for answers ("w").
+        silence: of the servers ("out").
+        position: how much of the input is done ("pos").
+        skipped: lines of the input, over all attempts, that were no documents ("skip", if any).
+    """
+
+    KIND = "progress"
+    seconds: Seconds = NO_SECONDS
+    documents: DocumentCounts = field(default_factory=DocumentCounts)
+    chunks: int = 0
+    total: WorkCounts = field(default_factory=WorkCounts)
+    own: WorkCounts = field(default_factory=WorkCounts)
+    in_flight: int = 0
+    waiting: int = 0
+    in_work: int = 0
+    wait: Wait = field(default_factory=Wait)
+    silence: Silence = field(default_factory=Silence)
+    position: InputPosition = field(default_factory=InputPosition)
+    skipped: SkippedLines = field(default_factory=SkippedLines)
+
+    def to_json(self) -> Json:
+        found = {
+            "s": list(self.seconds),
+            "d": self.documents.numbers(),
+            "c": self.chunks,
+            "all": self.total.numbers(),
+            "own": self.own.numbers(),
+            "err": self.total.errors,
+            "own_err": self.own.errors,
+            "q": (self.in_flight, self.waiting, self.in_work),
+            "w": list(self.wait),
+            "out": list(self.silence if self.silence.model else self.silence[:3]),
+            "pos": list(self.position),
+        }
+        if self.total.tiers:
+            found |= {"tier": self.total.tiers, "own_tier": self.own.tiers}
+        if self.skipped:
+            found["skip"] = list(self.skipped)
+        return found
+
+    @classmethod
+    def read(cls, data: Json) -> Progress:
+        in_flight, waiting, in_work = data["q"]
+        return cls(
+            seconds=Seconds(*data["s"]),
+            documents=DocumentCounts(*data["d"][: len(NUMBERS)]),
+            chunks=data["c"],
+            total=_work(data, "all", ""),
+            own=_work(data, "own", "own_"),
+            in_flight=in_flight,
+            waiting=waiting,
+            in_work=in_work,
+            wait=Wait.from_json(data.get("w", ())),
+            silence=Silence(*data["out"]),
+            position=InputPosition(*data["pos"]),
+            skipped=SkippedLines.from_json(data.get("skip", ())),
+        )
+
+
+def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
+    errors = _named_counts(data[f"{prefix}err"])
+    tiers = _named_counts(data.get(f"{prefix}tier", {}))
+    return WorkCounts.from_json(data[numbers], errors, tiers)
+
+
+class Buckets(dict[int, int]):
+    """A histogram. Bucket 0 counts values below 1.
+
+    Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
+    power of two.
+    """
+
+    def count(self, value: float, times: int = 1) -> None:
+        bucket = 0
+        if value >= 1:
+            bucket = int(math.log2(value) * 4) + 1
+        self[bucket] = self.get(bucket, 0) + times
+
+    def count_all(self, values: Sequence[int]) -> int:
+        """Adds values, equal ones at once. Returns their sum."""
+        for value, times in Counter(values).items():
+            self.count(value, times)
+        return sum(values)
+
+    @staticmethod
+    def lower(bucket: int) -> float:
+        if bucket <= 0:
+            return 0.0
+        return float(2.0 ** ((bucket - 1) / 4))
+
+
+@dataclass(slots=True, kw_only=True)
+class Spread(_Record):
+    """The requests of this attempt that servers answered, as histograms, every ten minutes and at
+    the end.
+
+    Attributes:
+        milliseconds: from sending to the answer ("ms").
+        prompt_tokens, completion_tokens: of each answer ("pt", "ct").
+    """
+
+    KIND = "spread"
+    milliseconds: Buckets = field(default_factory=Buckets)
+    prompt_tokens: Buckets = field(default_factory=Buckets)
+    completion_tokens: Buckets = field(default_factory=Buckets)
+
+    def to_json(self) -> Json:
+        found = {"ms": self.milliseconds, "pt": self.prompt_tokens, "ct": self.completion_tokens}
+        return {name: sorted(buckets.items()) for name, buckets in found.items()}
+
+    @classmethod
+    def read(cls, data: Json) -> Spread:
+        return cls(
+            milliseconds=Buckets(data["ms"]),
+            prompt_tokens=Buckets(data["pt"]),
+            completion_tokens=Buckets(data["ct"]),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class End(_Record):
+    """The end of an attempt. Killed attempts have no such line.
+
+    Attributes:
+        what: "" if done; the cause of a stop, such as "SIGTERM"; or the error, without secrets.
+    """
+
+    KIND = "end"
+    why: EndWhy
+    what: str = ""
+
+
+Record = Start | ServerEvent | Progress | Spread | End
+_KINDS: dict[str, type[Record]] = {
+    kind.KIND: kind for kind in (Start, ServerEvent, Progress, Spread, End)
+}
+
+
+def parse_line(line: bytes) -> Record | None:
+    """Returns the record in a line; None if it is damaged, or of an unknown kind."""
+    body = unseal(line)
+    if body is None:
+        return None
+    try:
+        data = orjson.loads(body)
+        record = _KINDS[data["k"]].read(data)
+        record.at = data["at"]
+        record.attempt = data["n"]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return record
+
+
+def is_progress_line(line: bytes) -> bool:
+    return line.startswith(_PROGRESS, BODY_AT)
+
+
+def _text(text: str) -> str:
+    """Returns a text of a document or server without line breaks and control characters."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
+# the log -----------------------------------------------------------------------------------------
+
+MAX_BYTES = 900_000
+_THINNED_BYTES = MAX_BYTES // 2
+# Seconds of which one progress line is kept.
+_STEPS = [120 << power for power in range(20)]
+
+
+class HistoryLog:
+    """``history.jsonl`` of one rank, for the storage thread alone. Opening it cuts off a torn tail.
+
+    Args:
+        attempt: number of this process's attempt.
+
+    Attributes:
+        earlier, position, skipped: of the last progress line in the file.
+        generation: number of replacements. It grows before a replacement, so a reader that opens
+            the file and then finds an equal number has the matching file.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self.path = path
+        self._attempt = attempt
+        self.earlier = WorkCounts()
+        self.position = InputPosition()
+        self.skipped = SkippedLines()
+        content = self._read()
+        whole = content.rfind(b"\n") + 1
+        for line in reversed(content[:whole].splitlines(keepends=True)):
+            if not is_progress_line(line):
+                continue
+            record = parse_line(line)
+            if isinstance(record, Progress):
+                self.earlier = record.total
+                self.position = record.position
+                self.skipped = record.skipped
+                break
+        self.file = files.AppendFile(path, whole)
+        self._is_torn = False
+        self.generation = 0
+
+    def _read(self) -> bytes:
+        if not self.path.exists():
+            return b""
+        with explained("read", self.path):
+            return self.path.read_bytes()
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Appends the records with one write. Sets their attempt, and the totals of progress."""
+        lines = [b"\n"] if self._is_torn else []
+        for record in records:
+            record.attempt = self._attempt
+            if isinstance(record, Progress):
+                record.total = self.earlier + record.own
+            lines.append(record.to_line())
+        data = b"".join(lines)
+        if self.file.size and self.file.size + len(data) > MAX_BYTES:
+            self._thin()
+        self._is_torn = True  # unless all of it is written
+        self.file.append(data)
+        self._is_torn = False
+
+    def _thin(self) -> None:
+        content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
+        self.generation += 1
+        files.disk.replace(self.path, b"".join(content))
+        files.disk.forget(self.path)  # the descriptor is that of the old file
+        self.file = files.AppendFile(self.path)
+
+
+def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
+    """Returns lines in order, at most ``most`` bytes. Damaged lines go first."""
+    parsed = [(line, parse_line(line)) for line in lines]
+    found = [(line, record) for line, record in parsed if record is not None]
+    fixed = _fixed([record for _, record in found])
+    kept = [line for line, _ in found]
+    for step in _STEPS:
+        if sum(map(len, kept)) <= most:
+            break
+        last: dict[float, int] = {}
+        for index, (_, record) in enumerate(found):
+            if isinstance(record, Progress):
+                last[record.at // step] = index
+        chosen = fixed.union(last.values())
+        kept = [line for index, (line, _) in enumerate(found) if index in chosen]
+    while sum(map(len, kept)) > most:  # the events alone are too many
+        kept = kept[(len(kept) + 1) // 2 :]
+    return kept
+
+
+def _fixed(records: Sequence[Record]) -> set[int]:
+    """Returns indices of the lines to keep: events, and each attempt's first and last progress and
+    last histograms.
+    """
+    fixed: set[int] = set()
+    first: dict[int, int] = {}
+    last: dict[tuple[int, str], int] = {}
+    for index, record in enumerate(records):
+        if isinstance(record, Progress | Spread):
+            last[record.attempt, record.KIND] = index
+            if isinstance(record, Progress):
+                first.setdefault(record.attempt, index)
+        else:
+            fixed.add(index)
+    return fixed | set(first.values()) | set(last.values())
+
+
+# reading -----------------------------------------------------------------------------------------
+
+RATE_SECONDS = 300.0
+"""Rates are those of so many last seconds, at least."""
+_MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
+_TOGETHER = 0.1  # seconds between lines that were written together, at most
+_EVENTS = tuple(b'"k":"%s"' % kind.KIND.encode() for kind in (Start, End, ServerEvent))
+_SPREAD = b'"k":"%s"' % Spread.KIND.encode()
+
+
+@dataclass(slots=True)
+class AttemptSummary:
+    """An attempt, from the start of a rank to its end.
+
+    Attributes:
+        number: from 1.
+        started, last_seen: times of its first and last line.
+        ended: time of its end line; None: it still runs, or was killed.
+        why: "done", "stopped", "error", or "" without an end line.
+        what: what stopped it, or the error.
+        without_a_word: it ended without an end line.
+        counted_at: time of its last progress line.
+        cut_off: requests whose answers were not waited for, and that may be paid.
+        in_flight: requests in flight at its last progress line; None: there is no progress line.
+        own: the documents that it finished until its last line.
+    """
+
+    number: int
+    started: float
+    last_seen: float
+    ended: float | None = None
+    why: str = ""
+    what: str = ""
+    host: str = ""
+    pid: int | None = None
+    slurm_job: str | None = None
+    version: str = ""
+    without_a_word: bool = False
+    counted_at: float = 0.0
+    cut_off: int = 0
+    in_flight: int | None = None
+    own: int = 0
+
+    def take(self, record: Record) -> None:
+        self.last_seen = max(self.last_seen, record.at)
+        if isinstance(record, Start):
+            self.host = record.host
+            self.pid = record.pid
+            self.slurm_job = record.job
+            self.version = record.v
+            self.started = min(self.started, record.at)
+        elif isinstance(record, End):
+            self.ended = record.at
+            self.why = record.why
+            self.what = record.what
+            self.in_flight = self.in_flight or 0  # an attempt that could write its end had none
+        elif isinstance(record, Progress):
+            if record.own.sent:
+                self.in_flight = record.in_flight
+            self.own = record.own.documents
+            self.counted_at = record.at
+            own = record.own
+            ended = own.requests + own.failed + own.retries + own.resent
+            self.cut_off = max(0, own.sent - ended)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether its last progress line counts all that it did. A full disk may have no room for
+        that line, and room for the end line.
+        """
+        return self.ended is not None and self.ended - self.counted_at < _TOGETHER
+
+    @property
+    def how_it_ended(self) -> str:
+        if self.ended is None:
+            return "killed"
+        what = self.what.partition("\n")[0]
+        if self.why == "stopped" and what:
+            return f"stopped by {what}"
+        return what or self.why
+
+    @property
+    def place(self) -> str:
+        if self.slurm_job:
+            return f"{self.host}, Slurm job {self.slurm_job}"
+        return self.host
+
+
+@dataclass(slots=True)
+class History:
+    """The parsed part of a rank's history.
+
+    Attributes:
+        attempts: by ascending numbers.
+        minutes: progress lines, including the last line of each attempt.
+        spreads: the last line of each attempt, over all its requests. Read only with minutes.
+        servers: events of servers in the newest attempt.
+        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as lines
+            reach; None if the attempt has ended.
+    """
+
+    attempts: list[AttemptSummary] = field(default_factory=list)
+    minutes: list[Progress] = field(default_factory=list)
+    spreads: list[Spread] = field(default_factory=list)
+    servers: list[ServerEvent] = field(default_factory=list)
+    window: tuple[Progress, Progress] | None = None
+
+    @property
+    def last(self) -> Progress | None:
+        return next(reversed(self.minutes), None)
+
+    @property
+    def last_at(self) -> float | None:
+        return max((attempt.last_seen for attempt in self.attempts), default=None)
+
+    @property
+    def seconds(self) -> float:
+        if self.window is None:
+            return 0.0
+        return self.window[1].at - self.window[0].at
+
+    def rates(self) -> Rates:
+        seconds = self.seconds
+        if self.window is None or seconds <= 0:
+            return Rates()
+        then, last = self.window
+        names = ("documents", "requests", "prompt_tokens", "completion_tokens")
+        grown = [getattr(last.own, name) - getattr(then.own, name) for name in names]
+        grown.append(last.position.done - then.position.done)
+        return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
+
+
+def read_history(path: str, most: int = 0) -> History:
+    """Reads a ``history.jsonl``. A missing file has no attempts.
+
+    Args:
+        most: progress lines to parse besides the first and the last one of each attempt; 0: only
+            the last ones.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
+    return parse_history(last_lines(path, None if most else _MAX_BYTES), most)
+
+
+def _take(record: Record | None, found: History, attempts: dict[int, AttemptSummary]) -> None:
+    if record is not None:
+        attempt = attempts.setdefault(
+            record.attempt, AttemptSummary(record.attempt, record.at, record.at)
+        )
+        attempt.take(record)
+    if isinstance(record, Progress):
+        found.minutes.append(record)
+    elif isinstance(record, Spread):
+        found.spreads.append(record)
+    elif isinstance(record, ServerEvent):
+        found.servers.append(record)
+
+
+def parse_history(lines: Sequence[bytes], most: int) -> History:
+    found = History()
+    attempts: dict[int, AttemptSummary] = {}
+    step = 0
+    if most:
+        step = len(lines) // most + 1
+    minutes: list[bytes] = []
+    spreads: list[bytes] = []
+
+    def end_attempt() -> None:
+        chosen = [*minutes[-1:], *spreads[-1:]]
+        if step:
+            chosen = [*minutes[:-1:step], *chosen]
+        for line in chosen:
+            _take(parse_line(line), found, attempts)
+
+    for line in lines:
+        if is_progress_line(line):
+            minutes.append(line)
+        elif step and line.startswith(_SPREAD, BODY_AT):
+            spreads.append(line)
+        elif line.startswith(_EVENTS, BODY_AT):
+            record = parse_line(line)
+            if isinstance(record, Start):
+                end_attempt()
+                minutes = []
+                spreads = []
+                found.servers = []
+            _take(record, found, attempts)
+    end_attempt()
+    found.attempts = [attempts[number] for number in sorted(attempts)]
+    for attempt in found.attempts[:-1]:
+        attempt.without_a_word = attempt.ended is None
+    if found.last is not None and found.attempts[-1].ended is None:
+        found.window = _window(minutes, found.attempts[-1].number, found.last)
+    return found
+
+
+def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
+    first = last
+    for line in reversed(minutes):
+        record = parse_line(line)
+        if not isinstance(record, Progress):
+            continue
+        # An outage is no time at work.
+        if record.attempt != attempt or (record.silence.lasts and not last.silence.lasts):
+            break
+        first = record
+        if last.at - first.at >= RATE_SECONDS - 1:
+            break
+    return first, last

@@ -1,0 +1,23 @@
+"""How long work still takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+_LONGEST = 1e9  # seconds: a longer time is chance
+
+
+def time_left(rest: float, pace: float, quiet: float, parts: Iterable[float] = ()) -> float | None:
+    """Returns the seconds that the rest takes at this pace, at least those of the slowest part.
+
+    Args:
+        pace: per second.
+        quiet: seconds since something was finished. None is returned if they are longer.
+        parts: the seconds of each part that is known.
+    """
+    if pace <= 0:
+        return None
+    left = max([rest / pace, *parts])
+    if quiet <= left < _LONGEST:
+        return left
+    return None

@@ -6,7 +6,7 @@ import asyncio
 import time
 from contextlib import asynccontextmanager
 
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -32,7 +32,7 @@ class Sleeps(list[float]):
 async def client_of(config, urls=(), api_key=None, *, sleep=asyncio.sleep, clock=time.monotonic):
     servers = ModelServers(config, clock)
     hidden = [HiddenUrl(url) if isinstance(url, str) else url for url in urls]
-    servers.add_endpoints(hidden, Key(api_key) if isinstance(api_key, str) else api_key)
+    servers.add_endpoints(hidden, Secret(api_key) if isinstance(api_key, str) else api_key)
     try:
         yield CompletionClient(servers, sleep=sleep)
     finally:

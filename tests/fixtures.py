@@ -24,7 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import redaction, retrying
 from datatrove_ckpt.errors import doors
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
@@ -300,6 +300,9 @@ def _as_if_alone(request, monkeypatch):
     """No test leaves its servers, its disk, open files or its words to the next."""
     # fsspec keeps one object for each name of a folder, with the first test's working directory.
     DataFolder.clear_instance_cache()
+    # Keys of another test may be words of this one.
+    redaction._revealed.clear()
+    redaction._sent.clear()
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
     # Servers of tests send nothing unasked, but for those of test_client.py.

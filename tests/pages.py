@@ -22,8 +22,7 @@ RUN_ELSEWHERE = {
     "python -m pytest -m full": "half an hour; the marker is checked in tests/unit/test_pages.py",
     "ruff check . && ruff format --check . && mypy": ".ci/run",
     "pip install -q -e '.[docs]' && mkdocs serve -f .site/mkdocs.yml": ".ci/run builds it",
-    "datatrove-ckpt track runs/summaries --mlflow http://127.0.0.1:5000 --wandb my-team/rewriting": "tests/real/"
-    "test_tracking.py, in folders",
+    "datatrove-ckpt track runs/summaries --mlflow http://127.0.0.1:5000": "tests/real/test_tracking.py, in folders",
     "datatrove-ckpt run configs/hf_jobs.yaml": "tests/integration/test_jobs.py, against a fake of the API",
     "torchrun --nproc-per-node 2 train.py": "tests/real/test_torch.py",
     "python -m tests.settings_page": "tests/unit/test_pages.py compares what it writes with the page",

@@ -6,8 +6,9 @@ prompt. An answer has as many tokens as ``max_tokens`` says.
 
 import asyncio
 import json
+import math
 
-from tests.simulated_engine import BLOCK, Request
+from tests.simulated_engine import BLOCK, Engine, Request
 
 _BYTES = 4  # of a token
 _PIECE = BLOCK * _BYTES
@@ -16,29 +17,65 @@ _PIECE = BLOCK * _BYTES
 class SimulatedServer:
     """One engine and its address.
 
+    Args:
+        settings: of the engine.
+
     Attributes:
         first, last: when the first request came, and the last answer went.
+        preemptions: of the engines that were killed.
+        died: set by ``kill``.
     """
 
-    def __init__(self, engine):
-        self.engine = engine
+    def __init__(self, **settings):
+        self._settings = settings
+        self._port = 0
+        self._connections = set()
         self.first = None
         self.last = 0.0
         self.answered = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.preemptions = 0
+        self.died = asyncio.Event()
+        self._reset()
+
+    def _reset(self):
+        self.engine = Engine(**self._settings)
         self._answers = {}
-        self._is_busy = False
-        self._seen = engine.metrics()
+        self._step_end = None
+        self._seen = self.engine.metrics()
         self._usage = 0.0
 
-    async def start(self, port=0):
-        """Returns its URL."""
-        self._loop = asyncio.get_running_loop()
+    async def start(self):
+        """Returns its URL, which stays the same after ``kill``."""
+        self.use(asyncio.get_running_loop())
         self._server = await self._loop.create_server(
-            lambda: _Connection(self), "127.0.0.1", port, backlog=4096
+            lambda: _Connection(self), "127.0.0.1", self._port, backlog=4096
         )
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._port = self._server.sockets[0].getsockname()[1]
+        self.died.clear()
+        return f"http://127.0.0.1:{self._port}"
+
+    def use(self, loop):
+        """Lets the engine run on a loop, without an address."""
+        self._loop = loop
+
+    def kill(self):
+        """Ends without answers to its requests, and forgets what is in its cache."""
+        self.preemptions += self.engine.preemptions
+        if self._step_end is not None:
+            self._step_end.cancel()
+        self._reset()
+        self.stop()
+        self.died.set()
+
+    def stop(self):
+        self._server.close()
+        for connection in list(self._connections):
+            connection.abort()
+
+    def close(self):
+        self._server.close()
 
     def ask(self, payload, answer):
         """Calls ``answer`` with the body, when the engine has finished the request. Returns the
@@ -76,20 +113,19 @@ class SimulatedServer:
         ).encode()
 
     def _step(self):
-        if self._is_busy or self.engine.is_idle:
+        if self._step_end is not None or self.engine.is_idle:
             return
-        self._is_busy = True
         seconds, finished = self.engine.step()
         self._seen = self.engine.metrics()
         self._usage = self.engine.cache.usage
-        self._loop.call_later(seconds, self._end_step, finished)
+        self._step_end = self._loop.call_later(seconds, self._end_step, finished)
 
     def _end_step(self, finished):
-        self._is_busy = False
+        self._step_end = None
         for request in finished:
             self._answer(request)
         self._step()
-        if not self._is_busy:
+        if self._step_end is None:
             self._seen = self.engine.metrics()
             self._usage = self.engine.cache.usage
 
@@ -111,6 +147,106 @@ class SimulatedServer:
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         body = {"id": "a", "object": "chat.completion", "created": 1, "model": "m"}
         answer(json.dumps({**body, "choices": [choice], "usage": usage}).encode())
+
+
+class SimulatedProvider:
+    """A provider that answers so many requests and tokens a minute, and refuses the others.
+
+    Args:
+        seconds: returns how long an answer takes.
+        tokens: of one request.
+        window: the limits reset at each full minute; else they fill steadily, as buckets.
+        shows: "quotas" (``x-ratelimit-*``) and "wait" (``Retry-After``).
+
+    Attributes:
+        offered: requests that the limits allowed so far.
+    """
+
+    def __init__(self, seconds, requests=math.inf, tokens=(0, math.inf), window=False, shows=()):
+        self.answered = 0
+        self.refused = 0
+        self._seconds = seconds
+        self._each, per_minute = tokens
+        self._limits = {"requests": requests, "tokens": per_minute}
+        self._left = dict(self._limits)
+        self._window = window
+        self._shows = shows
+        self._at = 0.0
+        self._port = 0
+        self._connections = set()
+        self.died = asyncio.Event()
+
+    start = SimulatedServer.start
+    close = SimulatedServer.close
+
+    def use(self, loop):
+        self._loop = loop
+
+    @property
+    def offered(self):
+        costs = {"requests": 1, "tokens": self._each}
+        minutes = self._loop.time() / 60 + 1
+        if self._window:
+            minutes = math.ceil(self._loop.time() / 60)
+        return min(self._limits[kind] * minutes / (cost or 1) for kind, cost in costs.items())
+
+    def ask(self, payload, answer):
+        self._refill()
+        costs = {"requests": 1, "tokens": self._each}
+        fields = []
+        lacking = [kind for kind, cost in costs.items() if self._left[kind] < cost]
+        if lacking:
+            self.refused += 1
+            if "wait" in self._shows:
+                wait = max(self._until(kind, costs[kind]) for kind in lacking)
+                fields.append(f"Retry-After: {math.ceil(wait)}")
+            self._loop.call_later(0.05, answer, b"{}", 429, fields + self._quotas())
+            return
+        for kind, cost in costs.items():
+            self._left[kind] -= cost
+        body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}
+        body["usage"] = {"total_tokens": self._each}
+        self._loop.call_later(self._seconds(), self._answer, body, answer, self._quotas())
+        return
+
+    def abort(self, request):
+        pass
+
+    def metrics(self):
+        return None
+
+    def _answer(self, body, answer, fields):
+        self.answered += 1
+        answer(json.dumps(body).encode(), 200, fields)
+
+    def _refill(self):
+        now = self._loop.time()
+        for kind, limit in self._limits.items():
+            if not self._window:
+                filled = self._left[kind] + limit * (now - self._at) / 60
+                self._left[kind] = min(limit, filled)
+            elif now // 60 > self._at // 60:
+                self._left[kind] = limit
+        self._at = now
+
+    def _until(self, kind, level):
+        if self._window:
+            return 60 - self._at % 60
+        return (level - self._left[kind]) * 60 / self._limits[kind]
+
+    def _quotas(self):
+        if "quotas" not in self._shows:
+            return []
+        fields = []
+        for kind, limit in self._limits.items():
+            if limit < math.inf:
+                until = self._until(kind, limit)
+                fields += [
+                    f"x-ratelimit-limit-{kind}: {limit}",
+                    f"x-ratelimit-remaining-{kind}: {int(self._left[kind])}",
+                    f"x-ratelimit-reset-{kind}: {int(until // 60)}m{until % 60:.3f}s",
+                ]
+        return fields
 
 
 def _prompt_of(payload):
@@ -136,8 +272,10 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport):
         self._transport = transport
+        self._server._connections.add(transport)
 
     def connection_lost(self, error):
+        self._server._connections.discard(self._transport)
         if self._request is not None:
             self._server.abort(self._request)
 
@@ -160,14 +298,20 @@ class _Connection(asyncio.Protocol):
         if line.startswith(b"post "):
             self._request = self._server.ask(json.loads(body), self._send)
         elif b"/metrics" in line:
-            self._send(self._server.metrics())
+            page = self._server.metrics()
+            self._send(page or b"", 200 if page else 404)
         else:
             self._send(b'{"object": "list", "data": [{"id": "m", "object": "model"}]}')
 
-    def _send(self, body):
+    def _send(self, body, status=200, fields=()):
         self._request = None
-        closes = b"Connection: close\r\n" if self._closes else b""
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%sContent-Length: %d\r\n\r\n"
-        self._transport.write(head % (closes, len(body)) + body)
+        head = [
+            f"HTTP/1.1 {status} X",
+            "Content-Type: application/json",
+            f"Content-Length: {len(body)}",
+            *fields,
+            *(["Connection: close"] if self._closes else []),
+        ]
+        self._transport.write("\r\n".join(head).encode() + b"\r\n\r\n" + body)
         if self._closes:
             self._transport.close()

@@ -5,8 +5,9 @@ seconds, and how fast the machine is, or what else runs on it, changes no result
 """
 
 import asyncio
-import os
 import selectors
+import threading
+import time
 from pathlib import Path
 
 _LOOK_AGAIN = 0.0001  # seconds of real time
@@ -28,15 +29,17 @@ class _Selector(selectors.DefaultSelector):
         super().__init__()
         self._loop = loop
         self._is_settled = False
+        self._threads = {}
 
     def select(self, timeout=None):
         events = super().select(0)
         while not events and timeout != 0:
             # Only what comes from a socket, or from another thread, gives threads something to do.
             if not self._is_settled:
-                # This also gives threads that wait for the GIL the chance to take it.
-                events = super().select(_LOOK_AGAIN)
-                self._is_settled = not events and not _other_threads_work()
+                # Threads that wait for the GIL take it now. ``select`` would wait for 1 ms.
+                time.sleep(_LOOK_AGAIN)
+                events = super().select(0)
+                self._is_settled = self._others_wait() and not events
                 continue
             if timeout is None:
                 return super().select(1.0)
@@ -46,17 +49,27 @@ class _Selector(selectors.DefaultSelector):
             self._is_settled = False
         return events
 
+    def _others_wait(self):
+        """Whether all other threads of this process wait, and none has run since the last look."""
+        before = self._threads
+        self._threads = _other_threads()
+        working = any(state in "RD" for state, _ in self._threads.values())
+        return not working and self._threads == before
 
-def _other_threads_work():
-    """Whether a thread of this process runs, waits for a processor or for a disk."""
-    this = str(os.getpid())  # the main thread's number is that of the process
+
+def _other_threads():
+    """The state of each (R: it runs or waits for a processor, D: for a disk), and how often it has
+    stopped to run.
+    """
+    this = str(threading.get_native_id())
+    threads = {}
     for thread in Path("/proc/self/task").iterdir():
         if thread.name == this:
             continue
         try:
-            state = (thread / "stat").read_bytes().rpartition(b") ")[2][:1]
+            status = (thread / "status").read_text()
         except OSError:  # it has ended
             continue
-        if state in b"RD":
-            return True
-    return False
+        state = status.partition("State:\t")[2][0]
+        threads[thread.name] = state, status.partition("\nvoluntary_ctxt_switches")[2]
+    return threads

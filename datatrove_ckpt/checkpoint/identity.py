@@ -2,8 +2,8 @@
 
 The identity is a flat dict of JSON values. If another release describes the user's code
 differently, the code is not compared before the next start. ``run.json`` is replaced atomically, so
-a crash leaves either description, and both are accepted. Secrets are compared as hashes, because
-earlier releases wrote some of them in plain text.
+a crash leaves either description, and both are accepted. Secrets are no part
+of the identity; earlier releases wrote hashes of them, or some of them in plain text.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process
 that finds another owner in the file stops before its next write. The fence serves where locks
@@ -56,7 +56,13 @@ from datatrove_ckpt.checkpoint.lines import (
 )
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.common.formatting import number_range, plural
-from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
+from datatrove_ckpt.common.redaction import (
+    HASH,
+    LEFT_OUT,
+    environment_secrets,
+    is_surely_secret,
+    without_secrets,
+)
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -166,13 +172,10 @@ def as_kept(fields: Json) -> Json:
 
 FORMAT = 4
 """What this version writes."""
-SEALED_FORMATS = range(3, FORMAT + 1)
-"""``run.json`` and ``job.json`` of these have a checksum."""
-OLDEST_FORMAT = 1
-"""All formats from this one on can be continued.
-
-It stays as it is within a major version of the package.
-"""
+FORMATS = range(4, FORMAT + 1)
+"""What this version continues. The rest of a folder may have lines that an older version wrote."""
+_LAST_WITH_OLDER = "0.2.0"
+"""The last version that continues older formats, back to 1."""
 FORMAT_KEY = "format"
 WRITTEN_BY = "written_by"
 """In ``run.json`` and ``job.json``: the version of the package that wrote the file.
@@ -198,13 +201,13 @@ def settings_in(content: Json) -> Json:
 
 
 def check_format(
-    where: object, content: object, known: int = FORMAT, written_by: object = None
+    where: object, content: object, known: range = FORMATS, written_by: object = None
 ) -> None:
     """Checks that this version can continue what another version wrote. A missing format passes.
 
     Args:
         where: the file, for the message.
-        known: the newest known format of such files.
+        known: the known formats of such files.
         written_by: the version that wrote the file, if ``content`` does not name it.
 
     Raises:
@@ -214,20 +217,27 @@ def check_format(
         number = content.get(FORMAT_KEY)
     else:
         number = None
-    if type(number) is not int or OLDEST_FORMAT <= number <= known:
+    if type(number) is not int or number in known:
         return
     assert isinstance(content, dict)
+    if 0 < number < known.start:
+        raise VersionMismatch(
+            f"{where} was written by a version before datatrove-ckpt {_LAST_WITH_OLDER} (format "
+            f"{number}). This version reads format {number_range(known.start, known.stop)}. "
+            f"Nothing was changed. datatrove-ckpt {_LAST_WITH_OLDER} finishes the run: install it, "
+            "and run the same command again; or start a new run in other folders."
+        )
     writer = content.get(WRITTEN_BY, written_by)
     who = "another datatrove-ckpt"
     get = "the version that wrote it"
     if isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None:
         who = f"datatrove-ckpt {writer}"
         get = who
-        if number > known:
+        if number >= known.stop:
             get = f"{who} or newer"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
-        f"which reads format {number_range(OLDEST_FORMAT, known + 1)}. Nothing was changed. "
+        f"which reads format {number_range(known.start, known.stop)}. Nothing was changed. "
         f"Install {get}, and run the same command again; or start a new run in other folders."
     )
 
@@ -410,22 +420,21 @@ class RunClaim:
         return Fence(self._path, owner)
 
 
-def has_shard(folder: Path) -> bool:
-    """Returns whether a finished rank has ``shard.json``, which 0.1.0 did not write.
+def check_shard(folder: Path) -> None:
+    """Checks that a finished rank has ``shard.json``.
 
     Raises:
         CheckpointCorrupt: it is lost, so the input of the rank could change unnoticed.
+        VersionMismatch: a version that wrote none has finished the rank.
     """
     path = folder / SHARD
-    if path.exists():
-        return True
-    if read_run(folder / RUN)[FORMAT_KEY] > 1:
+    if not path.exists():
+        read_run(folder / RUN)
         raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
-    return False
 
 
 def read_run(path: Path) -> Json:
-    """Returns the content of ``run.json`` or ``job.json``, with hashes in the place of secrets.
+    """Returns the content of ``run.json`` or ``job.json``, without secrets.
 
     Raises:
         CheckpointCorrupt: the file holds no run.
@@ -451,12 +460,12 @@ def parse_run(path: Path | str, data: bytes) -> Json:
 
     Raises:
         CheckpointCorrupt: they hold no run. The message names ``path``.
-        VersionMismatch: a newer version of this program wrote it.
+        VersionMismatch: a newer version of this program wrote it, or one before 0.2.0.
     """
     try:
         if len(data) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        content = read_sealed(data, SEALED_FORMATS)
+        content = read_sealed(data, FORMATS)
         check_format(path, content)  # first: the rest may look otherwise in a newer one
         return check_run(content)
     except ValueError as error:
@@ -625,13 +634,13 @@ def _shown(identity: Json, name: str) -> str:
 # Values of a setting are compared as JSON, with three rules. The order of keys does not matter,
 # except in a JSON schema and inside of a parameter of requests: engines answer in the order of a
 # schema's properties, and requests keep it. True is not 1, because a request says ``true``; 1 is
-# 1.0. Hashes of secrets that were made with two keys of a mirror, or one without, cannot be
-# compared, and count as the same.
+# 1.0. Hashes of what may be a secret that were made with two keys of a mirror, or one without,
+# cannot be compared, and count as the same.
 
 # Parts of a request that hold a schema. A user's setting may have any name that contains "schema".
 _ORDERED = ("response_format", "structured_outputs", "schema")
 _ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
-_HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
+_CUT = re.compile(r"\d+ characters, hash \w+")  # a long value, see ``run_identity.py``
 
 
 def comparable(name: str, value: object) -> bytes:
@@ -639,18 +648,24 @@ def comparable(name: str, value: object) -> bytes:
 
 
 def same_value(name: str, old: object, new: object) -> bool:
-    """Whether two values of this setting are the same.
+    """Whether two values of this setting are the same."""
+    return _same(_plain(name, old), _plain(name, new))
 
-    Earlier releases kept a writer without its module.
-    """
-    if name == "output_writer" and not ("." in str(old) and "." in str(new)):
-        old, new = (str(value).rpartition(".")[2] for value in (old, new))
-    old = comparable(name, old)
-    new = comparable(name, new)
-    before, after = ({found[1] for found in _HASH.finditer(value)} for value in (old, new))
-    if before and after and before != after:
-        old, new = (_HASH.sub(b"", value) for value in (old, new))
-    return bool(old == new)
+
+def _same(old: object, new: object) -> bool:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return list(old) == list(new) and all(_same(part, new[key]) for key, part in old.items())
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if isinstance(old, str) and isinstance(new, str):
+        before = HASH.fullmatch(old)
+        after = HASH.fullmatch(new)
+        if before and after and before[1] != after[1]:
+            return True
+        # Until 0.2.0, a hash described secrets, too.
+        if LEFT_OUT in new and (before or _CUT.fullmatch(old)):
+            return True
+    return bool(orjson.dumps(old) == orjson.dumps(new))
 
 
 def _plain(name: str, value: object, ordered: bool = False) -> object:

@@ -36,7 +36,7 @@ from datatrove_ckpt.checkpoint.commits import (
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
 from datatrove_ckpt.checkpoint.identity import (
-    has_shard,
+    check_shard,
     not_readable,
     run_with_secrets,
     settings_in,
@@ -80,7 +80,7 @@ _BLOCK = 1 << 20
 class Want(Flag):
     """What to read besides the sums over commits, and who owns the rank.
 
-    SETTINGS    all of run.json, with hashes in the place of secrets
+    SETTINGS    all of run.json, without secrets
     HISTORY     the attempts and the last minutes
     JOURNALS    the documents in journals, counted
     COMMITS     the commits; with them, every line of commits and journals is checked
@@ -609,7 +609,8 @@ class Expected:
         # It may be that of a removed folder.
         last = read_last_chunk(last_chunk_of(folder)) if run else None
         documents = None
-        if finished and has_shard(folder):
+        if finished:
+            check_shard(folder)
             documents = read_shard(folder / SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 

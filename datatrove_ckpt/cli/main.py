@@ -54,12 +54,24 @@ exit codes:
 
 datatrove-ckpt COMMAND --help tells more about each command, with examples and its exit codes.
 """
+_REMOVED = {
+    (
+        "track",
+        "--wandb",
+    ): "Use --mlflow, or a script that logs the `totals` of `status WHAT --json`.",
+}
+"""What to use in place of flags that the release before had, by command and flag."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     rest, overrides = split_overrides(given)
     parser = make_parser()
+    for flag in overrides:
+        name = flag.partition("=")[0]
+        use = _REMOVED.get((given[0], name))
+        if use is not None:
+            parser.error(f"{name} was removed. {use}")
     arguments = parser.parse_args(rest)
     # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.process.task_errors import safe_log
@@ -470,20 +482,21 @@ def show() -> None:
 @_command(
     "track",
     _WHAT,
-    _argument("URI", 'MLflow\'s server, "databricks", a folder or a database', "--mlflow"),
+    _argument(
+        "URI", 'MLflow\'s server, "databricks", a folder or a database', "--mlflow", required=True
+    ),
     _argument(
         "NAME",
         "MLflow's experiment, made if there is none",
         "--experiment",
         default="datatrove-ckpt",
     ),
-    _argument("PROJECT", '"project" or "team/project" at Weights & Biases', "--wandb"),
     _argument(
         "NAME", "the job's name there; default: that of its folder", "--name", dest="name_of_run"
     ),
 )
 def track() -> None:
-    """Send what a run does to MLflow and Weights & Biases, until no task is at work.
+    """Send what a run does to MLflow, until no task is at work.
 
     examples:
       datatrove-ckpt track quickstart/checkpoints --mlflow http://127.0.0.1:5000

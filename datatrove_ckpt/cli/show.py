@@ -73,25 +73,27 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
+    from datatrove_ckpt.preflight.prompts import check_prompts
     from datatrove_ckpt.preflight.run_plan import RunPlan
     from datatrove_ckpt.preflight.sample import take_sample
     from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 
     # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")
+    plan = RunPlan(executor)
     with (
         Interruption(STOP_SIGNALS),
         quiet,
         tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder,
     ):
-        asked = take_sample(RunPlan(executor), number, Path(folder))
+        asked = take_sample(plan, number, Path(folder))
         place = Place(folder, Path(folder, "checkpoints"), [folder])
         found = []
         if asked:
             found = [*read_documents(place), *read_dead_letters(place)]
     failed = 0
     dropped = 0
-    for index, (document, pairs) in enumerate(asked, 1):
+    for index, (document, requests) in enumerate(asked, 1):
         name = str(document.id)
         text = document.text
         one = min(
@@ -99,8 +101,8 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         )
         if one is None:
             dropped += 1
-            question = pairs[-1][0]
-            answers = "\n\n".join(answer for asked_for, answer in pairs if asked_for == question)
+            question = requests[-1].question
+            answers = "\n\n".join(one.answer_text for one in requests if one.question == question)
             say(
                 _described(
                     index, ShownDocument(name, question, answers), "question", _MOST, "dropped"
@@ -109,7 +111,10 @@ def sample(executor: PipelineExecutor, number: int) -> int:
             continue
         found = [other for other in found if other is not one]  # ids may repeat
         failed += one.is_dead
-        say(_described(index, one._replace(text=pairs[0][0], where=""), "question", _MOST))
+        say(_described(index, one._replace(text=requests[0].question, where=""), "question", _MOST))
+    prompts = [requests[0].prompt for _, requests in asked]
+    for finding in check_prompts(prompts, plan.runners[0].step.model.servers):
+        say(f"{finding.what}: {finding.message}")
     counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"

@@ -1,6 +1,4 @@
-"""``datatrove-ckpt track``: sends what a job does to MLflow and to Weights & Biases, until no task
-is at work.
-"""
+"""``datatrove-ckpt track``: sends what a job does to MLflow, until no task is at work."""
 
 from __future__ import annotations
 
@@ -20,11 +18,8 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.maintenance.read_state import wanted_files
 from datatrove_ckpt.maintenance.tracking import (
     MlflowRun,
-    TrackedJob,
-    TrackedRun,
     Tracker,
     TrainingTracker,
-    WandbRun,
 )
 
 _SENDING_SECONDS = 60.0  # between two sendings
@@ -32,28 +27,23 @@ _SENDING_SECONDS = 60.0  # between two sendings
 
 def track(arguments: argparse.Namespace) -> int:
     """Sends all, as long as there is something to come. Returns the exit code."""
-    services: list[Callable[[TrackedJob], TrackedRun]] = []
-    if arguments.mlflow is not None:
-        _check_package("mlflow")
-        if holds_credentials(arguments.mlflow):
-            raise ConfigError(
-                "--mlflow: the URI holds a user or a password, which other users of this machine "
-                "can see. Leave them out, and set MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD in the environment."
-            )
-        services.append(partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment))
-    if arguments.wandb is not None:
-        _check_package("wandb")
-        services.append(partial(WandbRun, project=arguments.wandb))
-    if not services:
-        raise ConfigError("track: where to? Give --mlflow URI, --wandb PROJECT, or both.")
+    missing = missing_package("mlflow")
+    if missing is not None:
+        raise ConfigError(f"--mlflow: {missing}")
+    if holds_credentials(arguments.mlflow):
+        raise ConfigError(
+            "--mlflow: the URI holds a user or a password, which other users of this machine can "
+            "see. Leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in "
+            "the environment."
+        )
+    service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     if is_training(arguments.what):
         folder = Path(arguments.what)
-        _send(TrainingTracker(services, arguments.name_of_run, folder=folder), str, lambda: None)
+        _send(TrainingTracker(service, arguments.name_of_run, folder=folder), str, lambda: None)
         write_out("All is sent, and no training saves there.\n")
         return 0
     with place_of(arguments, wanted_files) as place:
-        _send(Tracker(services, arguments.name_of_run, place=place), place.said, place.refresh)
+        _send(Tracker(service, arguments.name_of_run, place=place), place.said, place.refresh)
     write_out("All is sent, and no task is at work.\n")
     return 0
 
@@ -72,9 +62,3 @@ def _send(
         time.sleep(_SENDING_SECONDS)
         with suppress(StorageFailed):  # a network that comes back
             refresh()
-
-
-def _check_package(name: str) -> None:
-    missing = missing_package(name)
-    if missing is not None:
-        raise ConfigError(f"--{name}: {missing}")

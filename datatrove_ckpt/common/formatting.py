@@ -20,7 +20,6 @@ _EXTRAS = {
     "jsonschema": "rollouts",
     "prometheus_client": "metrics",
     "mlflow": "mlflow",
-    "wandb": "wandb",
     "PIL": "media",
 }
 

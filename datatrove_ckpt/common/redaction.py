@@ -18,8 +18,7 @@ import json
 import os
 import re
 import secrets
-import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,14 @@ from datatrove_ckpt.errors import ConfigError, printable
 from datatrove_ckpt.errors.doors import written
 
 HIDDEN = "***"
+LEFT_OUT = "<secret>"
+"""In the place of a secret in ``run.json``."""
 MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
 """The environment variable with the key that seals mirrors. Servers do not get it."""
 VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 """An environment variable in a path."""
 _OUR_VARIABLES = "DATATROVE_CKPT_SECRET_"
-# Minimum lengths that a Redactor looks for: secrets that we send, and found secrets.
+# Minimum lengths of what is hidden: secrets that we send, and found secrets.
 _MIN_GIVEN = 4
 _MIN_FOUND = 8
 
@@ -74,9 +75,9 @@ _URL_SECRET = re.compile(
     r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Security-Token)|sig|signature|(?:access_)?token|api_?key|key)=)[^&#\s\"'<>]+",
     re.IGNORECASE,
 )
-_HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
+HASH = re.compile("hash (?:(scrypt|keyed-[0-9a-f]{8})-)?([0-9a-f]{32})")
 _PLACEHOLDER = re.compile(
-    rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{_HASH.pattern}"
+    rf"[A-Z][A-Z_]*|\$\{{?\w+\}}?|\*+|none|null|dummy|fake|test|not[-_ ]needed|{HASH.pattern}"
 )
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+=]+")
@@ -141,7 +142,7 @@ def is_secret(name: str, value: object) -> bool:
     if not isinstance(value, str):
         return False
     outer, _, last = name.rpartition(".")
-    if outer.lower().endswith(("headers", "extra_query")) or _HASH.fullmatch(value):
+    if outer.lower().endswith(("headers", "extra_query")) or HASH.fullmatch(value):
         return True
     # Not "keyword": "short" and "key_prompt": "Name the key.".
     guessed = (
@@ -190,18 +191,25 @@ def _is_in_environment(is_one: Callable[[str, str], bool], name: str, value: str
 
 
 def without_secrets(name: str, value: object, found: Collection[str] | None = None) -> Any:
-    """JSON values with a hash in the place of each secret, to be written and compared.
+    """Returns JSON values without secrets, to be written and compared: a rotated key is no other
+    run.
 
-    A hash stays; that of an earlier release becomes one of today's.
+    What may be a secret, and may be none, becomes a hash. A hash stays; that of an earlier release
+    becomes one of today's.
 
     Args:
         found: the secrets of the environment; None: look.
     """
     if found is None:
         found = environment_secrets(is_surely_secret).values()
-    if is_secret(name, value) or (
-        isinstance(value, str) and any(secret in value for secret in found)
-    ):
+    is_text = isinstance(value, str) and " " in value  # SECRET = "The butler did it."
+    if _SURE_NAME.search(name.replace("-", "_")) and not is_text:
+        return LEFT_OUT
+    if isinstance(value, str):
+        for secret in sorted(found, key=len, reverse=True):
+            value = value.replace(secret, LEFT_OUT)
+        value = _SURE_URL.sub(LEFT_OUT, _SURE_VALUE.sub(LEFT_OUT, value))
+    if is_secret(name, value):
         return hashed(name, value)
     if isinstance(value, dict):
         return {key: without_secrets(f"{name}.{key}", part, found) for key, part in value.items()}
@@ -211,14 +219,14 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
 
 
 def hashed(name: str, value: object) -> str:
-    """Returns the hash that stands for a secret: slow and different for each field, against word
+    """Returns the hash of what may be a secret: slow and different for each field, against word
     lists.
 
     Each kind is made from the previous kind, so that old hashes can be compared: the unsalted hash
     of earlier releases, the slow hash, and, with a mirror's key, the keyed hash, which names its
     key.
     """
-    kept = _HASH.fullmatch(value) if isinstance(value, str) else None
+    kept = HASH.fullmatch(value) if isinstance(value, str) else None
     kind = kept[1] if kept else None
     digest = kept[2] if kept else ""
     field = name.rpartition(".")[2]
@@ -240,9 +248,8 @@ def hashed(name: str, value: object) -> str:
 
 @functools.cache
 def _slow_hash(name: str, digest: str) -> str:
-    """Takes 50 ms and 16 MB, once per password and process; 6 ms for random keys."""
-    cost = 2**14 if _SURE_NAME.search(name.replace("-", "_")) else 2**11
-    return hashlib.scrypt(digest.encode(), salt=name.encode(), n=cost, r=8, p=1, dklen=16).hex()
+    """Takes 6 ms, once per value and process."""
+    return hashlib.scrypt(digest.encode(), salt=name.encode(), n=2**11, r=8, p=1, dklen=16).hex()
 
 
 class Veil:
@@ -290,7 +297,7 @@ class Veiled:
 def shown(name: str, value: object) -> Any:
     if value is None or isinstance(value, bool | int | float):
         return value
-    if is_secret(name, value) or isinstance(value, Key | EnvironmentSecret):
+    if is_secret(name, value) or isinstance(value, Secret):
         return HIDDEN
     if isinstance(value, str):
         return value
@@ -307,68 +314,113 @@ def shown(name: str, value: object) -> Any:
     return f"<{kind.__module__}.{kind.__qualname__}>"
 
 
-class Key:
-    __slots__ = ("_value",)
+class Secret:
+    """A text that is never printed or pickled: ``redact`` hides it everywhere once it was revealed.
 
-    def __init__(self, value: str) -> None:
-        self._value = value
-
-    def reveal(self) -> str:
-        """Never bind the key to a name: tracebacks show the values of names."""
-        return self._value
-
-    def headers(self, path: str = "") -> HiddenDict:
-        """Returns the headers with the key for requests to ``path`` of an API."""
-        # Anthropic's own paths. Its others, and servers with such a path, take the usual header.
-        if "messages" in path.split("/") and self._value.startswith("sk-ant-"):
-            return HiddenDict({"x-api-key": self._value, "anthropic-version": "2023-06-01"})
-        return HiddenDict(Authorization=f"Bearer {self._value}")
-
-    def __repr__(self) -> str:
-        return HIDDEN
-
-
-class HiddenDict(dict[str, str]):
-    def __repr__(self) -> str:
-        return "{" + ", ".join(f"{name!r}: {HIDDEN}" for name in self) + "}"
-
-
-class HiddenBytes(bytes):
-    def __repr__(self) -> str:
-        return HIDDEN
-
-
-class Redactor:
-    """Replaces secrets in foreign text: sent secrets, those of the environment (HF_TOKEN) and of
-    ``note_sent``, and signatures in URLs. Very short values stay, to keep text readable.
+    Attributes:
+        variable: the environment variable that holds it in this process and its children, and whose
+            name copies and pickles keep; "": none.
     """
 
-    __slots__ = ("_given", "has_sent")
+    __slots__ = ("_value", "variable")
 
-    def __init__(self, *values: str) -> None:
-        self.has_sent = any(values)
-        given = {value.removeprefix("Bearer ") for value in values}
-        self._given = tuple(Key(value) for value in given if len(value) >= _MIN_GIVEN)
+    def __init__(self, value: str, variable: str = "") -> None:
+        self._value = value
+        self.variable = variable
 
-    def __call__(self, text: str) -> str:
-        found = [*map(Key.reveal, self._given), *environment_secrets(is_secret).values(), *_sent]
-        for secret in sorted(found, key=len, reverse=True):
-            text = _quoted(secret).sub(HIDDEN, text)
-        return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
+    @classmethod
+    def in_environment(cls, value: str) -> Secret:
+        variable = f"{_OUR_VARIABLES}{secrets.token_hex(4).upper()}"
+        os.environ[variable] = value
+        return cls(value, variable)
+
+    def reveal(self) -> str:
+        """Raises ConfigError in a process that its variable did not reach."""
+        value = getattr(self, "_value", None)
+        if value is None:
+            value = os.environ.get(self.variable)
+        if value is None:
+            raise ConfigError(
+                "api_key: the key given in Python or YAML did not reach this process (keys are "
+                "never pickled). Export it as an environment variable on the worker and name that "
+                "variable in api_key_env."
+            )
+        remember(value)
+        return value
+
+    def headers(self, path: str = "") -> dict[str, str]:
+        """Returns the headers with the key for requests to ``path`` of an API."""
+        key = self.reveal()
+        # Anthropic's own paths. Its others, and servers with such a path, take the usual header.
+        if "messages" in path.split("/") and key.startswith("sk-ant-"):
+            return {"x-api-key": key, "anthropic-version": "2023-06-01"}
+        return {"Authorization": f"Bearer {key}"}
+
+    def __getstate__(self) -> tuple[None, dict[str, str]]:
+        return None, {"variable": self.variable}
+
+    def __repr__(self) -> str:
+        return HIDDEN
+
+
+EnvironmentSecret = Secret
+"""Its name in pickles of 0.2.0."""
+
+_revealed: dict[str, None] = {}
+
+
+def remember(*texts: str) -> None:
+    """Makes ``redact`` hide these secrets from now on, but for very short ones and placeholders."""
+    for text in texts:
+        if len(text) >= _MIN_FOUND or (
+            len(text) >= _MIN_GIVEN and not _PLACEHOLDER.fullmatch(text)
+        ):
+            _revealed[text] = None
+
+
+def redact(text: str, revealed: Iterable[str] = _revealed) -> str:
+    """Returns foreign text without secrets: those that were revealed, those of the environment
+    (HF_TOKEN) and of ``note_sent``, and signatures in URLs.
+    """
+    found = [*revealed, *environment_secrets(is_secret).values(), *_sent]
+    for secret in sorted(found, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+        if _ESCAPE.search(text):
+            text = _escaped(secret).sub(HIDDEN, text)
+    return _URL_SECRET.sub(rf"\1{HIDDEN}", text)
+
+
+_ESCAPE = re.compile(r"\\|%|&#")
 
 
 @functools.lru_cache(maxsize=1000)
-def _quoted(secret: str) -> re.Pattern[str]:
-    """Returns the secret, also as JSON, URLs and HTML write its punctuation."""
-    ways = r"(?:\\*{}|%(?i:{:02x})|\\+u(?i:{:04x})|&#0*{};|&#x0*(?i:{:x});)"
-    forms = (
-        one if one.isalnum() else ways.format(re.escape(one), *[ord(one)] * 4) for one in secret
-    )
-    return re.compile("".join(forms))
+def _escaped(secret: str) -> re.Pattern[str]:
+    """Matches the secret, each character as it is or as JSON, Python, URLs and HTML escape it, also
+    several times.
+
+    Atomic groups and limited repeats keep this fast for any foreign text.
+    """
+    groups = []
+    for character in secret:
+        code = f"(?i:0{{0,6}}{ord(character):x})"
+        ways = (
+            rf"\\{{1,8}}[xu]{code}",
+            rf"\\{{1,8}}u\{{{code}\}}",
+            f"%(?:25){{0,3}}{code}",
+            f"&#x{code};",
+            f"&#0{{0,6}}{ord(character)};",
+            rf"\\{{0,8}}{re.escape(character)}",
+        )
+        groups.append(f"(?>{'|'.join(ways)})")
+    return re.compile("".join(groups))
 
 
-redact = Redactor()
-"""For whatever is logged or kept."""
+def may_hold_secret(text: str) -> bool:
+    """Whether a text is kept out of the files of a job.
+
+    A value of a URL's query, which is revealed, too, may be an ordinary word.
+    """
+    return redact(text, ()) != text or is_surely_secret("", text)
 
 
 def log_text(text: str) -> str:
@@ -391,61 +443,6 @@ def note_sent(payload: object) -> None:
                 _sent[text] = _sent.pop(text, None)
     while len(_sent) > _MOST_SENT:
         del _sent[next(iter(_sent))]
-
-
-class frames_cut:
-    """Removes library frames from exceptions of the block: aiohttp's hold URLs and headers, which a
-    CancelledError would carry into a log.
-    """
-
-    __slots__ = ("_outer",)
-
-    def __enter__(self) -> None:
-        self._outer = sys.exception()  # belongs to the caller, and keeps its frames
-
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        trace: object,
-    ) -> None:
-        if error is None:
-            return
-        seen: set[int] = set()
-        todo: list[BaseException | None] = [error]
-        while todo:
-            found = todo.pop()
-            if found is None or found is self._outer or id(found) in seen:
-                continue
-            seen.add(id(found))
-            found.__traceback__ = None
-            todo += [found.__cause__, found.__context__]
-
-
-class EnvironmentSecret:
-    """A secret in this process's environment. Copies, pickles and texts hold only the variable's
-    name.
-    """
-
-    __slots__ = ("variable",)
-
-    def __init__(self, value: str) -> None:
-        self.variable = f"DATATROVE_CKPT_SECRET_{secrets.token_hex(4).upper()}"
-        os.environ[self.variable] = value
-
-    def reveal(self) -> str:
-        """Raises ConfigError if the variable did not reach this process."""
-        value = os.environ.get(self.variable)
-        if value is None:
-            raise ConfigError(
-                "api_key: the key given in Python or YAML did not reach this process (keys are "
-                "never pickled). Export it as an environment variable on the worker and name that "
-                "variable in api_key_env."
-            )
-        return value
-
-    def __repr__(self) -> str:
-        return HIDDEN
 
 
 def check_no_secrets(folder: Any, where: str) -> None:

@@ -11,19 +11,20 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from typing import TypeVar
+from itertools import takewhile
+from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, error_text
-from datatrove_ckpt.common.redaction import frames_cut
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     CkptError,
@@ -82,7 +83,7 @@ class FileSystemFailed(OSError):
     """A library below fsspec raised ``__cause__``, which is no ``OSError``."""
 
 
-class file_system_call(frames_cut):
+class file_system_call:
     """Wraps calls into fsspec, and nothing else: all errors leave as an ``OSError``.
 
     So ``except OSError`` handles file systems, and our bugs surface. Library frames are cut,
@@ -92,15 +93,14 @@ class file_system_call(frames_cut):
         FileSystemFailed: for an error that is no ``OSError``.
     """
 
-    __slots__ = ()
+    __slots__ = ("_outer",)
 
-    def __exit__(
-        self,
-        kind: object,
-        error: BaseException | None,
-        trace: object,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __enter__(self) -> None:
+        self._outer = sys.exception()  # belongs to the caller, and keeps its frames
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for cause in takewhile(lambda cause: cause is not self._outer, causes(error)):
+            cause.__traceback__ = None
         if isinstance(error, Exception) and not isinstance(error, OSError | CkptError):
             raise FileSystemFailed(error_text(error)) from error
 
@@ -222,7 +222,37 @@ def is_taken(error: BaseException) -> bool:
     return isinstance(error, FileExistsError) or http_status(error) == 412
 
 
-WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit")
+class Quota(NamedTuple):
+    """What a provider's limit leaves: requests, or tokens, until it resets in ``seconds``."""
+
+    of_tokens: bool
+    limit: float
+    left: float
+    seconds: float
+
+
+_QUOTA_KINDS = ("-requests", "-tokens", "")
+QUOTA_FIELDS = tuple(
+    f"x-ratelimit-{part}{kind}" for kind in _QUOTA_KINDS for part in ("limit", "remaining", "reset")
+)
+"""The fields of ``quotas``: OpenAI's, Groq's, Together's and others'."""
+WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit", *QUOTA_FIELDS)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd]|$)")  # parts of "6m0s", "120ms" or "1"
+_SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST_QUOTA = 10 * 86400  # a larger number is a time, which is in seconds or milliseconds
+
+
+def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
+    """Returns the quotas that a response shows together with the time of their reset."""
+    shown = []
+    for kind in _QUOTA_KINDS:
+        limit = _number(fields.get(f"x-ratelimit-limit{kind}", ""))
+        left = _number(fields.get(f"x-ratelimit-remaining{kind}", ""))
+        parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", ""))
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        if left is not None and 0 < seconds < _LONGEST_QUOTA:
+            shown.append(Quota(kind == "-tokens", limit or math.inf, left, seconds))
+    return tuple(shown)
 
 
 def asked_wait(fields: Mapping[str, str]) -> float | None:
@@ -244,6 +274,7 @@ def asked_wait(fields: Mapping[str, str]) -> float | None:
     used_up = [
         float(until) for left, until in _AT.findall(fields.get("ratelimit", "")) if left == "0"
     ]
+    used_up += [quota.seconds for quota in quotas(fields) if quota.left < 1]
     return max(used_up, default=None)
 
 

@@ -14,7 +14,6 @@ from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 
@@ -54,7 +53,9 @@ def max_tokens_of(params: JsonObject) -> int:
     return max((limit for limit in limits if isinstance(limit, int)), default=0)
 
 
-def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[str, HiddenDict]]:
+def merged(
+    payload: JsonObject, key: str = "payload"
+) -> tuple[JsonObject, dict[str, dict[str, str]]]:
     """Returns the body of a payload, and its ``extra_headers`` and ``extra_query``, as the OpenAI
     client sends them.
 
@@ -69,7 +70,7 @@ def merged(payload: JsonObject, key: str = "payload") -> tuple[JsonObject, dict[
         given = body.pop(extra, None) or {}
         if not isinstance(given, dict):
             raise ConfigError(f"{written(f'{key}.{extra}')}: must be a mapping.")
-        extras[extra] = HiddenDict(given)
+        extras[extra] = given
     body |= extras.pop("extra_body")
     if body.get("stream"):
         raise ConfigError(

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -21,13 +20,11 @@ from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean
-from datatrove_ckpt.common.redaction import EnvironmentSecret, HiddenDict, Key, names_secret
+from datatrove_ckpt.common.redaction import Secret, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.config.ways import WayTo
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
-
-LINK_KEY_VARIABLE = "DATATROVE_CKPT_LINK_KEY"
 
 
 @dataclass
@@ -58,7 +55,8 @@ class InferenceConfig:
         rollouts_per_document (identity): rollouts of each document.
         max_concurrent_generations (free): requests in flight at each server, of all tasks that
             share it. "auto": as many as keep a short queue in the engine, and their documents in
-            its cache (vLLM, SGLang); 500 for servers whose metrics are not known.
+            its cache (vLLM, SGLang, also as an endpoint). Without metrics it starts with 16, and
+            follows the server's answers and limits, up to 500.
         max_concurrent_documents (free): documents in work, per task. None: they follow the
             requests: as many as all servers have places for, // rollouts per document, times
             ``texts_per_request``, but at most 10,000 for that.
@@ -124,7 +122,7 @@ class InferenceConfig:
     model_max_context: int = 8192
     use_chat: bool = True
     endpoint_url: str | list[str] | None = None
-    api_key: str | EnvironmentSecret | None = None
+    api_key: str | Secret | None = None
     metric_interval: int = 120
     tp: int = 1
     dp: int = 1
@@ -184,13 +182,7 @@ class InferenceConfig:
             texts = self.texts_for(requests * self.servers)
             self.max_concurrent_documents = max(1, texts // self.rollouts_per_document)
         if isinstance(self.api_key, str):
-            self.api_key = EnvironmentSecret(self.api_key)
-        # The link key of the tasks that this process submits; nodes of a task must not make their
-        # own.
-        if os.environ.get("DATATROVE_NODE_RANK", "-1") == "-1" and not os.environ.get(
-            LINK_KEY_VARIABLE
-        ):
-            os.environ[LINK_KEY_VARIABLE] = secrets.token_hex(32)
+            self.api_key = Secret.in_environment(self.api_key)
 
     def _check_choices(self) -> None:
         if self.server_type not in ENGINES:
@@ -203,7 +195,7 @@ class InferenceConfig:
                 f"{written.model_name_or_path}: is empty; set it to the model's name or path."
             )
         self.engine.check(self)
-        for url in map(Key, self.endpoint_urls):
+        for url in self.endpoint_urls:
             _check_url(url)
         _check_flags(self.model_kwargs or {})
         if self.api_key_env is not None and not _VARIABLE.fullmatch(str(self.api_key_env)):
@@ -332,6 +324,24 @@ class InferenceConfig:
         return self.max_concurrent_generations == "auto" and self.engine.metrics is not None
 
     @property
+    def places(self) -> str:
+        """What ``max_concurrent_generations`` means, for a person."""
+        number = self.max_concurrent_generations
+        known = "as the engine's queue and KV cache allow"
+        adapts = f"starts with {FIRST_LIMIT}, follows the server's answers and limits"
+        if self.follows_metrics:
+            return f"auto: {known}"
+        if number == "auto" and self.server_type == "endpoint":
+            return f"auto: {known} where /metrics shows them; else {adapts}"
+        if number == "auto":
+            return f"auto: {adapts}"
+        if self.servers == 1:
+            return f"up to {number:,} at once"
+        return (
+            f"up to {number:,} at each of {self.servers} servers, {number * self.servers:,} in all"
+        )
+
+    @property
     def servers(self) -> int:
         """The servers that a task launches, or the endpoint's URLs."""
         if self.server_type == "endpoint":
@@ -349,7 +359,7 @@ class InferenceConfig:
     def texts_for(self, requests: int) -> int:
         return max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
 
-    def endpoint_api_key(self) -> Key | None:
+    def endpoint_api_key(self) -> Secret | None:
         """Returns the key for the endpoint, or None.
 
         Raises:
@@ -357,14 +367,14 @@ class InferenceConfig:
                 header.
         """
         if self.api_key_env is not None:
-            key = Key(os.environ.get(self.api_key_env, ""))
+            key = Secret(os.environ.get(self.api_key_env, ""))
             if not key.reveal():
                 raise ConfigError(
                     f"api_key_env: the environment variable {self.api_key_env} is not set. Export "
                     "it where the tasks run."
                 )
-        elif isinstance(self.api_key, EnvironmentSecret):
-            key = Key(self.api_key.reveal())
+        elif isinstance(self.api_key, Secret):
+            key = self.api_key
         else:
             return None
         if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
@@ -385,7 +395,9 @@ class InferenceConfig:
 
 
 _MOST_TEXTS = 10_000
-# Under ``max_concurrent_generations: auto``, at each server; datatrove's default.
+# Under ``max_concurrent_generations: auto``, at each server: at first, and at most without metrics,
+# which is datatrove's default.
+FIRST_LIMIT = 16
 REQUESTS_WITHOUT_METRICS = 500
 _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
@@ -434,21 +446,19 @@ def _check_flags(flags: JsonObject) -> None:
             )
 
 
-def _check_url(url: Key) -> None:
+def _check_url(url: str) -> None:
     """Raises ConfigError if the URL cannot be used, or has a secret, as executor.json has it."""
     # A variable is checked where the task runs.
-    if not (
-        url.reveal().startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url.reveal())
-    ):
+    if not (url.startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url)):
         raise ConfigError(
             f"{written.endpoint_url}: must start with http:// or https://, or with ${{NAME}}, an "
             "environment variable that does."
         )
-    if any(char.isspace() for char in url.reveal()):
+    if any(char.isspace() for char in url):
         raise ConfigError(
             f"{written.endpoint_url}: contains a space or a line break. Remove it, or write %20."
         )
-    if "@" in url.reveal():
+    if "@" in url:
         raise ConfigError(
             f"{written.endpoint_url}: contains a user or a password, which would be written to "
             "files; use api_key_env."
@@ -456,7 +466,7 @@ def _check_url(url: Key) -> None:
     # In a part without "=", the name may be the secret.
     unhidden = [
         f" of {name!r}" if value else ""
-        for name, value in parse_qsl(url.reveal().partition("?")[2], keep_blank_values=True)
+        for name, value in parse_qsl(url.partition("?")[2], keep_blank_values=True)
         if name != "api-version" and not _FROM_ENVIRONMENT.fullmatch(value)
     ]
     if unhidden:
@@ -478,6 +488,9 @@ Kwargs = Mapping[str, Any]
 FormValue = Any  # a JSON schema, a text, or a list of texts
 
 
+Variables = dict[str, str | Secret]
+
+
 class EngineCommand(NamedTuple):
     """How to launch a server.
 
@@ -488,8 +501,15 @@ class EngineCommand(NamedTuple):
     """
 
     argv: tuple[str, ...]
-    env: HiddenDict
+    env: Variables
     takes_key: bool = True
+
+    def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
+        """Returns our environment with that of the server, whose key is revealed only here."""
+        found = dict(ours)
+        for name, value in self.env.items():
+            found[name] = value.reveal() if isinstance(value, Secret) else value
+        return found
 
 
 @dataclass(frozen=True)
@@ -534,7 +554,7 @@ class Launch(NamedTuple):
     config: InferenceConfig
     found: str | None
     port: int
-    api_key: Key
+    api_key: Secret
     nodes: Nodes
 
     @property
@@ -566,8 +586,8 @@ class Launch(NamedTuple):
         return schema
 
     @property
-    def key_variable(self) -> HiddenDict:
-        return HiddenDict({API_KEY_VARIABLE: self.api_key.reveal()})
+    def key_variable(self) -> Variables:
+        return {API_KEY_VARIABLE: self.api_key}
 
 
 class MetricNames(NamedTuple):
@@ -582,6 +602,10 @@ class MetricNames(NamedTuple):
     preemptions: str
     tokens: tuple[str, ...]
     cache_usage: str = ""
+
+    def are_in(self, page: str) -> bool:
+        """Whether a server shows them. A router of servers shows a part."""
+        return all(name in page for name in (self.running, self.waiting, self.tokens[0]))
 
 
 class Cause(NamedTuple):
@@ -688,7 +712,7 @@ class Engine:
         raise NotImplementedError
 
     def launch(
-        self, config: InferenceConfig, port: int, api_key: Key, nodes: Nodes = SINGLE_NODE
+        self, config: InferenceConfig, port: int, api_key: Secret, nodes: Nodes = SINGLE_NODE
     ) -> EngineCommand:
         """Returns how to launch a server.
 
@@ -702,10 +726,6 @@ class Engine:
                 "interpreter."
             )
         return self.command(Launch(config, self.find(config), port, api_key, nodes))
-
-    def compile_cache(self, environment: Mapping[str, str]) -> Path | None:
-        """Returns the folder of what it compiled, which other nodes can use; None: it has none."""
-        return None
 
     def gpus_per_server(self, config: InferenceConfig) -> int:
         """Tp * dp * pp, unless model_kwargs says otherwise."""

@@ -146,7 +146,7 @@ class VersionMismatch(CheckpointMismatch):
     """Another version of this package wrote the checkpoint or its mirror; this version cannot
     continue it.
 
-    The message names that version. Install it, or a newer one. Nothing was changed.
+    The message names the version to install. Nothing was changed.
     """
 
 

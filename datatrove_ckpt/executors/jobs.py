@@ -41,10 +41,9 @@ from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
-    is_surely_secret,
     log_text,
+    may_hold_secret,
     may_name_secret,
-    redact,
 )
 from datatrove_ckpt.common.retrying import (
     OPENING,
@@ -178,11 +177,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         for key, name, value in _kept(
             env=env, labels=labels, dependencies=dependencies, image=image
         ):
-            if (
-                (key == "env" and may_name_secret(name))
-                or is_surely_secret("", value)
-                or redact(value) != value
-            ):
+            if (key == "env" and may_name_secret(name)) or may_hold_secret(value):
                 raise ConfigError(
                     f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use "
                     "secrets."

@@ -109,6 +109,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         max_rank_attempts: int = 2,
         ranks_at_once: int | None = None,
     ) -> None:
+        if nodes_per_task > 1:  # a node that fails must not leave the others
+            srun_args = {"kill-on-bad-exit": 1, **(srun_args or {})}
         arguments = datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once")
         super().__init__(**arguments, max_array_size=-1)
         options = {"venv_path": venv_path, "condaenv": condaenv}

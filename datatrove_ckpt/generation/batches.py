@@ -42,6 +42,7 @@ _LONGEST = 0.005  # seconds that a text waits for others
 
 
 class Waiter(Protocol):
+    order: int
     is_suspect: bool
 
     def request_started(self) -> None: ...
@@ -129,9 +130,8 @@ class Batches:
         batch.timer.cancel()
         del self._filling[key]
         if batch.waiting:
-            batch.task = asyncio.get_running_loop().create_task(
-                _run(batch, batch.texts, Request(batch.client.sender))
-            )
+            request = Request(batch.client.sender, order=batch.texts[0].waiter.order)
+            batch.task = asyncio.get_running_loop().create_task(_run(batch, batch.texts, request))
 
 
 async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
@@ -144,10 +144,9 @@ async def _run(batch: _Batch, texts: Sequence[_Text], request: Request) -> None:
     content: str | list[str] = texts[0].text
     if request.is_shared:
         content = [text.text for text in texts]
+    request.body = trim(orjson.dumps({**batch.rest, "input": content}))
     try:
-        completion = await batch.client.complete(
-            trim(orjson.dumps({**batch.rest, "input": content})), way, request
-        )
+        completion = await batch.client.complete(request.body, way, request)
     except (RequestRejected, RequestFailed, MustDivide) as error:
         if request.is_shared:
             await asyncio.gather(
@@ -167,7 +166,8 @@ def _parts(texts: Sequence[_Text], request: Request) -> list[tuple[Sequence[_Tex
     if request.is_quarantined:  # the next death must show whose fault it is
         return [([text], request.copy()) for text in texts]
     middle = len(texts) // 2
-    return [(texts[:middle], Request(request.sender)), (texts[middle:], Request(request.sender))]
+    halves = (texts[:middle], texts[middle:])
+    return [(half, Request(request.sender, order=request.order)) for half in halves]
 
 
 def _shares(completion: Completion, texts: Sequence[_Text]) -> list[Completion]:

@@ -22,11 +22,13 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
     DEAD_LETTERS,
     RETRY_INPUT,
+    RUN,
     is_finished,
     rank_folder,
     retry_folder,
@@ -172,8 +174,11 @@ class DeadLetterPass:
 
         Raises:
             CheckpointMismatch: the rank itself is not finished; its own documents come first.
+            VersionMismatch, CheckpointCorrupt: see ``read_run``.
         """
         folder = rank_folder(root, rank)
+        if (folder / RUN).exists():
+            read_run(folder / RUN)
         if not is_finished(folder):
             raise CheckpointMismatch(
                 f"Task {rank} in {root} is not finished. Run it to its end first, without "

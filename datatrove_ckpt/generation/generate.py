@@ -161,10 +161,9 @@ class Answers:
         requests: of each rollout, those that ended.
         tokens: prompt and completion tokens of each answer in turn.
         failed: requests without an answer.
-        is_suspect: see ``routing.Request``.
+        order, is_suspect: see ``attempts.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
-        opened: see ``routing.Request``.
         reasons: answers by an unusual finish_reason.
     """
 
@@ -177,6 +176,7 @@ class Answers:
 
     def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
+        self.order = slot.ordinal
         self.doc_id = doc_id
         self.rejections: list[RequestRejected] = []
         self.occurrences: dict[tuple[int, str], int] = {}
@@ -184,7 +184,6 @@ class Answers:
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
-        self.opened: set[object] = set()
         self.reasons: dict[str, int] = {}
         self._rank = rank
 
@@ -489,12 +488,7 @@ class Requests:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:
                         request = Request(
-                            client.sender,
-                            answers.doc_id,
-                            answers.slot.ordinal,
-                            answers.opened,
-                            body,
-                            answers.is_suspect,
+                            client.sender, answers.doc_id, answers.order, body, answers.is_suspect
                         )
                         completion = await client.complete(body, way, request)
                 finally:
@@ -566,7 +560,7 @@ class Requests:
                         return completion
                     raise unfinished(None)
                 except RetryableError as error:
-                    error.quote(redact)
+                    error.quote()
                     cause = str(error)
                     if isinstance(error, UnknownForm):  # it was paid for
                         limit = min(limit, _UNKNOWN_FORMS)

@@ -345,19 +345,12 @@ class _Run:
         order = 0 if host is None else host.order
         sender = Sender(self.preemption.shutdown, order, progress.server, progress.own)
         models = [*self.step.models.values()]
-        compiled = None
-        launches = any(model.server_type != "endpoint" for model in models)
-        if launches and (remote := self.step.checkpoints_remote_dir) is not None:
-            from datatrove_ckpt.mirror.compile_cache import MirroredCompileCache
-
-            compiled = MirroredCompileCache.of(remote)
         return servers.lend(
             config,
             models,
             self.rank,
             sender,
             progress.of(config).outages.append,
-            compiled,
         )
 
     async def _generate(

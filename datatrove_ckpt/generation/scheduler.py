@@ -28,6 +28,7 @@ from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
 from datatrove_ckpt.checkpoint.journal import Finished, Outcome
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import (
     CheckpointError,
     CkptError,
@@ -51,7 +52,7 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, WINDOW, Router
+from datatrove_ckpt.inference.client.routing import WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
@@ -98,7 +99,7 @@ class DocumentLimit:
     ) -> None:
         self._most = most_documents(config, *others)
         self._rollouts = config.rollouts_per_document
-        self._routers: list[Router] = []
+        self._models: list[tuple[InferenceConfig, Router]] = []
         self._size = self._most
         self._is_fixed = config.limits_documents
         self._elsewhere = 0  # documents that do other work than requests
@@ -124,9 +125,9 @@ class DocumentLimit:
         self._in_work -= 1
         self._wake()
 
-    def follow(self, router: Router, sender: Sender) -> None:
+    def follow(self, config: InferenceConfig, router: Router, sender: Sender) -> None:
         """Follows the places at the servers of a model, up and down."""
-        self._routers.append(router)
+        self._models.append((config, router))
         if not self._is_fixed:
             sender.on_change = partial(self._follow, router)
             self._follow(router)
@@ -135,10 +136,11 @@ class DocumentLimit:
         is_full = self._in_work >= self._size or self._room is not None
         if is_full and not router.waiting and router.in_flight < router.capacity:
             self._elsewhere += 1
-        places = sum(each.capacity for each in self._routers) // self._rollouts
-        if any(len(each.targets) > 1 for each in self._routers):
+        texts = sum(config.texts_for(each.capacity) for config, each in self._models)
+        places = texts // self._rollouts
+        if any(len(each.targets) > 1 for _, each in self._models):
             places += WINDOW
-        self._size = min(self._most, places + self._elsewhere)
+        self._size = min(self._most, max(1, places) + self._elsewhere)
         if self._in_work < self._size:
             self._wake()
 
@@ -306,7 +308,7 @@ class Scheduler:
         try:
             async with self.connect(model.config) as (client, watch):
                 model.observer.serving(client)
-                self._document_limit.follow(client.servers.router, client.sender)
+                self._document_limit.follow(model.config, client.servers.router, client.sender)
                 model.client.set_result(client)
                 watching = asyncio.ensure_future(watch())
                 try:

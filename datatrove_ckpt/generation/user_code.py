@@ -6,20 +6,23 @@ awaitable.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import types
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
-from datatrove_ckpt.rollouts.media import MEDIA
+from datatrove_ckpt.rollouts.media import MEDIA, media_key
 from datatrove_ckpt.rollouts.source import prompt_source
 from datatrove_ckpt.rollouts.templates import fill, lacks
 
@@ -33,6 +36,7 @@ SharedManager = AbstractContextManager[Shared]
 SharedContext = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_UNSENT_SECONDS = 2.0
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
 
 
@@ -123,11 +127,46 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
     return checked
 
 
-def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
-    """Wraps the rollout function, and notes each document's questions and answers.
+@dataclass
+class NotedRequest:
+    """A request of a rollout.
 
-    Args:
-        asked: gets a pair for each request, by ``id(document)``: ids of the input may repeat.
+    Attributes:
+        question: the last message of the user.
+        prompt: all messages as JSON, with hashes of the media.
+    """
+
+    question: str
+    prompt: str = ""
+    answer_text: str = ""
+
+
+NotedRequests = dict[int, list[NotedRequest]]
+"""The requests of each document, by ``id(document)``: ids of the input may repeat."""
+
+
+async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> list[str]:
+    """Returns the prompts of the documents' first requests, and sends none.
+
+    Calls ready-made rollouts only: a user's function may do anything before its first request.
+    """
+    prompts: list[str] = []
+
+    async def note(payload: object, **settings: object) -> object:
+        prompts.append(_prompt(payload))
+        raise NotImplementedError
+
+    if getattr(rollout_fn, "__module__", "") == ReadyMade.__module__:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_UNSENT_SECONDS):  # for media and tokenizers
+                for document in documents:
+                    with suppress(Exception):  # of documents without a request, too
+                        await rollout_fn(document, note)
+    return prompts
+
+
+def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
+    """Wraps the rollout function, and notes each document's requests in ``asked``.
 
     Raises:
         ConfigError: a file that it needs is missing here.
@@ -148,14 +187,17 @@ def noting(rollout_fn: Rollout, asked: dict[int, list[list[str]]]) -> Rollout:
 class _Noting:
     """A ``generate``, or a method or model of it, that notes each question and its answer."""
 
-    def __init__(self, generate: Callable[..., Awaitable[object]], noted: list[list[str]]) -> None:
+    def __init__(
+        self, generate: Callable[..., Awaitable[object]], noted: list[NotedRequest]
+    ) -> None:
         self._generate = generate
         self._noted = noted
 
     async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
-        self._noted.append(pair := [_question(asked), ""])
+        request = NotedRequest(_question(asked), _prompt(asked))
+        self._noted.append(request)
         answer = await self._generate(asked, *more, **settings)
-        pair[1] = str(getattr(answer, "text", "") or answer)
+        request.answer_text = str(getattr(answer, "text", "") or answer)
         return answer
 
     def __getattr__(self, name: str) -> _Noting:
@@ -174,6 +216,13 @@ def _question(payload: Any) -> str:
             if isinstance(content, str)
             else "\n".join(part.get("text", "") for part in content)
         )
+    return ""
+
+
+def _prompt(payload: Any) -> str:
+    with suppress(AttributeError, LookupError, TypeError):
+        prompt = payload.get("messages") or payload["prompt"]
+        return orjson.dumps(prompt, default=media_key).decode()
     return ""
 
 

@@ -1,8 +1,7 @@
-"""``datatrove-ckpt track``: sends the sums of a run, as ``status --json`` has them, to MLflow and
-Weights & Biases.
+"""``datatrove-ckpt track``: sends the sums of a run, as ``status --json`` has them, to MLflow.
 
-All attempts of a job find their run there again, by the job's id. MLflow gives a run its id, so
-there it is a tag.
+All attempts of a job find their run there again, by the job's id. MLflow gives a run its own id, so
+the job's is a tag.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from datatrove_ckpt.maintenance.training import TrainingState, read_training
 from datatrove_ckpt.maintenance.where import Place
 
 _JOB_TAG = "datatrove_ckpt.job"
-_AT = "at"  # a metric of W&B: Unix seconds
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
 _MAX_NAME = 250
 _MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
@@ -34,6 +32,9 @@ _IDLE_LOOKS = 3  # with no rank at work
 _UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept
 _INTERVALS = 2  # between saves: a training starts again, and makes the steps to its next save
 _AT_ONCE = 100  # parameters that MLflow takes
+
+_Point = tuple[float, dict[str, float], int | None]
+"""Unix seconds, values, and the step of a training; None: the values are sums of a job."""
 
 
 def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
@@ -122,8 +123,7 @@ class MlflowRun:
         for start in range(0, len(new), _AT_ONCE):
             self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
 
-    def send(self, at: float, values: dict[str, float], step: int | None = None) -> None:
-        """``step``: of a training; None: the values are sums of a job."""
+    def send(self, at: float, values: dict[str, float], step: int | None) -> None:
         from mlflow.entities import Metric
 
         if step is None:
@@ -137,84 +137,41 @@ class MlflowRun:
         self._client.set_terminated(self._id, status)
 
 
-class WandbRun:
-    def __init__(self, job: TrackedJob, project: str) -> None:
-        import wandb
-
-        entity, _, name = project.rpartition("/")
-        settings = wandb.Settings(
-            console="off",
-            silent=True,
-            x_disable_stats=True,
-            x_disable_meta=True,
-            disable_git=True,
-            disable_code=True,
-        )
-        self._run = wandb.init(
-            project=name,
-            entity=entity or None,
-            id=job.id,
-            name=job.name,
-            resume="allow",
-            config=job.parameters,
-            settings=settings,
-            allow_val_change=True,
-        )
-        self._run.summary["status"] = "RUNNING"
-        self._run.define_metric(_AT, hidden=True)
-        self._run.define_metric("*", step_metric=_AT)
-
-    def send(self, at: float, values: dict[str, float], step: int | None = None) -> None:
-        if step is not None:
-            values = values | {"step": step}
-        self._run.log(values | {_AT: at})
-
-    def end(self, status: str) -> None:
-        """W&B's own state is that of the process."""
-        self._run.summary["status"] = status
-        self._run.finish(exit_code=int(status != "FINISHED"))
-
-
-TrackedRun = MlflowRun | WandbRun
-
-
 @dataclass
 class _Sending:
-    """Sends to several services.
+    """Sends the numbers of one job.
 
     Attributes:
-        services: each finds or makes the run of a job.
+        service: finds or makes the run of a job.
         name: of the job; None: that of its folder.
         is_over: no more is to come, and all is sent.
     """
 
-    services: Sequence[Callable[[TrackedJob], TrackedRun]]
+    service: Callable[[TrackedJob], MlflowRun]
     name: str | None = None
     is_over: bool = False
     _idle_looks: int = 0
-    _runs: dict[int, TrackedRun] = field(default_factory=dict)
+    _run: MlflowRun | None = None
 
-    def _serve(self, job: TrackedJob, send: Callable[[int, TrackedRun], None], status: str) -> str:
-        """Sends to each service. Returns why some lack the numbers, or ""."""
-        problems = []
-        for index, service in enumerate(self.services):
-            try:
-                run = self._runs.get(index) or service(job)
-                self._runs[index] = run
-                send(index, run)
-                if status != "RUNNING":
-                    run.end(status)
-                    del self._runs[index]
-            except Exception as error:
-                problems.append(f"{type(error).__name__}: {error}")
-        self.is_over = status != "RUNNING" and not problems
-        return "; ".join(problems)
+    def _serve(self, job: TrackedJob, points: Iterable[_Point], status: str) -> str:
+        """Sends the points. Returns why the service lacks some, or ""."""
+        try:
+            run = self._run or self.service(job)
+            self._run = run
+            for at, values, step in points:
+                run.send(at, values, step)
+            if status != "RUNNING":
+                run.end(status)
+                self.is_over = True
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
 
 
 @dataclass
 class Tracker(_Sending):
     """Sends the numbers of one run, until it is finished, or no rank was at work at several looks.
-    They are sums, so what a service misses is no loss to the next one.
+    They are sums, so those that the service misses are no loss.
     """
 
     place: Place = field(kw_only=True)
@@ -238,23 +195,18 @@ class Tracker(_Sending):
         at = state.read_at
         if status != "RUNNING" and state.newest is not None:
             at = state.newest
-        values = values_of(state)
-
-        def send(index: int, run: TrackedRun) -> None:
-            run.send(at, values)
-
-        return self._serve(job, send, status)
+        return self._serve(job, [(at, values_of(state), None)], status)
 
 
 @dataclass
 class TrainingTracker(_Sending):
-    """Sends the loss curve of a training. A service gets each step once, and again after a
-    rollback. It ends when no process saves into the folder, at several looks and for longer than
-    between its newest saves: one that was started again has not saved yet.
+    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
+    no process saves into the folder, at several looks and for longer than between its newest saves:
+    one that was started again has not saved yet.
     """
 
     folder: Path = field(kw_only=True)
-    _sent: dict[int, list[Row]] = field(default_factory=dict)
+    _sent: list[Row] = field(default_factory=list)
 
     def work(self) -> str:
         """Sends new steps. Returns why something could not be sent, or ""."""
@@ -275,16 +227,15 @@ class TrainingTracker(_Sending):
         status = "RUNNING"
         if self._idle_looks >= _IDLE_LOOKS and _is_quiet(times):
             status = "FINISHED"
+        return self._serve(job, self._new_points(state.curve), status)
 
-        def send(index: int, run: TrackedRun) -> None:
-            sent = self._sent.setdefault(index, [])
-            for number, (step, metrics) in enumerate(state.curve):
-                if sent[number : number + 1] != [(step, metrics)]:
-                    numbers = {key: value for key, value in metrics.items() if value is not None}
-                    run.send(time.time(), numbers, step)
-                    sent[number:] = [(step, metrics)]
-
-        return self._serve(job, send, status)
+    def _new_points(self, curve: Sequence[Row]) -> Iterator[_Point]:
+        """A step counts as sent once the next one is wanted."""
+        for number, (step, metrics) in enumerate(curve):
+            if self._sent[number : number + 1] != [(step, metrics)]:
+                numbers = {key: value for key, value in metrics.items() if value is not None}
+                yield time.time(), numbers, step
+                self._sent[number:] = [(step, metrics)]
 
 
 def _times(state: TrainingState) -> list[float]:

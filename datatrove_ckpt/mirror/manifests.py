@@ -186,9 +186,8 @@ class Manifest:
         try:
             data = orjson.loads(body)
             run = data.get("run")
-            check_format(
-                where, data, FORMAT, run.get(WRITTEN_BY) if isinstance(run, dict) else None
-            )
+            written_by = run.get(WRITTEN_BY) if isinstance(run, dict) else None
+            check_format(where, data, range(1, FORMAT + 1), written_by)
             check_format(where, run)
             if not is_count(data.pop("format")):
                 raise ValueError("it has no format")

@@ -15,7 +15,7 @@ import os
 import re
 
 from datatrove_ckpt.checkpoint.layout import retry_number
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
 
 _LEAST_CHARACTERS = 16
@@ -40,9 +40,9 @@ class Seal:
         self._place = folder
         if retry_number(parent) is not None:
             self._place = f"{parent}/{folder}"
-        self._key: Key | None = None
+        self._key: Secret | None = None
         if MIRROR_KEY_VARIABLE in os.environ:
-            self._key = Key(os.environ[MIRROR_KEY_VARIABLE])
+            self._key = Secret(os.environ[MIRROR_KEY_VARIABLE])
         self.is_on = self._key is not None
         """Whether there is a key."""
         if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:

@@ -21,7 +21,7 @@ from loguru import logger
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.redaction import Redactor
+from datatrove_ckpt.common.redaction import redact, remember
 from datatrove_ckpt.common.retrying import failure_line, http_status
 from datatrove_ckpt.errors import CkptError, OutputFailed
 from datatrove_ckpt.errors.doors import written
@@ -182,4 +182,5 @@ def _shown(error: BaseException) -> str:
     else:
         said = getattr(error, "server_message", None) or ""
         text = f"the hub answers {status}, {said}".rstrip(", ")
-    return " ".join(Redactor(get_token() or "")(text).split()).rstrip(".")
+    remember(get_token() or "")
+    return " ".join(redact(text).split()).rstrip(".")

@@ -24,7 +24,7 @@ from datatrove_ckpt.errors import CkptError, DocumentNotSerializable
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.named_answer import check_answer
-from datatrove_ckpt.generation.user_code import check_first, try_media
+from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
 from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
 from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.restore import find_outdated
@@ -47,6 +47,7 @@ from datatrove_ckpt.preflight.checks import (
     within,
 )
 from datatrove_ckpt.preflight.input_checks import Sample, check_input, check_inputs_unchanged
+from datatrove_ckpt.preflight.prompts import check_prompts
 from datatrove_ckpt.preflight.run_plan import RunnerPlan, RunPlan
 from datatrove_ckpt.process.open_files import files_needed, limits, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -84,7 +85,7 @@ def _examine(executor: PipelineExecutor) -> Iterator[Finding]:
         if isinstance(step, BaseReader):
             checks, found_here = check_input(step, plan.tasks, plan.waits)
             yield from about(f"{place}input", checks)
-            if not sample.number:
+            if not sample.documents:
                 sample = found_here
         runner = runners.get(index)
         if runner is not None:
@@ -144,7 +145,7 @@ def check_runner(runner: RunnerPlan, place: str, sample: Sample) -> Iterator[Fin
         yield from about(
             f"{place}{config.server_name('server')}", _check_server(plan, step, config)
         )
-        if config.prices and sample.number and config.server_type == "endpoint":
+        if config.prices and sample.documents and config.server_type == "endpoint":
             yield _costs(config, sample)
     yield from about(f"{place}checkpoints", _check_checkpoints(plan, step))
     yield from about(f"{place}output", _check_output(runner))
@@ -163,12 +164,14 @@ def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
         if runner.step.on_document_error == "stop":
             check_first(runner.step.rollout_fn, first)
             asyncio.run(try_media(runner.step.rollout_fn, first))
-    yield from ()
+        prompts = asyncio.run(unsent_prompts(runner.step.rollout_fn, sample.documents))
+        yield from check_prompts(prompts, runner.step.model.servers)
 
 
 def _costs(config: InferenceConfig, sample: Sample) -> Finding:
     """Estimates what documents cost, from the texts of the first ones."""
-    prompt = sample.characters // sample.number // _CHARACTERS_PER_TOKEN
+    characters = sum(len(document.text) for document in sample.documents)
+    prompt = characters // len(sample.documents) // _CHARACTERS_PER_TOKEN
     answer = max_tokens_of(config.default_generation_params)
     number = _COSTED_DOCUMENTS * config.rollouts_per_document
     plain, batch = (number * config.cost(prompt, 0, answer, tier) / 1e9 for tier in ("", BATCH))
@@ -194,6 +197,7 @@ def _check_server(
         return
     ready = tried("ready", partial(_server_is_ready, config))
     yield ready
+    yield Finding("ok", "requests", f"{config.places} (max_concurrent_generations).")
     if config is step.model:
         yield _check_open_files(*step.requests_and_servers())
     if config.server_log_folder is not None:

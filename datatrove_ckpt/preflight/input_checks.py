@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import has_shard
+from datatrove_ckpt.checkpoint.identity import check_shard
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
@@ -45,7 +45,7 @@ from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.step_records import describe_pipeline, differences
 
-_SAMPLE_DOCUMENTS = 100
+_SAMPLE_DOCUMENTS = 1000
 _SAMPLE_SECONDS = 2.0
 # Files without documents to read before the input counts as unreadable.
 _TRIED_FILES = 3
@@ -56,16 +56,14 @@ class Sample:
     """The first documents of the input.
 
     Attributes:
-        number: how many were read.
         refused: why a file that was read gave no document, by the file's index.
-        first: the first one, encoded; empty if there is none.
-        characters: of all their texts.
+        documents: as they were read; a check may change them.
+        first: the first one as it was read, encoded; empty if there is none.
     """
 
-    number: int = 0
+    documents: Sequence[Document] = ()
     refused: dict[int, NoDocument] = field(default_factory=dict)
     first: bytes = b""
-    characters: int = 0
 
 
 def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Finding], Sample]:
@@ -102,18 +100,18 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
             Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)
         ], Sample()
     if (
-        not sample.number
+        not sample.documents
         and names
         and not any(map(inputs.size, range(min(len(names), _TRIED_FILES))))
     ):
         return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
-    if not sample.number:
+    if not sample.documents:
         files = ": no file matches"
         if names:
             files = ""
         text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
-    text = f"{where}: the first {plural(sample.number, 'document')} read."
+    text = f"{where}: the first {plural(len(sample.documents), 'document')} read."
     if is_dataset and whole.shares_rows(len(names)):
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
         shares = Finding("ok", "shares", equal)
@@ -135,7 +133,7 @@ def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> N
     for first in range(min(files, tasks)):
         if sample.refused.keys() >= set(range(first, files, tasks)):
             raise sample.refused[first]
-    if sample.refused and not sample.number:
+    if sample.refused and not sample.documents:
         raise next(iter(sample.refused.values()))
 
 
@@ -152,8 +150,7 @@ def _read_some(reader: BaseDiskReader, files: int) -> Sample:
     found: list[Document] = []
     refused: dict[int, NoDocument] = {}
     _read_files(reader, files, found, refused)
-    characters = sum(len(document.text) for document in found)
-    return Sample(len(found), refused, as_read(found[0]).data if found else b"", characters)
+    return Sample(found, refused, as_read(found[0]).data if found else b"")
 
 
 def _read_files(
@@ -241,9 +238,8 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
     """Compares the input with what each finished rank has read: a listing per reader, a sample per
     file.
 
-    It skips ranks that an earlier release finished, runs with
-    another number of tasks, sources that are no files, and retries of dead letters, whose input may
-    be gone.
+    It skips runs with another number of tasks, sources that are no files, and retries of dead
+    letters, whose input may be gone.
 
     Raises:
         CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a
@@ -285,12 +281,14 @@ def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
     if recorded_settings(root).get("tasks") != plan.tasks:
         return []
     folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
-    read = {
-        rank: ShardRecord.read(folder / SHARD)
-        for rank, folder in folders.items()
-        if is_finished(folder) and has_shard(folder)
-    }
-    return [(rank, record) for rank, record in read.items() if record is not None]
+    records = []
+    for rank, folder in folders.items():
+        if is_finished(folder):
+            check_shard(folder)
+            record = ShardRecord.read(folder / SHARD)
+            if record is not None:
+                records.append((rank, record))
+    return records
 
 
 def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:

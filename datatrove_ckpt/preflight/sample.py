@@ -12,15 +12,16 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.user_code import noting
+from datatrove_ckpt.generation.user_code import NotedRequest, NotedRequests, noting
 from datatrove_ckpt.preflight.run_plan import RunPlan
 
 
-def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document, list[list[str]]]]:
+def take_sample(
+    plan: RunPlan, number: int, folder: Path
+) -> list[tuple[Document, list[NotedRequest]]]:
     """Sends the first documents to the first runner. Their results are a run's below ``folder``.
 
-    Returns each document, and the question and the answer of each of its requests; without one its
-    text and "".
+    Returns each document and its requests; without one, its text stands for the question.
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -34,7 +35,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
         documents = before(documents, 0, 1)
     first = list(islice(documents or (), number))
     texts = [document.text for document in first]
-    asked = dict[int, list[list[str]]]()
+    asked: NotedRequests = {}
     step = runner.step.changed(
         rollout_fn=noting(runner.step.rollout_fn, asked),
         output_writer=JsonlWriter(
@@ -53,5 +54,6 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> list[tuple[Document
     if first:
         step.run(first, 0, 1)
     return [
-        (one, asked.get(id(one)) or [[text, ""]]) for one, text in zip(first, texts, strict=True)
+        (one, asked.get(id(one)) or [NotedRequest(text)])
+        for one, text in zip(first, texts, strict=True)
     ]

@@ -27,7 +27,7 @@ _FILES = 128
 _SPARE = 256
 # Under "auto", per server: more than any engine runs by default (vLLM 1024).
 _MOST_PER_SERVER = 4096
-_FEWEST_PER_SERVER = 64
+_FEWEST = 64
 # SQLite needs up to this many at once, and closes them before it reports the error.
 _PROBED = 4
 _CODES = (errno.EMFILE, errno.ENFILE)
@@ -51,13 +51,13 @@ def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
 
     Args:
         setting: ``max_concurrent_generations``, for each server. For "auto", as many as the hard
-            limit allows, between 64 and 4096 per server.
+            limit allows: 64 at least, and 4096 per server at most.
     """
     if setting != "auto":
         return setting * servers
     # Connections to one of several servers may be idle while all requests go to the others.
     fitting = (limits()[1] - files_needed(0, servers) - _SPARE) // (2 if servers > 1 else 1)
-    return max(_FEWEST_PER_SERVER * servers, min(_MOST_PER_SERVER * servers, fitting))
+    return max(_FEWEST, min(_MOST_PER_SERVER * servers, fitting))
 
 
 def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:

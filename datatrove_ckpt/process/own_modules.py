@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from datatrove_ckpt.common.formatting import byte_size
-from datatrove_ckpt.common.redaction import is_surely_secret, redact
+from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 
@@ -145,8 +145,7 @@ def own_files() -> dict[str, bytes]:
         )
     contents = {name: path.read_bytes() for name, path in files.items()}
     for name, data in contents.items():
-        text = data.decode(errors="replace")
-        if redact(text) != text or is_surely_secret("", text):
+        if may_hold_secret(data.decode(errors="replace")):
             raise ConfigError(
                 f"{files[name]}: holds what may be a secret, and goes along with the jobs. Use "
                 "secrets."

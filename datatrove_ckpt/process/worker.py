@@ -15,7 +15,6 @@ import fsspec.asyn
 from multiprocess.connection import Connection
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.gc_tuning import gc_tuned
@@ -62,7 +61,7 @@ def worker_slot() -> int | None:
 
 def work(
     connection: Connection,
-    environment: HiddenDict,
+    environment: dict[str, str],
     numbers: Sequence[int],
     run: Work,
     slot: int,

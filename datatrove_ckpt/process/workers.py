@@ -36,7 +36,6 @@ from multiprocess import forkserver, resource_tracker
 from multiprocess.context import BaseContext
 
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.errors import Preempted, WorkerDied
 from datatrove_ckpt.process.memory import WORKERS_VARIABLE
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
@@ -71,7 +70,7 @@ class _Process:
         self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
-        environment = HiddenDict({**os.environ, WORKERS_VARIABLE: str(count)})
+        environment = {**os.environ, WORKERS_VARIABLE: str(count)}
         arguments = (theirs, environment, numbers, run, slot, below_bar)
         self.process = context.Process(target=work, args=arguments, daemon=False)
         with theirs:  # closed here once the worker has it

@@ -11,7 +11,6 @@ from tests.bench.measure import ROOT, interleaved, median, ratio, wrong
 
 TABLE = ROOT / "docs/internals/benchmarks.md"
 README = ROOT / "README.md"
-_START, _END = "<!-- measured: start -->\n", "<!-- measured: end -->"
 _NAMES = {"ours": "ours", "bare": "bare loop", "datatrove": "datatrove"}
 
 
@@ -126,23 +125,33 @@ def _losses(lost):
 def _write_table(rows, note):
     text = f"{tables.markdown(['', 'ours', 'datatrove', 'bare loop'], rows)}\n\nOn {note}.\n"
     print(text)
-    _replace(TABLE, text)
-    _replace(README, summary(text))
+    replace(TABLE, text)
+    replace(README, summary(text))
 
 
-def measured(path):
+def measured(path, name="measured"):
     """What stands between the two comments."""
-    return path.read_text().partition(_START)[2].partition(_END)[0]
+    start, end = _comments(name)
+    return path.read_text().partition(start)[2].partition(end)[0]
 
 
-def summary(table):
-    """README's lines, from the text of the table."""
+def _comments(name):
+    return f"<!-- {name}: start -->\n", f"<!-- {name}: end -->"
+
+
+def _cells(table):
+    """The cells of each row, by the first."""
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in table.splitlines()
         if line.startswith("|")
     ]
-    cells = {row[0]: row[1:] for row in rows}
+    return {row[0]: row[1:] for row in rows}
+
+
+def summary(table):
+    """README's lines, from the text of the table."""
+    cells = _cells(table)
     rate, cpu = cells["documents/s, server answers at once"], cells["CPU s per 1000 documents"]
     share = cells["% of ideal, server takes 200 ms, 1,024 at once"]
     cores = table.partition("\n\nOn ")[2].partition(";")[0]
@@ -153,12 +162,34 @@ def summary(table):
     )
 
 
-def _replace(path, text):
+def write_shares(table):
+    """Writes the table of ``tests.bench.throughput``, and README's lines about it."""
+    replace(TABLE, f"{table}\n", "shares")
+    replace(README, share_summary(table), "shares")
+
+
+def share_summary(table):
+    """README's lines, from the text of the table of shares."""
+    cells = _cells(table)
+    ours, datatrove = cells["job"].index("ours"), cells["job"].index("datatrove")
+    rewriting = cells["rewriting, 8 servers"]
+    calls = cells["3 calls in sequence, 8 servers"]
+    shuffled = cells["the same, shuffled, 8 servers"]
+    return (
+        f"On eight simulated GPUs, default settings reach {rewriting[ours]} of the ideal with one call for each document\n"
+        f"(datatrove's runner, with a task for each GPU: {rewriting[datatrove]}), {calls[ours]} ({calls[datatrove]}) with three calls in sequence, and\n"
+        f"{shuffled[ours]} ({shuffled[datatrove]}) where shuffled rows share documents. Above 1, the KV caches serve more of the prompts than in\n"
+        "the ideal. No real GPU was measured. [How this was measured](docs/internals/benchmarks.md).\n"
+    )
+
+
+def replace(path, text, name="measured"):
+    start, end = _comments(name)
     page = path.read_text()
-    before, start, rest = page.partition(_START)
-    _, end, after = rest.partition(_END)
-    if not end:
+    before, found, rest = page.partition(start)
+    _, found_end, after = rest.partition(end)
+    if not found_end:
         raise SystemExit(
-            f"{path} has no lines {_START.strip()} and {_END}; the table above is not written there."
+            f"{path} has no lines {start.strip()} and {end}; the table above is not written there."
         )
-    path.write_text(before + start + text + end + after)
+    path.write_text(before + found + text + found_end + after)

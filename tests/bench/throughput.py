@@ -1,9 +1,17 @@
 """What share of the engines' ideal a job gets, on simulated engines in virtual time:
-``python -m tests.bench.throughput [--jobs TEXT ...] [--against COMMIT]``.
+``python -m tests.bench.throughput [--jobs TEXT ...] [--against COMMIT] [--results FILE]``.
 
 The ideal is the time that the engines take if all requests are in their queues from the start. It
 is no upper bound: such engines preempt requests and forget prefixes. Shares are the ideal's time
 divided by a system's. The load of this machine changes none.
+
+ours       default settings
+before     the same at ``--against``
+best       the best of some numbers as ``max_concurrent_generations``, in brackets
+loop, datatrove    see ``throughput_run.py``
+
+What has missed its goal, or is more than 2 % slower than before, is listed below the table.
+``--write`` also writes the table to docs/internals/benchmarks.md, and README's lines about it.
 """
 
 import json
@@ -11,72 +19,131 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.bench import tables
+from tests.bench import report, tables
 from tests.bench.commits import checkout
 from tests.bench.measure import ROOT
 from tests.bench.throughput_jobs import JOBS
 
-
-def run(job, system, seed, at_once=None, package=ROOT):
-    """The result of one run. ``at_once``: None: the system's default."""
-    arguments = json.dumps([job, system, seed, at_once])
-    with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-throughput-") as folder:
-        # The other commit's package, with this one's tests.
-        Path(folder, "datatrove_ckpt").symlink_to(Path(package, "datatrove_ckpt"))
-        path = f"{folder}{os.pathsep}{ROOT}"
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
-        process = subprocess.run(
-            [sys.executable, "-P", str(ROOT / "tests/bench/throughput_run.py"), arguments],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if process.returncode:
-        raise SystemExit(f"{process.stderr}\n{system} failed with exit code {process.returncode}")
-    result = dict(json.loads(process.stdout.splitlines()[-1]))
-    print(f"{job}: {system} {at_once or ''}: {result}", file=sys.stderr, flush=True)
-    return result
+SYSTEMS = ("ours", "before", "best", "loop", "datatrove")
+_SLOWER = 0.98
 
 
-def row(name, seed, before, systems):
+@dataclass
+class Results:
+    """Runs what ``path`` has no result of, and appends it there."""
+
+    seed: int
+    before: Path
+    path: Path | None
+    _known: dict[str, dict] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.path is not None and self.path.exists():
+            for line in self.path.read_text().splitlines():
+                name, result = json.loads(line)
+                self._known[name] = result
+
+    def seconds(self, job, system, at_once=None):
+        name = json.dumps([job, system, self.seed, at_once])
+        if name not in self._known:
+            self._known[name] = self._run(job, system, at_once)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(f"{json.dumps([name, self._known[name]])}\n")
+        result = self._known[name]
+        print(f"{job}: {system} {at_once or ''}: {result}", file=sys.stderr, flush=True)
+        return result["seconds"]
+
+    def _run(self, job, system, at_once):
+        package = self.before if system == "before" else ROOT
+        system = "ours" if system == "before" else system
+        arguments = json.dumps([job, system, self.seed, at_once])
+        with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-throughput-") as folder:
+            # The other commit's package, with this one's tests.
+            Path(folder, "datatrove_ckpt").symlink_to(Path(package, "datatrove_ckpt"))
+            path = f"{folder}{os.pathsep}{ROOT}"
+            environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"}
+            process = subprocess.run(
+                [sys.executable, "-P", str(ROOT / "tests/bench/throughput_run.py"), arguments],
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        if process.returncode:
+            raise SystemExit(f"{process.stderr}\n{system}: exit code {process.returncode}: {job}")
+        return dict(json.loads(process.stdout.splitlines()[-1]))
+
+
+def shares(name, results, systems):
+    """The share of the ideal of each system, and the number that was best."""
     job = JOBS[name]
-    ideal = run(name, "ideal", seed)["seconds"]
+    ideal = results.seconds(name, "ideal")
+    found = {}
+    for system in systems:
+        if system == "best":
+            found[system], number = max(
+                (ideal / results.seconds(name, "ours", number), number) for number in job.numbers
+            )
+            found["number"] = number
+        elif system != "datatrove" or (job.death is None and len(job.models) == 1):
+            found[system] = ideal / results.seconds(name, system)
+    return found
 
-    def share(*arguments, **options):
-        return ideal / run(name, *arguments, **options)["seconds"]
 
-    cells = {"ours": share("ours", seed) if "ours" in systems else None}
-    if "before" in systems:
-        cells["before"] = share("ours", seed, package=before)
-    if "best" in systems:
-        cells["best"] = max(share("ours", seed, number, package=before) for number in job.best)
-    if "loop" in systems:
-        cells["loop"] = share("loop", seed)
-    if "datatrove" in systems:
-        cells["datatrove"] = share("datatrove", seed) if job.servers == 1 else None
-    return [name, *cells.values()]
+def _cell(system, found):
+    if system not in found:
+        return None
+    text = f"{found[system]:.2f}"
+    return f"{text} ({found['number']})" if system == "best" else text
+
+
+def _missed(name, found):
+    ours = round(found.get("ours", 0.0), 3)
+    if "ours" in found and ours < JOBS[name].goal:
+        yield f"{name}: {ours}, and its goal is {JOBS[name].goal}"
+    if "ours" in found and ours < _SLOWER * found.get("before", 0.0):
+        yield f"{name}: {ours}, and before {found['before']:.3f}"
 
 
 def main():
     parser = tables.parser(__doc__)
     parser.add_argument("--jobs", nargs="*", default=[""], help="parts of their names; all")
-    parser.add_argument("--against", default="HEAD", metavar="COMMIT", help="for `before`, `best`")
-    parser.add_argument(
-        "--systems", nargs="*", default=["ours", "before", "best", "loop", "datatrove"]
-    )
+    parser.add_argument("--against", default="HEAD", metavar="COMMIT", help="for `before`")
+    parser.add_argument("--systems", nargs="*", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="of this commit: what it has is not run again"
+    )
+    parser.add_argument("--write", action="store_true", help="all jobs and systems, to the docs")
     options = parser.parse_args()
+    names = [name for name in JOBS if any(part in name for part in options.jobs)]
+    if options.write and (len(names) < len(JOBS) or set(options.systems) != set(SYSTEMS)):
+        parser.error("--write: needs all jobs and systems")
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-commit-"))
         before = stack.enter_context(checkout(options.against, Path(folder) / "before"))
-        names = [name for name in JOBS if any(part in name for part in options.jobs)]
-        rows = [row(name, options.seed, before, options.systems) for name in names]
-    print(tables.markdown(["share of the ideal", *options.systems], rows))
+        results = Results(options.seed, before, options.results)
+        threads = stack.enter_context(ThreadPoolExecutor(options.processes))
+        found = list(threads.map(lambda name: shares(name, results, options.systems), names))
+    rows = [
+        [name, *(_cell(system, row) for system in options.systems)]
+        for name, row in zip(names, found, strict=True)
+    ]
+    table = tables.markdown(["job", *options.systems], rows)
+    print(table)
+    if options.write:
+        report.write_shares(table)
+    for name, row in zip(names, found, strict=True):
+        for line in _missed(name, row):
+            print(f"\n{line}")
 
 
 if __name__ == "__main__":

@@ -24,25 +24,37 @@ class Job:
     """One row of the table.
 
     Attributes:
-        servers: how many.
+        servers: how many; of several models, by their names.
         rows: makes the documents, each a text and the lengths of its answers.
         rollout: asks for one document.
         engine: what differs from ``H100``.
-        best: numbers of requests in flight at a server, of which the best is looked for.
+        numbers: of requests in flight at a server, of which the best is looked for.
+        goal: the share of the ideal that is expected of the default settings.
+        tasks: that run at once, over the same servers.
+        death: when the first server dies, and for how many seconds it is away. The ideal has all
+            servers all the time.
     """
 
-    servers: int
+    servers: int | dict[str, int]
     rows: Callable[[random.Random], list[dict]]
     rollout: Callable
     engine: dict = field(default_factory=dict)
-    best: tuple[int, ...] = (64, 128, 192, 256, 384)
+    numbers: tuple[int, ...] = (64, 128, 256, 512)
+    goal: float = 0.0
+    tasks: int = 1
+    death: tuple[float, float] | None = None
 
     @property
     def settings(self):
         return {**H100, **self.engine}
 
+    @property
+    def models(self):
+        """How many servers each model has. A single model's name is empty."""
+        return self.servers if isinstance(self.servers, dict) else {"": self.servers}
 
-# rollouts: ``ask`` sends a payload and returns the text of the answer -----------------------------
+
+# rollouts: ``ask`` sends a payload, to a model if there are several, and returns the answer's text -
 
 
 async def one_call(row, ask):
@@ -72,6 +84,12 @@ async def in_parallel(row, ask):
         for number, tokens in enumerate(row["answers"])
     )
     await asyncio.gather(*questions)
+
+
+async def written_and_judged(row, ask):
+    answer = await ask(_payload([_user(row["text"])], row["answers"][0]), "writer")
+    question = f"{JUDGE_PROMPT}{row['text']}\n{answer}"
+    await ask(_payload([_user(question)], row["answers"][1]), "judge")
 
 
 def _user(text):
@@ -115,6 +133,22 @@ def calls(documents, number, prompt=1500, answer=250):
             {
                 "text": _text(chance, _lognormal(chance, prompt, 0.3)),
                 "answers": [_lognormal(chance, answer, 0.4) for _ in range(number)],
+            }
+            for _ in range(documents)
+        ]
+
+    return rows
+
+
+JUDGE_PROMPT = _text(random.Random("judge"), 300)
+
+
+def judged(documents, prompt=600, answer=300, judgement=20):
+    def rows(chance):
+        return [
+            {
+                "text": _text(chance, _lognormal(chance, prompt)),
+                "answers": [_lognormal(chance, answer), judgement],
             }
             for _ in range(documents)
         ]
@@ -195,36 +229,49 @@ SMALL_MODEL = {
 }
 FP8 = {"base": 4.5e-3, "per_prompt_token": 1.7e-5, "per_cached_token": 2.8e-8, "blocks": 53_000}
 
+CALLS = (64, 128, 160, 192)
+
+# Of documents that are shared and shuffled, 150 a server are a little more than its cache holds.
 JOBS = {
     "rewriting, 1 server": Job(1, rewriting(2_500), one_call),
-    "rewriting, 4 servers": Job(4, rewriting(10_000), one_call),
-    "rewriting, 8 servers": Job(8, rewriting(20_000), one_call),
-    "3 calls in sequence, 1 server": Job(1, calls(1_000, 3), in_sequence),
-    "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence),
+    "rewriting, 4 servers": Job(4, rewriting(8_000), one_call),
+    "rewriting, 8 servers": Job(8, rewriting(20_000), one_call, goal=1.0),
+    "3 calls in sequence, 1 server": Job(1, calls(2_000, 3), in_sequence, goal=1.65, numbers=CALLS),
+    "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence, goal=1.6, numbers=CALLS),
     "10 calls in sequence, 1 server": Job(1, calls(400, 10), in_sequence),
-    "10 calls in sequence, 8 servers": Job(8, calls(3_200, 10), in_sequence),
+    "10 calls in sequence, 8 servers": Job(8, calls(1_600, 10), in_sequence),
     "8 rows share a document, 2 servers": Job(2, shared(375), one_call),
     "8 rows share a document, 4 servers": Job(4, shared(750), one_call),
-    "8 rows share a document, 8 servers": Job(8, shared(1_500), one_call),
-    "8 rows share a document, shuffled, 2 servers": Job(2, shared(375, shuffled=True), one_call),
-    "8 rows share a document, shuffled, 4 servers": Job(4, shared(750, shuffled=True), one_call),
-    "8 rows share a document, shuffled, 8 servers": Job(8, shared(1_500, shuffled=True), one_call),
-    "a system prompt and shared documents, 8 servers": Job(8, shared(1_500, system=500), one_call),
+    "8 rows share a document, 8 servers": Job(8, shared(1_500), one_call, goal=3.8),
+    "the same, shuffled, 2 servers": Job(2, shared(300, shuffled=True), one_call),
+    "the same, shuffled, 4 servers": Job(4, shared(600, shuffled=True), one_call),
+    "the same, shuffled, 8 servers": Job(8, shared(1_200, shuffled=True), one_call, goal=2.4),
+    "the same, shuffled, 1.4 x the caches, 8 servers": Job(
+        8, shared(1_500, shuffled=True), one_call
+    ),
+    "a system prompt and shared documents, 8 servers": Job(8, shared(1_000, system=500), one_call),
     "8 parallel questions of a rollout, 8 servers": Job(
-        8, calls(1_500, 8, prompt=3000, answer=60), in_parallel
+        8, calls(1_500, 8, prompt=3000, answer=60), in_parallel, goal=3.8
     ),
-    "one prompt for all rows, 8 servers": Job(8, system_prompts(20_000, 1), one_call),
-    "64 system prompts, 8 servers": Job(8, system_prompts(20_000, 64), one_call),
-    "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call),
-    "labels, 8 servers": Job(8, labels(24_000), one_call),
+    "one prompt for all rows, 8 servers": Job(8, system_prompts(20_000, 1), one_call, goal=0.97),
+    "64 system prompts, 8 servers": Job(8, system_prompts(10_000, 64), one_call),
+    "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call, numbers=(64, 128, 256)),
+    "labels, 8 servers": Job(8, labels(12_000), one_call),
     "prompts of 20,000 tokens, 8 servers": Job(
-        8, rewriting(1_000, prompt=20_000, answer=300), one_call, best=(8, 12, 16, 24, 32)
+        8, rewriting(1_000, prompt=20_000, answer=300), one_call, numbers=(8, 16, 24)
     ),
-    "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(16_000), one_call, {"places": 128}),
+    "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(8_000), one_call, {"places": 128}),
     "max-num-batched-tokens 2048, 3 calls, 8 servers": Job(
-        8, calls(8_000, 3), in_sequence, {"budget": 2048}
+        8, calls(4_000, 3), in_sequence, {"budget": 2048}
     ),
-    "a small model, rewriting, 8 servers": Job(8, rewriting(30_000), one_call, SMALL_MODEL),
-    "fp8, rewriting, 8 servers": Job(8, rewriting(20_000), one_call, FP8),
-    "tools between 3 calls, 8 servers": Job(8, calls(8_000, 3), with_tools),
+    "a small model, rewriting, 8 servers": Job(8, rewriting(12_000), one_call, SMALL_MODEL),
+    "fp8, rewriting, 8 servers": Job(8, rewriting(12_000), one_call, FP8),
+    "one of 8 servers dies, and is back after 30 s, 3 calls": Job(
+        8, calls(6_000, 3), in_sequence, death=(30.0, 30.0)
+    ),
+    "a writer on 5 servers, a judge on 3": Job(
+        {"writer": 5, "judge": 3}, judged(10_000), written_and_judged
+    ),
+    "2 tasks over 8 servers, 3 calls": Job(8, calls(6_000, 3), in_sequence, tasks=2),
+    "tools (2 s) between 3 calls, 8 servers": Job(8, calls(6_000, 3), with_tools),
 }

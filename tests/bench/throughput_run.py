@@ -2,7 +2,7 @@
 
 ideal      all documents are at the engines at once, each call at the one with the fewest
 ours       datatrove_ckpt.InferenceRunner, which believes that it has launched the engines
-datatrove  datatrove's own InferenceRunner; one server only
+datatrove  datatrove's own InferenceRunner, which has one server: a task for each server
 loop       a plain aiohttp loop, each request to the next server in turn
 """
 
@@ -10,38 +10,68 @@ import asyncio
 import json
 import random
 import sys
+import threading
 import time
 import types
-from itertools import count, cycle
+from contextlib import contextmanager
+from itertools import chain, cycle
+from pathlib import Path
+from unittest import mock
 
 from tests.bench.throughput_jobs import JOBS
-from tests.simulated_engine import Engine
 from tests.simulated_servers import SimulatedServer
 from tests.virtual_time import VirtualTimeLoop
 
+# Requests in flight at each server, of the loop and of datatrove, whose default it is.
+AT_ONCE = 500
+
+
+_REAL_MONOTONIC = time.monotonic
+
+
+def virtual_loop():
+    loop = VirtualTimeLoop()
+    own_thread = threading.get_ident()
+
+    def monotonic():
+        # Other threads wait in real time: their clock must move while they do.
+        return loop.time() if threading.get_ident() == own_thread else _REAL_MONOTONIC()
+
+    time.monotonic = monotonic  # type: ignore[assignment]
+    return loop
+
 
 def servers_of(job):
-    return [SimulatedServer(Engine(**job.settings)) for _ in range(job.servers)]
+    """By model."""
+    return {
+        model: [SimulatedServer(**job.settings) for _ in range(count)]
+        for model, count in job.models.items()
+    }
 
 
 def rows_of(job, seed):
     return job.rows(random.Random(seed))
 
 
-async def ideal(job, seed, at_once):
-    servers = servers_of(job)
-    in_flight = dict.fromkeys(servers, 0)
-    loop = asyncio.get_running_loop()
-    for server in servers:
-        server._loop = loop
+def schedule_death(job, server):
+    asyncio.get_running_loop().call_later(job.death[0], server.kill)
 
-    async def ask(payload):
-        server = min(in_flight, key=in_flight.__getitem__)
-        in_flight[server] += 1
+
+async def ideal(job, seed, at_once):
+    loop = asyncio.get_running_loop()
+    servers = servers_of(job)
+    in_flight = {model: dict.fromkeys(own, 0) for model, own in servers.items()}
+    for server in chain(*servers.values()):
+        server.use(loop)
+
+    async def ask(payload, model=""):
+        loads = in_flight[model]
+        server = min(loads, key=loads.__getitem__)
+        loads[server] += 1
         body = loop.create_future()
         server.ask(payload, body.set_result)
         answer = json.loads(await body)
-        in_flight[server] -= 1
+        loads[server] -= 1
         return answer["choices"][0]["message"]["content"]
 
     async with asyncio.TaskGroup() as group:
@@ -54,36 +84,63 @@ async def plain_loop(job, seed, at_once):
     import aiohttp
 
     servers = servers_of(job)
-    urls = cycle([await server.start() for server in servers])
+    urls = {
+        model: cycle([await server.start() for server in own]) for model, own in servers.items()
+    }
+    if job.death is not None:
+        mortal = servers[""][0]
+        schedule_death(job, mortal)
+        restart = asyncio.create_task(_restart(job, mortal))
     rows = iter(rows_of(job, seed))
+    most = (at_once or AT_ONCE) * sum(job.models.values())
+    places = asyncio.Semaphore(most)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
-        async def ask(payload):
-            url = f"{next(urls)}/v1/chat/completions"
-            async with session.post(url, json={"model": "m", **payload}) as response:
-                return (await response.json())["choices"][0]["message"]["content"]
+        async def ask(payload, model=""):
+            while True:
+                url = f"{next(urls[model])}/v1/chat/completions"
+                try:
+                    async with (
+                        places,
+                        session.post(url, json={"model": "m", **payload}) as response,
+                    ):
+                        return (await response.json())["choices"][0]["message"]["content"]
+                except aiohttp.ClientError:
+                    await asyncio.sleep(0.1)
 
         async def work():
             for row in rows:
                 await job.rollout(row, ask)
 
-        await asyncio.gather(*(work() for _ in range(at_once or 500)))
+        await asyncio.gather(*(work() for _ in range(most)))
+    if job.death is not None:
+        restart.cancel()
     return servers
 
 
-def documents(job, seed):
+async def _restart(job, server):
+    await server.died.wait()
+    await asyncio.sleep(job.death[1])
+    await server.start()
+
+
+def documents(job, seed, task=0, tasks=1):
+    """Every task has its part of the rows, in their order."""
     from datatrove.data import Document
 
-    for number, row in enumerate(rows_of(job, seed)):
+    rows = rows_of(job, seed)
+    size = -(-len(rows) // tasks)
+    for number, row in enumerate(rows[task * size : (task + 1) * size]):
         yield Document(row["text"], f"{number}", metadata={"answers": row["answers"]})
 
 
 def rollout_of(job):
     async def rollout(document, generate):
-        async def ask(payload):
-            return (await generate(payload)).text
+        async def ask(payload, model=""):
+            generate_there = getattr(generate, model) if model else generate
+            return (await generate_there(payload)).text
 
         await job.rollout({"text": document.text, **document.metadata}, ask)
         return {"done": True}
@@ -94,76 +151,116 @@ def rollout_of(job):
 def writer():
     from datatrove.pipeline.writers import JsonlWriter
 
-    return JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None)
+    return JsonlWriter(
+        str(Path.cwd() / "output"), "${rank}_chunk_${chunk_index}.jsonl", compression=None
+    )
 
 
 def ours(job, seed, at_once):
-    sys.modules["uvloop"] = types.SimpleNamespace(new_event_loop=VirtualTimeLoop)  # type: ignore[assignment]
-    from datatrove_ckpt import InferenceConfig, InferenceRunner
-    from datatrove_ckpt.generation import rank
-    from datatrove_ckpt.inference.servers import pool
+    from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 
     servers = servers_of(job)
-    numbers = count()
+    settings = {"hang_timeout": 1e6, "reuse_servers": job.tasks > 1}
+    if at_once is not None:
+        settings["max_concurrent_generations"] = at_once
+    models = {
+        model: InferenceConfig("vllm", "m", replicas=count, **settings)
+        for model, count in job.models.items()
+    }
+    runner = InferenceRunner(
+        rollout_of(job),
+        models.get("", models),
+        writer(),
+        checkpoints_local_dir=str(Path.cwd() / "checkpoints"),
+        records_per_chunk=1000,
+    )
+
+    def read(data, rank, world_size):
+        return documents(job, seed, rank, world_size)
+
+    with _simulated(job, servers):
+        if job.tasks == 1:
+            runner.run(documents(job, seed), 0, 1)
+        else:
+            LocalPipelineExecutor(
+                [read, runner], job.tasks, workers=1, logging_dir=str(Path.cwd() / "logs")
+            ).run()
+    return servers
+
+
+@contextmanager
+def _simulated(job, servers):
+    """Lets the runner launch simulated servers, and its loops run in virtual time."""
+    from datatrove_ckpt.generation import rank
+    from datatrove_ckpt.inference.servers import pool
+    from datatrove_ckpt.preflight import before_run
+
+    loops = types.SimpleNamespace(new_event_loop=virtual_loop)
+    with (
+        mock.patch.dict(sys.modules, uvloop=loops),
+        mock.patch.object(pool, "InferenceServer", _launched(job, servers)),
+        mock.patch.object(rank, "check_servers"),
+        mock.patch.object(before_run, "check_servers"),
+    ):
+        yield
+
+
+def _launched(job, servers):
+    from datatrove_ckpt.inference.servers import pool
 
     class Launched(pool.InferenceServer):  # type: ignore[misc]
         """Believes that a simulated engine is its process."""
 
+        @property
+        def engine(self):
+            return servers[self.config.name][self.replica]
+
         async def start(self):
-            self.url = await servers[next(numbers)].start()
+            if self.engine.died.is_set():
+                await asyncio.sleep(job.death[1])
+            elif job.death is not None and self.replica == 0:
+                schedule_death(job, self.engine)
+            self.url = await self.engine.start()
 
         async def take_over(self, config, rank):
             return False
 
         async def watch(self):
-            await asyncio.Event().wait()
+            await self.engine.died.wait()
+            return -9
 
         async def stop(self):
+            self.engine.stop()
             self.url = ""
 
         kill = stop
 
-    pool.InferenceServer = Launched  # type: ignore[misc]
-    rank.check_servers = lambda config: None
-    settings = {}
-    if at_once is not None:
-        settings["max_concurrent_generations"] = at_once
-    config = InferenceConfig(
-        server_type="vllm",
-        model_name_or_path="m",
-        replicas=job.servers,
-        reuse_servers=False,
-        hang_timeout=1e6,
-        **settings,
-    )
-    runner = InferenceRunner(
-        rollout_of(job),
-        config,
-        writer(),
-        checkpoints_local_dir="checkpoints",
-        records_per_chunk=1000,
-    )
-    runner.run(documents(job, seed), 0, 1)
-    return servers
+    return Launched
 
 
 def datatrove(job, seed, at_once):
     from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
 
-    (server,) = servers_of(job)
+    servers = servers_of(job)
+    for task, server in enumerate(servers[""]):
+        config = InferenceConfig(
+            server_type="endpoint",
+            model_name_or_path="m",
+            endpoint_url="http://127.0.0.1",
+            max_concurrent_generations=at_once or AT_ONCE,
+        )
+        runner = InferenceRunner(rollout_of(job), config, writer(), records_per_chunk=1000)
+        _start_before(runner, server, config)
+        runner.run(documents(job, seed, task, len(servers[""])), task, len(servers[""]))
+    return servers
 
+
+def _start_before(runner, server, config):
     class Policy(asyncio.DefaultEventLoopPolicy):
         def new_event_loop(self):
-            return VirtualTimeLoop()
+            return virtual_loop()
 
     asyncio.set_event_loop_policy(Policy())
-    config = InferenceConfig(
-        server_type="endpoint",
-        model_name_or_path="m",
-        endpoint_url="http://127.0.0.1",
-        max_concurrent_generations=at_once or 500,
-    )
-    runner = InferenceRunner(rollout_of(job), config, writer(), records_per_chunk=1000)
     run_async = runner.run_async
 
     async def run(*arguments):
@@ -171,32 +268,31 @@ def datatrove(job, seed, at_once):
         return await run_async(*arguments)
 
     runner.run_async = run
-    runner.run(documents(job, seed), 0, 1)
-    return [server]
+
+
+def run(job, system, seed, at_once=None):
+    """Returns the result of one run. It leaves ``time.monotonic`` with the run's virtual time."""
+    if system in ("ours", "datatrove"):
+        by_model = {"ours": ours, "datatrove": datatrove}[system](job, seed, at_once)
+    else:
+        main = {"ideal": ideal, "loop": plain_loop}[system]
+        with asyncio.Runner(loop_factory=virtual_loop) as runner:
+            by_model = runner.run(main(job, seed, at_once))
+    servers = [server for server in chain(*by_model.values()) if server.first is not None]
+    prompts = sum(server.prompt_tokens for server in servers)
+    return {
+        "seconds": max(server.last for server in servers) - min(server.first for server in servers),
+        "requests": sum(server.answered for server in servers),
+        "cached": sum(server.cached_tokens for server in servers) / prompts,
+        "preemptions": sum(server.preemptions + server.engine.preemptions for server in servers),
+    }
 
 
 def main():
     name, system, seed, at_once = json.loads(sys.argv[1])
-    job = JOBS[name]
-    began = time.monotonic()
-    if system in ("ours", "datatrove"):
-        servers = {"ours": ours, "datatrove": datatrove}[system](job, seed, at_once)
-    else:
-        run = {"ideal": ideal, "loop": plain_loop}[system]
-        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            servers = runner.run(run(job, seed, at_once))
-    seconds = max(server.last for server in servers) - min(
-        server.first for server in servers if server.first is not None
-    )
-    prompts = sum(server.prompt_tokens for server in servers)
-    result = {
-        "seconds": seconds,
-        "requests": sum(server.answered for server in servers),
-        "cached": sum(server.cached_tokens for server in servers) / prompts,
-        "preemptions": sum(server.engine.preemptions for server in servers),
-        "took": time.monotonic() - began,
-    }
-    print(json.dumps(result))
+    began = time.perf_counter()
+    result = run(JOBS[name], system, seed, at_once)
+    print(json.dumps({**result, "took": time.perf_counter() - began}))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import errno
 import functools
 import json
 from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
@@ -163,15 +165,19 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, s
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("step", [7, 1])
-def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step):
-    with FakeServer(delay=slow_start) as server:
+@pytest.mark.parametrize(("step", "number"), [(7, 2), (1, 1), (1, 2)])
+def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step, number):
+    with ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(delay=slow_start)) for _ in range(number)]
+        endpoints = SimpleNamespace(url=[server.url for server in servers])
         kept = Counter()
 
         def attempt(folder):
-            server.asked.clear()
-            runner(folder, server).run(documents(3))
-            assert not kept & server.asked, "re-requested answers that were on disk"
+            for server in servers:
+                server.asked.clear()
+            runner(folder, endpoints).run(documents(3))
+            for server in servers:
+                assert not kept & server.asked, "re-requested answers that were on disk"
             kept.clear()
 
         def after_crash(folder):
@@ -180,6 +186,7 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step):
         assert_same_output_after_every_crash(
             attempt, folder, after_crash=after_crash, counted=OF_FILES, step=step
         )
+        assert all(server.payloads for server in servers)
 
 
 @pytest.mark.matrix

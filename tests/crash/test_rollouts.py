@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
 )
 def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
     def attempt(folder):
-        config = InferenceConfig("endpoint", "fake", endpoint_url=server.url)
+        config = InferenceConfig("endpoint", "fake", endpoint_url=[first.url, second.url])
         writer = JsonlWriter(
             str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
         )
@@ -41,8 +41,8 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
             rollout, config, writer, checkpoints_local_dir=checkpoints, records_per_chunk=1
         ).run([Document(text="It rained. It snowed.", id="a")])
 
-    with FakeServer(answer) as server:
-        server.paths = PATHS
+    with FakeServer(answer) as first, FakeServer(answer) as second:
+        first.paths = second.paths = PATHS
         (ram / "job").mkdir()
         report = assert_same_output_after_crash(
             attempt, ram / "job", recoveries=False, counted=("commit",)

@@ -21,7 +21,7 @@ from tests.patience import until_async
 from tests.rank_folders import place_at
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
-from .test_releases import VERSIONS, kept, restored
+from .test_releases import NAMES, kept, restored
 
 DOCUMENTS = 7
 
@@ -310,7 +310,7 @@ def test_damaged_answers_are_asked_again(old, tmp_path, server):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", VERSIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_answers_of_each_release_are_used(name, tmp_path, server):
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
     shutil.copytree(old / "input", new / "input")

@@ -185,7 +185,7 @@ def byte_mutations(half, name, places, chance):
         )
 
 
-RUNS = (b"[]", b"{}", b'{"owner": []}', b'{"format": 1, "owner": {"fence": "x"}}', b"\xff\xfe")
+RUNS = (b"[]", b"{}", b'{"owner": []}', b'{"format": 4, "owner": {"fence": "x"}}', b"\xff\xfe")
 LINES = (b"[]", b"{}", b"null", b'{"ordinal":1}', b'{"tally":{},"files":[]}')
 NAMES = (
     "chunk_9999999999.jsonl",

@@ -132,6 +132,23 @@ def test_tasks_without_input(found):
     assert found("--executor.tasks=4")["input, shares"] == ("ok", "4 files for 4 tasks.")
 
 
+def test_prompts_that_no_prefix_cache_can_help(found):
+    texts = [f"{number} rains. " * 700 for number in range(60)] * 2
+    rows = [json.dumps({"text": text, "id": str(row)}) for row, text in enumerate(texts)]
+    Path("documents/a.jsonl").write_text("\n".join(rows))
+    prompt = "--pipeline.1.rollout_fn.prompt={text} " + "Sum it up in one sentence. " * 30
+    checks = found(prompt)
+    assert "input, prompts" not in checks
+    state, text = checks["input, end of prompts"]
+    assert state == "warning"
+    assert text.endswith("before the text that differs, they would save 10.6 % of each prompt.")
+    assert checks["input, order"] == (
+        "warning",
+        "60 of the first 120 prompts share 7,697 characters with an earlier one, 60 rows before (averages), which a "
+        "prefix cache may have lost by then. Sort the input, so that rows with the same text are neighbours.",
+    )
+
+
 # folders, files, an earlier run ------------------------------------------------------------------
 
 

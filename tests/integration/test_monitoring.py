@@ -54,6 +54,7 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path, host, s
 STAND_IN = """
 import json, os
 from pathlib import Path
+from types import SimpleNamespace
 
 FOLDER = Path(os.environ["STAND_IN"])
 
@@ -61,27 +62,21 @@ def note(**fields):
     with (FOLDER / "calls.jsonl").open("a") as file:
         file.write(json.dumps(fields) + "\\n")
 
-class Settings:
-    def __init__(self, **settings):
+class MlflowClient:
+    def __init__(self, tracking_uri):
+        if os.environ.get("STAND_IN_DOES") == "fail":
+            raise ConnectionError("no network, and the key is canary-of-a-key")
+    def get_experiment_by_name(self, name):
+        return SimpleNamespace(experiment_id=name)
+    def search_runs(self, experiments, filter):
+        data = SimpleNamespace(params={})
+        return [SimpleNamespace(info=SimpleNamespace(run_id="1"), data=data)]
+    def update_run(self, id, status):
         pass
-
-class Run:
-    def __init__(self, id):
-        self.id = id
-        self.summary = {}
-    def define_metric(self, name, **settings):
-        pass
-    def log(self, values):
-        self.summary |= values
-        note(call="log", id=self.id, values=values)
-    def finish(self, exit_code):
-        note(call="finish", id=self.id, status=self.summary["status"], exit_code=exit_code)
-
-def init(**settings):
-    note(call="init", **{name: settings[name] for name in ("id", "project", "entity", "name", "config", "resume")})
-    if os.environ.get("STAND_IN_DOES") == "fail":
-        raise ConnectionError("no network, and the key is canary-of-a-key")
-    return Run(settings["id"])
+    def log_batch(self, id, metrics=(), params=()):
+        note(call="log", values=dict(metrics))
+    def set_terminated(self, id, status):
+        note(call="end", status=status)
 """
 
 
@@ -89,13 +84,19 @@ def init(**settings):
 def calls(tmp_path, monkeypatch):
     """Where the stand-in writes what is asked of it."""
     folder = tmp_path / "stand_in"
-    folder.mkdir()
-    (folder / "wandb.py").write_text(STAND_IN)
+    (folder / "mlflow").mkdir(parents=True)
+    (folder / "mlflow/__init__.py").touch()
+    (folder / "mlflow/tracking.py").write_text(STAND_IN)
+    (folder / "mlflow/entities.py").write_text(
+        "def Param(name, value): return name, value\n"
+        "def Metric(name, value, at, step): return name, value\n"
+    )
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("STAND_IN", str(folder))
-    monkeypatch.setenv("WANDB_API_KEY", "canary-of-a-key")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "canary-of-a-key")
     yield folder / "calls.jsonl"
-    sys.modules.pop("wandb", None)
+    for name in ("mlflow", "mlflow.tracking", "mlflow.entities"):
+        sys.modules.pop(name, None)
 
 
 def made(calls, call=None):
@@ -114,11 +115,12 @@ def test_what_cannot_be_sent_is_said_without_secrets_and_sent_later(
     runner(tmp_path, server).run(documents(4))
     monkeypatch.setenv("STAND_IN_DOES", "fail")
     monkeypatch.setattr(track.time, "sleep", lambda seconds: monkeypatch.delenv("STAND_IN_DOES"))
-    lines = command("track", tmp_path / "checkpoints", "--wandb", "texts").out.splitlines()
+    lines = command("track", tmp_path / "checkpoints", "--mlflow", "http://texts").out.splitlines()
     assert lines == [
         "ConnectionError: no network, and the key is ***",
         "up to date again",
         "All is sent, and no task is at work.",
     ]
-    (sent,) = made(calls, "log")
+    *_, sent = made(calls, "log")
     assert sent["values"]["counts.read"] == 4
+    assert [ended["status"] for ended in made(calls, "end")] == ["FINISHED"]

@@ -20,6 +20,8 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult as Theirs
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
     ConfigError,
@@ -272,7 +274,7 @@ def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, se
     assert old.pop("extra_body") == "merged"
     for path in (tmp_path / "checkpoints").rglob("*.json"):
         if path.name in ("run.json", "job.json"):
-            path.write_text(json.dumps({"format": 1, **old}))
+            path.write_bytes(sealed_json({"format": FORMAT, **old}))
     with pytest.raises(CheckpointMismatch, match=r"extra_body: .*merged") as refused:
         runner(tmp_path, server, config=config).run(documents(4))
     assert "as a key of that name" in str(refused.value)

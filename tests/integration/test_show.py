@@ -141,6 +141,23 @@ def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
     assert sorted(path.name for path in here.iterdir()) == ["input", "job.yaml"]
 
 
+def test_a_sample_says_what_a_prefix_cache_saves_of_the_requests_that_were_sent(
+    here, server, command, monkeypatch
+):
+    monkeypatch.syspath_prepend(str(here))
+    (here / "own_rollout.py").write_text(
+        "async def rollout(document, generate):\n"
+        "    question = 'Say in your own words: ' * 20 + document.text\n"
+        "    answer = await generate({'messages': [{'role': 'user', 'content': question}]})\n"
+        "    return await generate({'messages': [{'role': 'user', 'content': answer.text}]})\n"
+    )
+    write_job(here, job_yaml(endpoint(server), rollout="own_rollout.rollout"), ["a", "b", "c"])
+    said = command("run", "job.yaml", "--sample", 3)
+    assert len(server.payloads) == 6
+    assert "are the same in all 3: a prefix cache computes them once.\n" in said.out
+    assert "end of prompts" not in said.out
+
+
 def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
     write_job(here, job_yaml(endpoint(server)), ["a", "b"])
     command("run", "job.yaml")

@@ -5,7 +5,6 @@ process is left.
 import asyncio
 import json
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -20,11 +19,9 @@ import pytest
 from aiohttp import web
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.errors import ServerDied, ServerStartFailed
 from datatrove_ckpt.inference.client import attempts, routing
 from datatrove_ckpt.inference.servers import pool, server
-from datatrove_ckpt.inference.servers.multi_node import HeadNode, run_worker_node
 from datatrove_ckpt.inference.servers.pool import ServerPool
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
@@ -401,12 +398,23 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log):
             await run.watch()
 
 
+async def test_a_server_keeps_what_it_compiles_in_the_folder_that_the_environment_names(
+    here, monkeypatch
+):
+    stand_in_for_vllm('#!/bin/sh\ntouch "$VLLM_CACHE_ROOT/compiled"\nexec sleep 600\n', monkeypatch)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(here))
+    launched = InferenceServer(InferenceConfig("vllm", "m", server_stop_timeout_sec=2.0), 0)
+    await launched.launch()
+    await until_async((here / "compiled").exists)
+    await launched.kill()
+
+
 # several nodes -----------------------------------------------------------------------------------
 
-# A vLLM in two parts that find each other on the master port. The first part hangs when the other
+# A vLLM in two parts that find each other on the master port. The first part ends when the other
 # one is lost.
 TWO_PART_VLLM = f"""#!{sys.executable}
-import os, socket, sys, time
+import os, socket, sys, threading, time
 value = lambda name: sys.argv[sys.argv.index(name) + 1]
 master = (value("--master-addr"), int(value("--master-port")))
 with open("parts", "a") as parts:
@@ -422,16 +430,17 @@ if "--headless" in sys.argv:
     time.sleep(600)
 with socket.create_server(master) as listener:
     line = listener.accept()[0]
+def end_with_the_other_part():
+    try:
+        line.recv(1)
+    finally:
+        os._exit(43)
+threading.Thread(target=end_with_the_other_part, daemon=True).start()
 def complete(payload):
     question = payload["messages"][0]["content"]
     while question.startswith("wait") and not os.path.exists("gate"):
         time.sleep(0.01)
-    line.setblocking(False)
-    try:
-        line.recv(1)
-        time.sleep(600)
-    except BlockingIOError:
-        return 200, {{"choices": [{{"message": {{"content": question}}, "finish_reason": "stop"}}]}}
+    return 200, {{"choices": [{{"message": {{"content": question}}, "finish_reason": "stop"}}]}}
 {SERVE}
 accept(socket.create_server(("127.0.0.1", int(value("--port")))))
 """
@@ -450,14 +459,13 @@ async def rollout(document, generate):
         done.write(document.text + "\\n")
     return result
 job = json.loads(pathlib.Path("job.json").read_text())
-config = InferenceConfig("vllm", "m", master_port=job["port"], server_stop_timeout_sec=2.0, tp=2)
+config = InferenceConfig(
+    "vllm", "m", master_port=job["port"], server_stop_timeout_sec=2.0, tp=2, **job["settings"]
+)
 writer = JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None)
 runner = InferenceRunner(rollout, config, writer, checkpoints_local_dir="checkpoints")
 runner.run(iter([Document(text=text, id=str(n)) for n, text in enumerate(job["texts"])]))
 """
-
-
-KEY, KEY_OF_TEST = "DATATROVE_CKPT_LINK_KEY", "known to both"
 
 
 def master_port():
@@ -482,28 +490,31 @@ def master_port():
 
 
 class TwoNodes:
-    """A task on two nodes, both of them this machine."""
+    """A task on two nodes, both of them this machine. ``start``: the nodes that start at first."""
 
-    def __init__(self, texts, monkeypatch):
+    def __init__(self, texts, monkeypatch, start=(0, 1), **settings):
         stand_in_for_vllm(TWO_PART_VLLM, monkeypatch)
         Path("node.py").write_text(NODE)
-        Path("job.json").write_text(json.dumps({"port": master_port(), "texts": texts}))
+        self.job = {"port": master_port(), "texts": texts, "settings": settings}
+        Path("job.json").write_text(json.dumps(self.job))
         monkeypatch.setenv("DATATROVE_NODE_IPS", "127.0.0.1,localhost")
-        monkeypatch.setenv(KEY, KEY_OF_TEST)
+        self.nodes = {}
+        self._first = start
 
     def __enter__(self):
-        self.nodes = [self._start(rank) for rank in (0, 1)]
+        for rank in self._first:
+            self.start(rank)
         return self
 
-    def _start(self, rank):
+    def start(self, rank):
         with Path(f"node-{rank}.log").open("wb") as log:
             environment = {**os.environ, "DATATROVE_NODE_RANK": str(rank)}
-            return subprocess.Popen(
+            self.nodes[rank] = subprocess.Popen(
                 [sys.executable, "node.py"], env=environment, stdout=log, stderr=log
             )
 
     def __exit__(self, *_):
-        for node in self.nodes:
+        for node in self.nodes.values():
             node.kill()
             node.wait()
 
@@ -512,7 +523,7 @@ class TwoNodes:
 
         No process of the engine may be left two minutes later.
         """
-        codes = [node.wait(timeout=400) for node in self.nodes]
+        codes = [self.nodes[rank].wait(timeout=400) for rank in (0, 1)]
         until(lambda: not any(is_alive(pid) for pid in self.parts(0) + self.parts(1)), 120)
         return codes
 
@@ -549,7 +560,7 @@ def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_
 ):
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
-        for node in task.nodes:
+        for node in task.nodes.values():
             node.terminate()
         task.until(lambda: "1 requests in flight have" in task.log(0))
         open_gate()
@@ -573,82 +584,42 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_write
 
 
 @pytest.mark.slow
-def test_nobody_without_the_key_can_end_a_task_of_several_nodes(
-    monkeypatch,
-):
+def test_a_stranger_at_the_port_of_the_head_node_changes_nothing(monkeypatch):
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
-        port = json.loads(Path("job.json").read_text())["port"] + 1
-        for last_words in (b"died\n", b"0\n" + b"0" * 64 + b"\n", b""):
+        port = task.job["port"] + 1
+        for words in (b"died\n", b"s" * 5000, b""):
             with socket.create_connection(("127.0.0.1", port), timeout=300) as stranger:
-                stranger.sendall(b"0\n" + last_words)
-                stranger.shutdown(socket.SHUT_WR)
-                said = b""
-                while part := stranger.recv(1000):
-                    said += part
-                assert b"start" not in said
+                assert stranger.recv(1) == b"s"
+                stranger.sendall(words)
         open_gate()
         assert task.codes() == [0, 0], task.log(0)
         assert (len(task.parts(0)), len(task.parts(1))) == (1, 1)
-    assert task.log(0).count("Refused a connection from 127.0.0.1") == 3
-    assert KEY_OF_TEST not in "".join(path.read_text() for path in Path().glob("node*.log"))
-
-
-WORKER_NODE = """
-import asyncio, sys
-from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.inference.servers.multi_node import run_worker_node
-from datatrove_ckpt.config.inference_config import Nodes
-config = InferenceConfig("vllm", "m", master_port=int(sys.argv[1]))
-asyncio.run(run_worker_node(config, 0, Nodes(1, ("127.0.0.1", "localhost"))))
-"""
 
 
 @pytest.mark.slow
-async def test_nodes_with_different_keys_do_not_serve_together(
+def test_a_worker_node_that_is_late_serves_too(monkeypatch):
+    with TwoNodes(["a"], monkeypatch, start=[0]) as task:
+        task.until(lambda: task.parts(0))
+        task.start(1)
+        assert task.codes() == [0, 0], task.log(0)
+    assert lines("done") == ["a"]
+
+
+def test_a_task_that_has_lost_a_node_ends_with_an_error_and_the_same_command_resumes(
     monkeypatch,
 ):
-    monkeypatch.setenv(KEY, "one")
-    settings = InferenceConfig("vllm", "m", master_port=master_port())
-    async with HeadNode(settings, Nodes(0, ("127.0.0.1", "localhost"))):
-        worker = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", WORKER_NODE, str(settings.master_port)),
-            env={**os.environ, KEY: "another"},
-            stderr=asyncio.subprocess.PIPE,
-        )
-        _, errors = await worker.communicate()
-        assert b"have different values of DATATROVE_CKPT_LINK_KEY" in errors
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_without_a_key_no_node_serves(rank, monkeypatch):
-    monkeypatch.setenv(KEY, KEY_OF_TEST)
-    settings = InferenceConfig("vllm", "m", master_port=master_port())
-    monkeypatch.delenv(KEY)  # as if sbatch had not passed it on
-    nodes = Nodes(rank, ("127.0.0.1", "localhost"))
-    start = run_worker_node(settings, 0, nodes) if rank else HeadNode(settings, nodes).__aenter__()
-    with pytest.raises(ServerStartFailed, match="DATATROVE_CKPT_LINK_KEY is not set on this node"):
-        await asyncio.wait_for(start, 300)
-
-
-def test_the_key_is_made_where_a_run_is_submitted_and_not_on_its_nodes(
-    monkeypatch,
-):
-    def make():
-        pickled = pickle.dumps(InferenceConfig("vllm", "m"))
-        key = os.environ.get(KEY)
-        assert not key or key.encode() not in pickled
-        return key
-
-    monkeypatch.setenv(KEY, "")
-    monkeypatch.setenv("DATATROVE_NODE_RANK", "1")
-    assert make() == ""
-    monkeypatch.delenv("DATATROVE_NODE_RANK")
-    made = make()
-    assert len(made or "") == 64
-    assert make() == made
-    launched = InferenceServer(InferenceConfig("dummy", "m"), 0)._environment()
-    assert KEY not in launched
+    with TwoNodes(["a", "wait"], monkeypatch, server_max_restarts=0) as task:
+        task.until_waiting()
+        task.nodes[1].kill()
+        assert task.codes() == [1, -signal.SIGKILL], task.log(0)
+        assert "died again (server_max_restarts=0)" in task.log(0)
+        open_gate()
+        task.start(0)
+        task.start(1)
+        assert task.codes() == [0, 0], task.log(0)
+    assert lines("done") == ["a", "wait"]
+    assert [path.name for path in Path("output").iterdir()] == ["00000_00000.jsonl"]
 
 
 async def test_one_replica_that_does_not_start_ends_the_others(tmp_path):

@@ -163,12 +163,13 @@ def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(job, cluste
     job.check("node lost, no locks: 1st fenced", 2, seconds, "no", at_most=2 * IN_FLIGHT)
 
 
-@pytest.mark.full
-def test_several_nodes_per_task(job, cluster, monkeypatch):
+@pytest.fixture
+def two_parts(job, monkeypatch):
+    """The config of a server on two nodes."""
     two_part_vllm.install(job.folder / "bin")
     monkeypatch.setenv("PATH", f"{job.folder}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("COUNTING_SERVER", job.server.url)
-    config = InferenceConfig(
+    return InferenceConfig(
         "vllm",
         "fake",
         tp=2,
@@ -176,7 +177,11 @@ def test_several_nodes_per_task(job, cluster, monkeypatch):
         master_port=free_port(),
         server_stop_timeout_sec=1.0,
     )
-    job.submit(nodes_per_task=2, runner={"config": config})
+
+
+@pytest.mark.full
+def test_several_nodes_per_task(job, cluster, two_parts):
+    job.submit(nodes_per_task=2, runner={"config": two_parts})
     job.until_held()
     workers, watch = job.workers(), Stopwatch()
     assert len(workers) == 2
@@ -187,6 +192,24 @@ def test_several_nodes_per_task(job, cluster, monkeypatch):
     job.until_ended()
     assert "Traceback" not in job.describe()
     job.check("nodes_per_task=2, requeue", 4, seconds, "no", at_most=IN_FLIGHT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_is_killed_on_one_of_several_nodes_ends_the_task_and_the_next_run_resumes(
+    job, two_parts, killed
+):
+    job.submit(True, nodes_per_task=2, runner={"config": two_parts})
+    job.until_held()
+    workers, watch = job.workers(), Stopwatch()
+    workers[killed].send(signal.SIGKILL)
+    seconds = max(watch.until_gone(worker) for worker in workers)
+    job.until_ended("FAILED")
+    assert not job.is_complete()
+    job.server.release()
+    job.submit(True, nodes_per_task=2, runner={"config": two_parts})
+    job.until_ended()
+    job.check(f"nodes_per_task=2, kill -9 of {killed}", 4, seconds, "no", at_most=IN_FLIGHT)
 
 
 # The file that a user copies, the script that submits it, a rollout in the same folder, a key in

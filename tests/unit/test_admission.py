@@ -3,15 +3,23 @@ are enough for it.
 """
 
 import asyncio
+import math
+from itertools import cycle
 
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
+from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.servers import probes
-from datatrove_ckpt.inference.servers.probes import Admission, Metrics, adapt_admission
+from datatrove_ckpt.inference.servers.probes import (
+    Admission,
+    Metrics,
+    adapt_admission,
+    read_metrics,
+)
 from datatrove_ckpt.process.memory import ByteBudget
 from tests.simulated_engine import Engine, Simulation
 
@@ -64,17 +72,17 @@ def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(req
     auto = Simulation(
         ENGINES["gpu, 256 places"](), LENGTHS["short"], Admission(), requests=requests
     ).run(30)
-    assert auto.admission.limit <= max(16, requests + 8)
+    assert auto.admission.limit <= max(16, requests + 16)
 
 
 @pytest.mark.parametrize(
     ("seen", "limit"),
     [
-        ([(Metrics(16, 0, 100), 16)] * 50, 24),  # no work since the last sample changes nothing
+        ([(Metrics(16, 0, 100), 16)] * 50, 32),  # no work since the last sample changes nothing
         # What has not arrived is not sent twice.
         ([(Metrics(0, 0, tokens), 16) for tokens in range(4)], 16),
         # An empty queue never lowers the limit.
-        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 24),
+        ([(Metrics(16, 0, 1), 16), (Metrics(2, 0, 2), 24)], 32),
     ],
 )
 def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
@@ -89,26 +97,47 @@ async def adapted(read, until):
     target = Target()
     following = asyncio.create_task(adapt_admission("Server 0", target, Router(1000), read))
     async with asyncio.timeout(300):
-        while not until(target):
+        while not until(target) and not following.done():
             await asyncio.sleep(0)
+    assert not following.done(), following
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     return target
 
 
-async def test_without_metrics_the_default_number_is_sent_and_a_line_says_why(monkeypatch, log):
+async def test_without_metrics_the_answers_decide_and_a_line_says_why(monkeypatch, log):
     monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
     async def read(seconds):
         return None
 
-    await adapted(read, lambda target: target.limit == 500)
+    await adapted(read, lambda target: target.pace is not None)
     (said,) = log
     assert (
-        "Server 0 shows no metrics at /metrics, which max_concurrent_generations: auto needs. 500 "
-        in said
-    )
+        "Server 0 shows no metrics at /metrics, so max_concurrent_generations: auto starts with 16 "
+        "requests at once and goes up to 500."
+    ) in said
+
+
+async def test_several_servers_behind_one_address_are_noticed_before_the_limit_runs_away(
+    monkeypatch, log
+):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    limits = []
+    tokens = cycle([1000, 900, 1100, 950])
+
+    async def read(seconds):
+        return Metrics(8, 0, next(tokens))
+
+    def until(target):
+        limits.append(target.limit)
+        return target.pace is not None
+
+    target = await adapted(read, until)
+    assert target.limit == 16
+    assert all(limit <= 24 for limit in limits if limit != math.inf)
+    assert "as a load balancer does" in log[0]
 
 
 async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
@@ -123,6 +152,68 @@ async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
 
     target = await adapted(read, lambda target: len(reads) > 100)
     assert (target.limit, log) == (8, [])
+
+
+async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_long(
+    monkeypatch,
+):
+    """Else a server that stops showing them when its cache is full would stay full."""
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    pages = [Metrics(8, 8, 1, 0, 0.9)]
+
+    async def read(seconds):
+        await asyncio.sleep(0.001)
+        return pages.pop() if pages else None
+
+    def is_forgotten(target):
+        target.add_in_flight(4 - target.in_flight)
+        loads.append(target.load)
+        return loads[-1] < 1 and not pages
+
+    loads = []
+    await adapted(read, is_forgotten)
+    assert max(loads) > 1
+
+
+async def test_a_cache_that_no_running_request_takes_holds_back_no_document(monkeypatch):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    reads = []
+
+    async def read(seconds):
+        reads.append(seconds)
+        return Metrics(0, 0, len(reads), 0, 1.0)
+
+    target = await adapted(read, lambda target: len(reads) > 2)
+    target.add_in_flight(9)
+    assert target.load < 1
+
+
+@pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "", "many"])
+@pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
+async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
+    monkeypatch, name, shown
+):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    reads = []
+
+    async def get(url, api_key, seconds, proxied):
+        reads.append(url)
+        page = (
+            f"vllm:num_requests_waiting {len(reads)}\n"
+            f"vllm:num_preemptions_total {len(reads)}\n"
+            f"vllm:{name} {shown}\n"
+        )
+        return Response(200, page.encode())
+
+    async def read(seconds):
+        return await read_metrics("http://127.0.0.1:1", None, config().engine.metrics, seconds)
+
+    monkeypatch.setattr(probes, "get", get)
+    target = await adapted(read, lambda target: len(reads) > 4)
+    target.add_in_flight(0)
+    assert target.limit >= 8
+    assert target.load < 1
 
 
 # Documents in work: enough for the requests in flight, and few more ------------------------------
@@ -150,6 +241,7 @@ class Work:
         self.documents = 0
         self.most = 0
         self.limit = DocumentLimit(settings, media=ByteBudget(1))
+        self._settings = settings
         self._rollout = rollout
 
     async def run(self, turns):
@@ -157,7 +249,7 @@ class Work:
         await _turns(3)  # the server starts
         self.target.up = True
         self.router.admit()
-        self.limit.follow(self.router, self.sender)
+        self.limit.follow(self._settings, self.router, self.sender)
         await self.go_on(turns)
 
     async def go_on(self, turns):
@@ -200,6 +292,17 @@ async def with_other_work(ask):
     await _turns(10)
 
 
+def test_the_limit_grows_twice_as_fast_until_a_request_waits():
+    admission = Admission()
+    admission.limit = 800
+    admission.update(Metrics(800, 0, 1), 800)
+    assert admission.limit == 1000
+    admission.update(Metrics(960, 40, 2), 1000)
+    assert admission.limit == 1080
+    admission.update(Metrics(1080, 0, 3), 1080)
+    assert admission.limit == 1215
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)]
@@ -234,6 +337,37 @@ async def test_a_number_is_kept(settings, documents):
     work = Work(config(**settings), with_other_work)
     await work.run(500)
     assert most_documents(config(**settings)) == work.documents == documents
+
+
+async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
+    settings = config(max_concurrent_generations=4, rollouts_per_document=8)
+    limit = DocumentLimit(settings, media=ByteBudget(1))
+    router, sender = Router(4), Sender()
+    router.senders.append(sender)
+    target = router.add()
+    target.limit = 4
+    target.up = True
+    limit.follow(settings, router, sender)  # before any document, as while a reader counts
+    for _ in range(2):
+        await asyncio.wait_for(limit.acquire(0), 60)
+        waiting = asyncio.create_task(limit.acquire(0))
+        await _turns(3)
+        assert not waiting.done()
+        waiting.cancel()
+        limit.release(0)
+
+
+async def test_documents_whose_texts_share_a_request_are_in_work_together():
+    settings = config(max_concurrent_generations=4, texts_per_request=8)
+    limit = DocumentLimit(settings, media=ByteBudget(1))
+    router, sender = Router(4), Sender()
+    router.senders.append(sender)
+    target = router.add()
+    target.limit = 4
+    target.up = True
+    limit.follow(settings, router, sender)
+    for _ in range(4 * 8):
+        await asyncio.wait_for(limit.acquire(0), 60)
 
 
 async def test_large_documents_share_a_budget_of_bytes_and_small_ones_do_not():

@@ -184,7 +184,7 @@ sys.meta_path.insert(0, Finder())
 
 
 _OF_A_RUN = {
-    *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow", "wandb"),
+    *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow"),
     *(
         f"datatrove_ckpt.{name}"
         for name in ("inference", "maintenance", "preflight", "checkpoint.open_checkpoint")
@@ -330,6 +330,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
         ),
         ([], 2, "usage: datatrove-ckpt"),
         (["run", "job.yaml", "--dyr-run"], 2, "--dyr-run"),
+        (["track", "runs/x", "--wandb", "team/texts"], 2, "--wandb was removed. Use --mlflow"),
     ],
 )
 def test_the_command_line_itself(capsys, arguments, code, says):

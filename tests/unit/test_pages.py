@@ -68,6 +68,8 @@ def test_readmes_two_lines_are_found_by_ci_as_the_tests_find_them():
 def test_readme_shows_the_figures_of_the_benchmarks():
     table = report.measured(ROOT / "docs/internals/benchmarks.md")
     assert report.measured(ROOT / "README.md") == report.summary(table)
+    shares = report.measured(ROOT / "docs/internals/benchmarks.md", "shares")
+    assert report.measured(ROOT / "README.md", "shares") == report.share_summary(shares)
 
 
 # examples ----------------------------------------------------------------------------------------

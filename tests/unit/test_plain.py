@@ -21,7 +21,7 @@ async def transport_to(*replies, **settings):
     async with serving(*replies) as (server, base):
         url = URL(base) / "v1/chat/completions"
         arguments = {
-            "headers": None,
+            "api_key": None,
             "timeout": 30.0,
             "connect_timeout": 30.0,
             "keepalive": 4.0,

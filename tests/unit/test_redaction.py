@@ -1,33 +1,71 @@
 """One place knows which names mean a secret, and how its value is hidden."""
 
+import dataclasses
+import pickle
+
+import dill
 import orjson
 import pytest
 import xxhash
 
 from datatrove_ckpt.checkpoint.identity import same_value
+from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.redaction import (
-    HiddenBytes,
-    HiddenDict,
-    Key,
-    Redactor,
+    Secret,
     Veil,
     is_secret,
     is_surely_secret,
     log_text,
+    may_hold_secret,
     note_sent,
     redact,
+    remember,
     without_secrets,
 )
+from datatrove_ckpt.errors import ConfigError
 
 
-def test_no_repr_shows_a_secret():
-    hidden = [
-        Key("s3cret"),
-        Key("s3cret").headers(),
-        HiddenDict(a="s3cret"),
-        HiddenBytes(b"s3cret"),
-    ]
-    assert "s3cret" not in repr(hidden)
+@pytest.fixture(autouse=True)
+def _nothing_revealed():
+    before = {**redaction._revealed}
+    redaction._revealed.clear()
+    yield
+    redaction._revealed |= before
+
+
+def test_no_text_and_no_pickle_shows_a_secret():
+    secret = Secret("s3cret-in-memory")
+    named = Secret.in_environment("s3cret-in-a-variable")
+    shown = f"{secret} {secret!r} {named} {[named]} {vars(Settings(secret))}"
+    pickled = b"".join(dumps([secret, named]) for dumps in (pickle.dumps, dill.dumps))
+    assert "s3cret" not in shown
+    assert b"s3cret" not in pickled
+    assert pickle.loads(pickle.dumps(named)).reveal() == "s3cret-in-a-variable"
+    with pytest.raises(ConfigError, match="did not reach this process"):
+        pickle.loads(pickle.dumps(secret)).reveal()
+
+
+@dataclasses.dataclass
+class Settings:
+    key: Secret
+
+
+def test_a_secret_is_hidden_in_every_text_from_the_moment_it_is_revealed():
+    secret = Secret("quite-ordinary-text")
+    pickled = pickle.dumps(Secret.in_environment("an-ordinary-text"))
+    assert redact("quite-ordinary-text") == "quite-ordinary-text"
+    secret.headers()
+    pickle.loads(pickled).reveal()
+    assert redact("quite-ordinary-text an-ordinary-text") == "*** ***"
+    Secret("dummy").reveal()  # what servers without keys are given
+    Secret("abc").reveal()
+    assert redact("a dummy server, abc") == "a dummy server, abc"
+
+
+def test_a_value_of_an_address_is_hidden_and_no_reason_to_refuse_a_module():
+    remember("my-deployment")
+    assert redact("model of my-deployment") == "model of ***"
+    assert not may_hold_secret("model of my-deployment")
 
 
 H, R = "hidden", "refused"  # what is refused is hidden, too
@@ -65,19 +103,23 @@ def test_one_classifier_with_two_thresholds():
     ]
 
 
-def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_one_becomes_it(
+def test_the_hash_of_what_may_be_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_one_becomes_it(
     monkeypatch,
 ):
-    fast = f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps('hunter2'))}"
-    hidden = without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"})
-    assert without_secrets("shared_context", {"password": fast, "api_key": fast}) == hidden
+    fast = f"hash {xxhash.xxh3_128_hexdigest(orjson.dumps('hunter2-hunter2'))}"
+    hidden = without_secrets(
+        "shared_context", {"text_key": "hunter2-hunter2", "cookies": "hunter2-hunter2"}
+    )
+    assert without_secrets("shared_context", {"text_key": fast, "cookies": fast}) == hidden
     assert len({fast, *hidden.values()}) == 3  # no list of words fits both fields
-    assert hidden["password"].startswith("hash scrypt-")
+    assert hidden["text_key"].startswith("hash scrypt-")
     keyed = []
     for key in ("k" * 32, "l" * 32):
         monkeypatch.setenv("DATATROVE_CKPT_MIRROR_KEY", key)
         keyed.append(
-            without_secrets("shared_context", {"password": "hunter2", "api_key": "hunter2"})
+            without_secrets(
+                "shared_context", {"text_key": "hunter2-hunter2", "cookies": "hunter2-hunter2"}
+            )
         )
         # What ranks wrote before there was a key is compared, too.
         assert (
@@ -93,7 +135,9 @@ def test_the_hash_of_a_secret_is_slow_and_keyed_like_the_mirror_and_an_earlier_o
     assert same_value("shared_context", keyed[0], keyed[1])
     assert same_value("shared_context", keyed[0], hidden)
     monkeypatch.setenv("DATATROVE_CKPT_MIRROR_KEY", "l" * 32)
-    other = without_secrets("shared_context", {"password": "hunter3", "api_key": "hunter2"})
+    other = without_secrets(
+        "shared_context", {"text_key": "hunter3-hunter3", "cookies": "hunter2-hunter2"}
+    )
     assert not same_value("shared_context", keyed[1], other)
     assert not same_value("shared_context", keyed[0], other | {"user": "a"})
 
@@ -130,19 +174,24 @@ def test_a_secret_that_was_noted_again_is_among_the_latest():
 @pytest.mark.parametrize(
     "quoted",
     [
-        "{}",
+        "Ab3/d+G7=",
         "Ab3\\/d+G7=",
         "Ab3%2Fd%2BG7%3D",
         "Ab3%2fd%2bG7%3d",
         "Ab3/d\\u002BG7=",
         "Ab3&#x2F;d+G7=",
+        "\\u0041\\u0062\\u0033\\u002f\\u0064\\u002B\\u0047\\u0037\\u003D",
+        "\\\\u0041b3/d+G7=",
+        "\\x41\\x62\\x33\\x2f\\x64\\x2B\\x47\\x37\\x3D",
+        "\\u{41}b3/d+G7=",
+        "%41%62%33%2F%64%2B%47%37%3D",
+        "Ab3%252Fd%252BG7%253D",
+        "&#65;&#98;3&#47;d+G7=",
     ],
 )
 def test_a_key_is_hidden_however_a_server_writes_it(quoted):
-    assert (
-        Redactor("Bearer Ab3/d+G7=")(f"no such key: {quoted.format('Ab3/d+G7=')}.")
-        == "no such key: ***."
-    )
+    Secret("Ab3/d+G7=").reveal()
+    assert redact(f"no such key: {quoted}.") == "no such key: ***."
 
 
 def test_payloads_of_a_long_run_take_no_more_memory():
@@ -158,30 +207,61 @@ def test_foreign_text_does_nothing_to_a_terminal_and_makes_no_line_of_its_own():
     )
 
 
+KEYS = "sk-s3crets3crets3cret12", "sk-an0thers3crets3cret12"
+
+
 @pytest.mark.parametrize(
     "value",
     [
-        {"openai_api_key": "s3cret"},
-        {"extra_headers": {"Authorization": "s3cret", "X-Team": "s3cret"}},
-        {"client": "sk-s3crets3cret12"},
-        {"client": "Authorization: Bearer s3crets3cret"},
-        {"proxy": "https://me:s3cret@host/"},
+        {"openai_api_key": "{}"},
+        {"credentials": {"user": "me", "password": "{}"}},
+        {"extra_headers": {"Authorization": "{}"}},
+        {"client": "{}"},
+        {"client": ["Authorization: Bearer {}"]},
+        {"proxy": "https://me:{}@host/"},
+        {"header": "as {} of the environment says"},
     ],
 )
-def test_a_secret_among_plain_values_is_replaced_by_its_hash(value):
-    hidden = without_secrets("shared_context", value)
-    assert "s3cret" not in str(hidden)
-    assert "hash " in str(hidden)
-    assert without_secrets("shared_context", hidden) == hidden
+def test_a_secret_is_no_part_of_the_identity_and_what_stands_beside_it_is(value, monkeypatch):
+    def identity(key, more=""):
+        monkeypatch.setenv("SERVICE_PASSWORD", key)
+        text = orjson.dumps(value).decode().replace("{}", key)
+        return without_secrets("shared_context", {**orjson.loads(text), "prompt": f"Say it{more}"})
+
+    first, second = map(identity, KEYS)
+    assert first == second
+    assert "s3cret" not in str(first)
+    assert without_secrets("shared_context", first) == first
+    assert not same_value("shared_context", first, identity(KEYS[0], " twice"))
     assert "s3cret" not in str(Veil("shared_context", value))
 
 
-def test_a_setting_that_holds_a_secret_of_the_environment_is_hashed(
-    monkeypatch,
-):
-    monkeypatch.setenv("SERVICE_PASSWORD", "a-long-canary")
-    assert "canary" not in str(without_secrets("uses.HEADER", ["as a-long-canary says"]))
-    assert without_secrets("uses.HEADER", "a text") == "a text"
+MAYBE = [
+    ("prompt", "Give a basic understanding of it.", "Give a basic explanation of it."),
+    ("extra_headers", {"X-Model": "large"}, {"X-Model": "small"}),
+    ("text_key", "body-of-it", "head-of-it"),
+    ("KEYWORD", "description", "observation"),
+    ("SECRET", "The butler did it.", "The gardener did it."),
+    ("url", "abfs://one@account.example/x", "abfs://two@account.example/x"),
+]
+
+
+@pytest.mark.parametrize(("name", "old", "new"), MAYBE)
+def test_what_may_be_a_secret_is_hidden_and_an_edit_of_it_is_seen(name, old, new):
+    kept, edited = (without_secrets(f"shared_context.{name}", value) for value in (old, new))
+    assert "hash scrypt-" in str(kept)
+    assert not same_value(name, kept, edited)
+
+
+def test_a_description_that_an_earlier_release_made_with_hashes_of_secrets_is_the_same():
+    new = without_secrets("uses.PROXY", "https://me:s3cret@host/")
+    long = "2345 characters with <secret>, hash 0a1b"
+    for old in (f"hash {'0' * 32}", f"hash scrypt-{'0' * 32}"):
+        assert same_value("uses.PROXY", old, new)
+        assert not same_value("uses.PROXY", old, "https://host/")
+    assert same_value("uses.TABLE", "2399 characters, hash 0a1c", long)
+    assert not same_value("uses.TABLE", "2399 characters, hash 0a1c", "2345 characters, hash 0a1b")
+    assert not same_value("uses.TABLE", "2399 characters with <secret>, hash 0a1c", long)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,16 @@
 """Which server takes a request: documents by what the caches hold, requests where their text is."""
 
 import asyncio
+import math
+from types import SimpleNamespace
 
-from datatrove_ckpt.inference.client.attempts import Request
+import pytest
+
+from datatrove_ckpt.generation.batches import Batches
+from datatrove_ckpt.inference.client.answers import CHAT
+from datatrove_ckpt.inference.client.attempts import MustDivide, Request, Sender
 from datatrove_ckpt.inference.client.body import Body
-from datatrove_ckpt.inference.client.prefixes import Prefixes
+from datatrove_ckpt.inference.client.prefixes import _REMEMBERED, Prefixes
 from datatrove_ckpt.inference.client.routing import WINDOW, Router
 
 
@@ -21,8 +27,8 @@ def body(text):
     return b'{"seed":1,"messages":[{"role":"user","content":"%s"}]}' % (text.encode() * 400)
 
 
-def request(text="", order=0, opened=None):
-    return Request(order=order, opened=opened, body=body(text) if text else b"")
+def request(text="", order=0):
+    return Request(order=order, body=body(text) if text else b"")
 
 
 async def settle():
@@ -71,6 +77,15 @@ async def test_it_goes_to_a_server_that_stands_idle_which_becomes_a_home():
     assert await made.acquire(request("one")) is other  # the least busy home
 
 
+async def test_requests_that_share_a_text_are_spread_over_servers_that_stand_idle():
+    """Where the limit is high, a few hundred rows with one prompt would all be at one server."""
+    made = router(4, 500)
+    for _ in range(200):
+        await made.acquire(request("one"))
+    assert all(target.in_flight >= 40 for target in made.targets)
+    assert all(target.in_flight <= 60 for target in made.targets)
+
+
 async def test_nothing_waits_for_a_home_that_is_down_or_reserved():
     for state in ("down", "reserved", "cooling"):
         made = router(2, 2)
@@ -96,15 +111,16 @@ async def test_a_server_that_comes_back_has_an_empty_cache():
     assert await made.acquire(request("one")) is other
 
 
-async def test_documents_wait_while_the_caches_are_full_and_open_documents_do_not():
+async def test_requests_wait_while_the_caches_are_full_and_open_documents_go_first():
     made = router(1, 100)
     made.targets[0].usage_each = 0.1
-    opened = [set() for _ in range(9)]
-    for order in range(9):  # 9 x 0.1 is more than 0.85
-        target = await made.acquire(request(order=order, opened=opened[order]))
-    new, later = await waiting(made, request(order=9), request(order=3, opened=opened[3]))
-    assert (new.done(), later.done()) == (False, True)
+    for order in range(9):
+        target = await made.acquire(request(order=order))
+    new, later = await waiting(made, request(order=9), request(order=3))
+    assert (new.done(), later.done()) == (False, False)
     made.release(target, Request())
+    await settle()
+    assert (new.done(), later.done()) == (False, True)
     made.release(target, Request())
     await settle()
     assert new.done()
@@ -115,8 +131,53 @@ async def test_requests_of_other_clients_fill_the_cache_too():
     made.targets[0].usage_each = 0.1
     made.targets[0].others = 8
     assert made.take(request()) is not None
-    made.admit(resized=True)
+    assert made.take(request()) is not None
+    assert made.take(request()) is not None
     assert made.take(request()) is None
+
+
+async def test_a_server_that_others_fill_takes_a_quarter_of_its_requests():
+    made = router(1, 100)
+    made.targets[0].usage_each = 0.01
+    made.targets[0].others = 1000
+    sent = 0
+    while made.take(request()) is not None:
+        sent += 1
+    assert sent == 23  # 23 and three times as many of others fill more than 0.9
+
+
+@pytest.mark.parametrize(("usage_each", "others"), [(1.0, 500), (1.0, 1), (math.inf, 3)])
+async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_show(
+    usage_each, others
+):
+    """Other clients may fill the cache for hours, and metrics may be old."""
+    made = router(2, 100)
+    for target in made.targets:
+        target.usage_each = usage_each
+        target.others = others
+    made.admit(resized=True)
+    first = made.take(request(order=1))
+    second = made.take(request(order=2))
+    assert {first, second} == {*made.targets}
+    (third,) = await waiting(made, request(order=3))
+    assert not third.done()
+    made.release(first, Request())
+    await settle()
+    assert third.done()
+
+
+async def test_no_request_waits_for_a_home_while_a_server_without_requests_shows_a_full_cache():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    other.usage_each = 1.0
+    other.others = 8
+    made.admit(resized=True)
+    for _ in range(7):
+        await made.acquire(request("one"))
+    assert await made.acquire(request("one")) is other
+    (waits,) = await waiting(made, request("one"))
+    assert not waits.done()
 
 
 async def test_the_oldest_document_goes_first():
@@ -131,44 +192,151 @@ async def test_the_oldest_document_goes_first():
         assert [each for each in "abc" if tasks[each].done()] == [*"abc"[: "abc".index(name) + 1]]
 
 
-async def test_no_more_than_the_window_goes_ahead_of_a_request():
+async def with_a_full_window():
+    """A router with two full servers, of which as many wait for the first as may."""
     made = router(2, 8)
     home = await made.acquire(request("one"))
     for _ in range(7):
         await made.acquire(request("one"))
     for _ in range(8):
         await made.acquire(request())
-    held = await waiting(made, *(request("one", order) for order in range(WINDOW)))
-    (late,) = await waiting(made, request("two", WINDOW))
-    other = made.targets[1 - made.targets.index(home)]
+    held = await waiting(made, *(request("one", order) for order in range(1, WINDOW + 1)))
+    return made, home, made.targets[1 - made.targets.index(home)], held
+
+
+async def test_no_more_than_the_window_goes_ahead_of_a_request():
+    made, home, other, held = await with_a_full_window()
+    (late,) = await waiting(made, request("two", WINDOW + 1))
     made.release(other, Request())
     await settle()
     assert not late.done()
+    assert made.take(request("two", 0)) is other
+    made.release(other, Request())
     made.release(home, Request())
     await settle()
     assert held[0].done()
     assert late.done()
 
 
+async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
+    made, home, other, held = await with_a_full_window()
+    made.release(other, Request())
+    looked_up = []
+    homes = Prefixes.homes
+    monkeypatch.setattr(
+        Prefixes, "homes", lambda self, text: looked_up.append(text) or homes(self, text)
+    )
+    other.limit = 9
+    made.take(request())
+    made.release(other, Request())
+    assert len(looked_up) == 1
+    made.release(home, Request())
+    await settle()
+    assert held[0].done()
+
+
+async def test_hundreds_of_requests_that_wait_for_a_home_all_end_when_every_server_dies():
+    made = router(2, 8)
+    home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request("one"))
+        await made.acquire(request("two"))
+    tasks = await waiting(made, *(request("one", order) for order in range(3 * WINDOW)))
+    made.mark_dead(home, "bang")
+    await settle()
+    assert sum(task.done() for task in tasks) == 1  # the other server's last place
+    made.mark_dead(other, "bang")
+    other.up = True
+    made.admit(resized=True)
+    for number, task in enumerate(tasks):
+        if number:
+            made.release(other, Request())
+        await settle()
+        assert task.done()
+    assert made.waiting == 0
+
+
+@pytest.mark.parametrize("end", ["cancelled", "their rank stops"])
+async def test_requests_that_nobody_wants_any_more_hold_up_no_other(end):
+    made = router(2, 8)
+    sender = Sender()
+    for _ in range(8):
+        home = await made.acquire(request("one"))
+    other = made.targets[1 - made.targets.index(home)]
+    for _ in range(7):
+        await made.acquire(request())
+    requests = [request("one", order) for order in range(2 * WINDOW)]
+    for each in requests:
+        each.sender = sender
+    tasks = await waiting(made, *requests)
+    assert made.waiting == 2 * WINDOW
+    if end == "cancelled":
+        for task in tasks:
+            task.cancel()
+    else:
+        sender.shutdown.request("SIGTERM")
+    assert await asyncio.wait_for(made.acquire(request("two", WINDOW)), 60) is other
+    assert made.in_flight == home.in_flight + other.in_flight == 16
+
+
 def test_only_equal_leading_texts_are_known_and_fields_before_them_do_not_count():
     prefixes = Prefixes()
-    hashes, known = prefixes.enter(body("one"))
+    hashes, known = prefixes.find(body("one"))
     assert known == 0
+    prefixes.add(hashes, 0)
     assert prefixes.homes(hashes[-1]) == 0
     prefixes.add(hashes, 4)
-    again, known = prefixes.enter(body("one").replace(b'"seed":1', b'"seed":1234'))
+    again, known = prefixes.find(body("one").replace(b'"seed":1', b'"seed":1234'))
     assert (again, known) == (hashes, hashes[-1])
     assert prefixes.homes(known) == 4
     longer = body("one")[:-3] + b"two" * 500
-    more, known = prefixes.enter(longer)
+    more, known = prefixes.find(longer)
     assert known == hashes[-1] == more[len(hashes) - 1]
-    assert prefixes.enter(body("two"))[1] == 0
+    assert prefixes.find(body("two"))[1] == 0
+
+
+def test_a_text_is_forgotten_after_two_generations_without_it():
+    prefixes = Prefixes()
+    texts = iter(range(1, 1 << 20))
+    prefixes.add([0], 4)
+    prefixes.add([-1], 2)
+    for generation in range(3):
+        for _ in range(_REMEMBERED):
+            prefixes.add([next(texts)], 1)
+        assert prefixes.homes(0) == (4 if generation < 1 else 4 | 8)
+        prefixes.add([0], 8)
+    assert prefixes.homes(-1) == 0
 
 
 def test_media_are_part_of_the_leading_text():
     prefixes = Prefixes()
     texts = [b'{"messages":[' + b"x" * 300, b"y" * 300]
-    prefixes.enter(Body(texts, [b"one picture"]))
-    assert prefixes.enter(Body(texts, [b"one picture"]))[1] != 0
-    shared, known = prefixes.enter(Body(texts, [b"another"]))
+    prefixes.add(prefixes.find(Body(texts, [b"one picture"]))[0], 1)
+    assert prefixes.find(Body(texts, [b"one picture"]))[1] != 0
+    shared, known = prefixes.find(Body(texts, [b"another"]))
     assert known == shared[0] != shared[-1]
+
+
+async def test_a_shared_request_and_its_parts_have_the_order_and_the_text_of_a_document():
+    seen = []
+
+    async def complete(body, way, request):
+        assert request.body == body
+        seen.append((request.order, body))
+        if request.is_shared:
+            raise MustDivide
+        raise LookupError
+
+    client = SimpleNamespace(sender=Sender(), complete=complete)
+    waiter = SimpleNamespace(
+        order=7, is_suspect=False, request_started=lambda: None, request_finished=lambda: None
+    )
+    batches = Batches(2)
+    texts = [batches.complete(client, {"input": text}, CHAT, waiter) for text in "ab"]
+    await asyncio.gather(*texts, return_exceptions=True)
+    assert seen == [
+        (7, b'{"input":["a","b"]}'),
+        (7, b'{"input":"a"}'),
+        (7, b'{"input":"b"}'),
+    ]

@@ -117,6 +117,7 @@ def test_what_is_submitted_is_what_the_dry_run_printed(login_node, capsys):
     submitted = [path.read_text().partition("\n")[2] for path in Path("submitted").glob("7")]
     assert [text.strip() for text in submitted] == [printed.strip()]
     assert directives(printed)["array"] == "0-16", "of two nodes, each has three tasks in turn"
+    assert "\nsrun --kill-on-bad-exit=1 --mpi=none -l -n 2 launch_pickled_pipeline " in printed
     assert len(list(Path("submitted").iterdir())) == 2
 
 

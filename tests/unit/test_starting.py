@@ -1,6 +1,6 @@
 """What a server says while its model loads."""
 
-from datatrove_ckpt.common.redaction import Redactor
+from datatrove_ckpt.common.redaction import redact, remember
 from datatrove_ckpt.inference.servers.server import (
     last_line,
     read_log,
@@ -13,9 +13,8 @@ def test_the_line_shows_the_end_of_the_log_without_secrets(tmp_path):
     path.write_text(
         "an earlier server\nLoading shards: 10%\rLoading shards: 40% with key abcdefgh12345678\n\n"
     )
-    line = starting_line(
-        "vllm", 61.4, 1800.0, path, Redactor("Bearer abcdefgh12345678")(read_log(path, 18))
-    )
+    remember("abcdefgh12345678")
+    line = starting_line("vllm", 61.4, 1800.0, path, redact(read_log(path, 18)))
     assert line == (
         f"The vllm server is starting, 61 s of at most 1800 s. The last line of its log ({path}): "
         "Loading shards: 40% with key ***"

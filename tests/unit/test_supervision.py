@@ -12,13 +12,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError, ServerDied
 from datatrove_ckpt.inference.client.attempts import Death, Request, Sender
 from datatrove_ckpt.inference.client.routing import Router
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.probes import (
     Metrics,
@@ -472,5 +472,6 @@ async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", at_the_limit)
     url = "http://127.0.0.1:1"
-    assert await request_health(url, HiddenDict(), ENGINES["vllm"], 1.0) is None
-    assert await read_metrics(url, HiddenDict(), ENGINES["vllm"], 1.0) is None
+    assert await request_health(url, None, ENGINES["vllm"], 1.0) is None
+    page = HiddenUrl(f"{url}/metrics")
+    assert await read_metrics(page, None, ENGINES["vllm"].metrics, 1.0) is None

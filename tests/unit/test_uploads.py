@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import Fenced
@@ -70,7 +71,7 @@ class Mirrored:
             b"", {"chunk_00000.jsonl": len(self.content)}, frozenset(unfinished), new, max(count, 1)
         )
         owner = {"nonce": nonce, "host": "here", "pid": 1, "earlier": {}}
-        self.uploads.start_version({"format": 1, "owner": owner}, snapshot)
+        self.uploads.start_version({"format": FORMAT, "owner": owner}, snapshot)
         if start := self.content[self.uploads.uploaded_bytes("chunk_00000.jsonl") :]:
             self.uploads.add("chunk_00000.jsonl", start)
         self.uploads.add_answers(snapshot)
@@ -147,7 +148,8 @@ def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):
 
     uploads = Uploads(Versions(str(tmp_path / "00000")))
     uploads.start_version(
-        {"format": 1, "owner": {"nonce": "0" * 16, "host": "here", "pid": 1, "earlier": {}}}, of(0)
+        {"format": FORMAT, "owner": {"nonce": "0" * 16, "host": "here", "pid": 1, "earlier": {}}},
+        of(0),
     )
     left = []
     for generation in (0, 0, 2, 2, 3):

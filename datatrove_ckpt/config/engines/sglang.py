@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
     GPU_FULL,
@@ -20,6 +19,7 @@ from datatrove_ckpt.config.inference_config import (
     FormValue,
     Launch,
     MetricNames,
+    Variables,
     arguments,
 )
 from datatrove_ckpt.config.ways import EMBED, WayTo
@@ -76,9 +76,9 @@ class SGLang(Engine):
                 "dist-init-addr": f"{nodes.hosts[0]}:{config.master_port}",
             }
         takes_key = int(given.get("tokenizer-worker-num") or 1) == 1
-        env = HiddenDict(
-            USE_TF="0", TRANSFORMERS_NO_TF="1", **(launch.key_variable if takes_key else {})
-        )
+        env: Variables = {"USE_TF": "0", "TRANSFORMERS_NO_TF": "1"}
+        if takes_key:
+            env |= launch.key_variable
         return EngineCommand((*start, *arguments(flags, given)), env, takes_key)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:

@@ -6,14 +6,12 @@ import importlib.metadata
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
     GPU_FULL,
@@ -25,6 +23,7 @@ from datatrove_ckpt.config.inference_config import (
     InferenceConfig,
     Launch,
     MetricNames,
+    Variables,
     arguments,
 )
 from datatrove_ckpt.config.ways import VLLM_WAYS
@@ -131,13 +130,13 @@ class Vllm(Engine):
             }
         if nodes.rank > 0:
             flags["headless"] = True
-        env = HiddenDict(
+        env: Variables = {
             # Otherwise transformers imports TensorFlow: tens of seconds per start.
-            USE_TF="0",
-            TRANSFORMERS_NO_TF="1",
-            VLLM_NO_USAGE_STATS="1",  # vLLM would report model and hardware to its developers
-            VLLM_API_KEY=launch.api_key.reveal(),
-        )
+            "USE_TF": "0",
+            "TRANSFORMERS_NO_TF": "1",
+            "VLLM_NO_USAGE_STATS": "1",  # vLLM would report model and hardware to its developers
+            "VLLM_API_KEY": launch.api_key,
+        }
         given = dict(launch.flags)
         if nodes.count > 1 and str(given.get(_RAY[0])).lower() == _RAY[1]:
             del given[_RAY[0]]
@@ -146,11 +145,6 @@ class Vllm(Engine):
             )
         start = _start(launch)
         return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
-
-    def compile_cache(self, environment: Mapping[str, str]) -> Path | None:
-        home = environment.get("XDG_CACHE_HOME", "~/.cache")
-        root = environment.get("VLLM_CACHE_ROOT", f"{home}/vllm")
-        return Path(root).expanduser() / "torch_compile_cache"
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}

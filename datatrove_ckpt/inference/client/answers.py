@@ -17,6 +17,7 @@ from typing import NamedTuple, NoReturn
 import orjson
 
 from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
@@ -102,7 +103,7 @@ class RetryableError(Exception):
     def __str__(self) -> str:
         return self.cause
 
-    def quote(self, redact: Callable[[str], str]) -> None:
+    def quote(self) -> None:
         """Adds the quoted part to the cause, cut after its secrets are hidden."""
         if self.quoted:
             self.cause += f": {self.quoted_as(redact(self.quoted))[:_SHOWN]}"

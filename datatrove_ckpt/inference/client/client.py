@@ -26,7 +26,8 @@ Only the HTTP status decides, not a body, which may quote the document. One exce
 500 for a text that is too long for an embedding counts as 413.
 
 Sleeps between attempts grow from 0.5 s to 30 s with full jitter, or last as long as the server asks
-(at most 120 s, and never beyond the patience). A sleeping request holds no slot.
+(at most 120 s, and never beyond the patience). A sleeping request holds no place, except at a
+server that limits requests under ``max_concurrent_generations: auto`` (see ``Pace``).
 
 A null finish_reason may mean a truncated answer, but some gateways send nothing else:
 ``accept_null_finish_reason`` decides.
@@ -55,15 +56,16 @@ import contextvars
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS
+from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
@@ -88,12 +90,13 @@ from datatrove_ckpt.inference.client.attempts import (
     Attempt,
     AttemptLost,
     MustDivide,
+    Pace,
     Request,
     Sender,
     Target,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, in_tier
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
@@ -158,6 +161,14 @@ class ClientStats:
     @property
     def lost(self) -> int:
         return self.retries + self.resent
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self.pausing += 1
+        try:
+            yield
+        finally:
+            self.pausing -= 1
 
 
 class Outage:
@@ -396,7 +407,7 @@ class ModelServers:
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
         self._proxied = False
 
-    def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Key | None) -> None:
+    def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Secret | None) -> None:
         """Adds servers that are always there.
 
         Raises:
@@ -422,7 +433,7 @@ class ModelServers:
             if sender.on_server is not None:
                 sender.on_server(what, name, url, why)
 
-    def mark_up(self, target: Target, url: HiddenUrl, api_key: Key | None) -> None:
+    def mark_up(self, target: Target, url: HiddenUrl, api_key: Secret | None) -> None:
         """Sends requests to this URL from now on.
 
         A restarted server has another port and another key.
@@ -430,10 +441,11 @@ class ModelServers:
         target.url = url
         target.api_key = api_key
         self.transport(target, usual_way(self.config))  # raises for a wrong URL now
+        target.pace = None
         if self.config.follows_metrics:
             target.limit = FIRST_LIMIT
         elif self.config.max_concurrent_generations == "auto":
-            target.limit = REQUESTS_WITHOUT_METRICS
+            target.pace = Pace(target)
         else:
             target.limit = self.config.max_concurrent_generations
         target.usage_each = 0.0
@@ -451,11 +463,7 @@ class ModelServers:
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
             timeout = self.timeout
-            if target.api_key is not None:
-                headers = target.api_key.headers(way.path)
-            else:
-                headers = None
-            found = make_transport(target.url.api(way.path), headers, timeout, self._proxied)
+            found = make_transport(target.url.api(way.path), target.api_key, timeout, self._proxied)
             target.transports[way.path] = found
         return found
 
@@ -551,6 +559,10 @@ class CompletionClient:
             deaths = len(request.deaths)
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
+                if target.pace is not None and (seconds := target.pace.take()):
+                    with self.stats.pause():
+                        await self._sleep(seconds)
+                    continue
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
                 alone = len(request.deaths) > deaths and request.deaths[-1].in_flight == 1
@@ -576,16 +588,15 @@ class CompletionClient:
                 clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
                 failure = error
                 delay = self._delay(error, clock, target)
+                if target.pace is not None and error.server_is_limited:
+                    await self._wait(max(delay, target.pace.seconds), error)
+                    delay = 0.0
             finally:
                 self._router.release(target, request)
             self.stats.retries += not failure.unsent
             if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
                 raise MustDivide
-            self.stats.pausing += 1
-            try:
-                await self._wait(delay, failure)
-            finally:
-                self.stats.pausing -= 1
+            await self._wait(delay, failure)
             way = clock.next_way(way, failure)
 
     def _delay(self, failure: RetryableError, clock: RequestClock, target: Target) -> float:
@@ -598,16 +609,17 @@ class CompletionClient:
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
         bounded = self.outage.left() > 0
-        while seconds > 0 and not (bounded and self.outage.left() <= 0):
-            if bounded:
-                pause = min(seconds, self.outage.left())
-            else:
-                pause = seconds
-            if failure.asked_wait:  # without it attempts are frequent enough to show the line
-                pause = min(pause, self.outage.next_line())
-            await self._sleep(pause)
-            seconds -= pause
-            self.outage.show(str(failure))
+        with self.stats.pause():
+            while seconds > 0 and not (bounded and self.outage.left() <= 0):
+                if bounded:
+                    pause = min(seconds, self.outage.left())
+                else:
+                    pause = seconds
+                if failure.asked_wait:  # without it attempts are frequent enough to show the line
+                    pause = min(pause, self.outage.next_line())
+                await self._sleep(pause)
+                seconds -= pause
+                self.outage.show(str(failure))
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
         self._router.attribute_deaths(request)
@@ -678,6 +690,9 @@ class CompletionClient:
                 self._check_reason(answer, target)
             transport.is_read = True
             target.mark_alive(started_at)
+            if target.pace is not None:
+                tokens = answer.usage.get("total_tokens", 0)
+                target.pace.answered(started_at, tokens, response.quotas)
             return answer
         except (RequestRejected, ServerRefused):
             target.mark_alive(started_at)
@@ -685,16 +700,17 @@ class CompletionClient:
             raise
         except RetryableError as failure:
             if isinstance(failure, UnknownForm):
-                # No local variable: a traceback would show what the body quotes.
                 failure.quoted = f"{response.form} ".lstrip()
                 failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
-            failure.quote(transport.redact)
+            failure.quote()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(transport, failure)
             elif failure.status:
                 transport.unread = 0
             if failure.server_is_well:
                 target.mark_alive(started_at)
+            if target.pace is not None and failure.server_is_limited:
+                target.pace.refused(started_at, failure.asked_wait or 0.0)
             if failure.unreachable:
                 target.cooldown_until = time.monotonic() + _COOLDOWN
             if target.probe is not None and not failure.server_is_well:

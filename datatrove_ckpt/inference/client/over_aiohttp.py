@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
-from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
-from datatrove_ckpt.common.retrying import asked_wait
+from datatrove_ckpt.common.redaction import Secret, redact
+from datatrove_ckpt.common.retrying import asked_wait, quotas
 from datatrove_ckpt.inference.client import plain
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.plain import (
@@ -27,7 +27,7 @@ from datatrove_ckpt.inference.client.plain import (
     UnaskedCounter,
     is_silent,
 )
-from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside, headers_for
 
 _READ_BUFFER = 1 << 18
 # aiohttp warns about plain bytes above this size, in bytes.
@@ -86,7 +86,7 @@ class AiohttpTransport(UnaskedCounter):
     def __init__(
         self,
         url: HiddenUrl,
-        headers: HiddenDict | None,
+        api_key: Secret | None,
         timeout: float,
         connect_timeout: float,
         keepalive: float,
@@ -94,10 +94,10 @@ class AiohttpTransport(UnaskedCounter):
         proxied: bool,
     ) -> None:
         self.url = url
-        self.redact = url.redactor(headers)
+        self.api_key = api_key
         # The session would show them among its attributes.
         fields = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        self._headers = HiddenDict({**fields, **(headers or {})})
+        self._headers = {**fields, **headers_for(url, api_key)}
         self._method = method
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=keepalive)
         connector._factory = partial(_WatchedConnection, self)  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class AiohttpTransport(UnaskedCounter):
             url, headers = beside(url, headers, extras)
         data: bytes | io.BytesIO | AsyncIterator[bytes]
         if isinstance(body, Body):
-            headers = HiddenDict({**headers, "Content-Length": str(len(body))})
+            headers = {**headers, "Content-Length": str(len(body))}
             data = _pieces(body)
         else:
             if len(body) <= _STREAMED_SIZE:
@@ -145,7 +145,7 @@ class AiohttpTransport(UnaskedCounter):
                 except (aiohttp.ClientError, OSError):
                     if response.status < 300:
                         raise
-                    answer = HiddenBytes()  # the status alone decides, and it is known
+                    answer = b""  # the status alone decides, and it is known
                 if time.monotonic() - began_at >= plain.SHORT:
                     await asyncio.sleep(plain.QUIET)
                 if connection.unasked:
@@ -153,14 +153,15 @@ class AiohttpTransport(UnaskedCounter):
                 if response.status == 200:
                     self.refuse_late(connection, body, answer)
                     form = f"{response.headers.get('Content-Type', '')} {coding}"
-                    return Response(200, answer, form=form.strip())
+                    shown = quotas(response.headers)
+                    return Response(200, answer, form=form.strip(), quotas=shown)
                 return Response(response.status, answer, asked_wait(response.headers))
         except aiohttp.ConnectionTimeoutError:
             raise ConnectTimeout from None
 
     def explain(self, error: Exception) -> str:
         # As yarl writes it.
-        return self.redact(str(error).replace(str(self.url.reveal()), str(self.url)))
+        return redact(str(error).replace(str(self.url.reveal()), str(self.url)))
 
     async def close(self) -> None:
         await self._session.close()
@@ -171,7 +172,7 @@ async def _pieces(body: Body) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def _read_body(response: aiohttp.ClientResponse, coding: str) -> HiddenBytes:
+async def _read_body(response: aiohttp.ClientResponse, coding: str) -> bytes:
     """Returns the content of a response.
 
     Raises:
@@ -182,4 +183,4 @@ async def _read_body(response: aiohttp.ClientResponse, coding: str) -> HiddenByt
     async for data in response.content.iter_any():
         if refusal := large.append(body, data):
             raise RemoteProtocolError(refusal)
-    return HiddenBytes(body)
+    return bytes(body)

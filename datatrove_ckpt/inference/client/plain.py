@@ -36,10 +36,10 @@ from httptools import HttpParserCallbackError, HttpParserError, HttpResponsePars
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.common.redaction import HiddenBytes, HiddenDict
-from datatrove_ckpt.common.retrying import WAIT_FIELDS, asked_wait
+from datatrove_ckpt.common.redaction import Secret, redact
+from datatrove_ckpt.common.retrying import QUOTA_FIELDS, WAIT_FIELDS, Quota, asked_wait, quotas
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
-from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside
+from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside, headers_for
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
@@ -54,6 +54,7 @@ _MAX_FRAMING_BYTES_PER_CHUNK = 32
 
 _WAIT_FIELDS = tuple(name.encode() for name in WAIT_FIELDS)
 _FORM = (b"content-type", b"content-encoding")
+_QUOTA_FIELDS = frozenset(name.encode() for name in QUOTA_FIELDS)
 _FIELDS = frozenset((b"connection", b"content-length", b"transfer-encoding", *_FORM, *_WAIT_FIELDS))
 
 _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
@@ -62,9 +63,9 @@ _INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another p
 _INTERIM_HEAD = re.compile(
     rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*"
 )
-# 200, insignificant header fields, and one length.
+# 200, header fields that are not read, and one length.
 _SILENT = (
-    rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:)"
+    rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:|x-ratelimit-)"
     rb"[!#$%&'*+.^_`|~0-9a-z-]+:[\t -~\x80-\xff]*\r\n|connection:[\t ]*keep-alive\r\n)*"
 )
 _USUAL_HEAD = re.compile(
@@ -82,12 +83,14 @@ class Response(NamedTuple):
     Attributes:
         wait: the seconds that an error asks to wait.
         form: content type and coding; "" for an answer that is probably JSON.
+        quotas: what is left of the server's limits.
     """
 
     status: int
-    body: HiddenBytes
+    body: bytes
     wait: float | None = None
     form: str = ""
+    quotas: tuple[Quota, ...] = ()
 
 
 class RemoteProtocolError(ConnectionError):
@@ -107,7 +110,7 @@ def usual_response(data: bytes) -> Response | None:
         return None
     if data[head.end() : head.end() + 1] not in b"{[":
         return None
-    return Response(200, HiddenBytes(memoryview(data)[head.end() :]))
+    return Response(200, bytes(memoryview(data)[head.end() :]))
 
 
 class ResponseParser:
@@ -133,7 +136,13 @@ class ResponseParser:
 
     def response(self) -> Response:
         builder = self._builder
-        return Response(builder.status, HiddenBytes(builder.body), builder.wait, builder.form)
+        return Response(
+            builder.status,
+            bytes(builder.body),
+            builder.wait,
+            builder.form,
+            builder.quotas,
+        )
 
     def feed(self, data: bytes) -> bool:
         """Whether the response is complete with these bytes.
@@ -226,6 +235,7 @@ class _ResponseBuilder:
         self.status = 0
         self.wait: float | None = None
         self.form = ""
+        self.quotas: tuple[Quota, ...] = ()
         self.body = bytearray()
         self.chunks = 0
         self.reusable = False
@@ -278,10 +288,11 @@ class _ResponseBuilder:
         # llhttp checks for "close" in HTTP/1.1 only.
         options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
         self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
-        if status >= 300:
-            self.wait = asked_wait(
-                {name.decode(): value.decode("latin-1") for name, value in fields.items()}
-            )
+        if status >= 300 or not _QUOTA_FIELDS.isdisjoint(fields):
+            texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
+            self.quotas = quotas(texts)
+            if status >= 300:
+                self.wait = asked_wait(texts)
         self.status = status
 
     def on_chunk_header(self) -> None:
@@ -335,13 +346,12 @@ class _Connection(asyncio.Protocol):
         self._parser: ResponseParser | None = None
         self._complete: Response | None = None
 
-    def request(self, head: HiddenBytes, body: AnyBody) -> asyncio.Future[Response]:
+    def request(self, head: bytes, body: AnyBody) -> asyncio.Future[Response]:
         self._response = response = self._loop.create_future()
-        # asyncio's frames hold the written value, hence HiddenBytes.
         if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
-            self._transport.write(HiddenBytes(b"%s%d\r\n\r\n%s" % (head, len(body), body)))
+            self._transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
         else:
-            self._transport.write(HiddenBytes(b"%s%d\r\n\r\n" % (head, len(body))))
+            self._transport.write(b"%s%d\r\n\r\n" % (head, len(body)))
             if isinstance(body, bytes):
                 self._transport.write(body)
             else:
@@ -475,6 +485,7 @@ class UnaskedCounter:
     """
 
     url: HiddenUrl
+    api_key: Secret | None
     errors: tuple[type[Exception], ...]
     unasked = unread = 0
     unread_since = 0.0
@@ -532,7 +543,7 @@ class PlainTransport(UnaskedCounter):
     def __init__(
         self,
         url: HiddenUrl,
-        headers: HiddenDict | None,
+        api_key: Secret | None,
         timeout: float,
         connect_timeout: float,
         keepalive: float,
@@ -545,9 +556,9 @@ class PlainTransport(UnaskedCounter):
         self._connect_timeout = min(connect_timeout, timeout)
         self._keepalive = keepalive
         self._method = method
-        self._headers = headers or HiddenDict()
+        self.api_key = api_key
+        self._headers = headers_for(url, api_key)
         self._head = _head(method, url, self._headers)
-        self.redact = url.redactor(headers)
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._idle: list[_Connection] = []
@@ -616,7 +627,7 @@ class PlainTransport(UnaskedCounter):
                 return "no host of this name (DNS)"
             return f"the name of the host was not found (DNS): {error.strerror}"
         number = getattr(error, "errno", None)
-        return self.redact(os.strerror(number) if number else str(error))
+        return redact(os.strerror(number) if number else str(error))
 
     def _take_idle(self) -> _Connection | None:
         """Returns the most recently used connection, so that spare ones reach their idle limit."""
@@ -684,7 +695,7 @@ class PlainTransport(UnaskedCounter):
             connection.abort(TimeoutError())
 
 
-def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
+def _head(method: str, url: HiddenUrl, headers: dict[str, str]) -> bytes:
     """Returns the head of every request, up to the value of Content-Length.
 
     Raises:
@@ -702,11 +713,6 @@ def _head(method: str, url: HiddenUrl, headers: HiddenDict) -> HiddenBytes:
         "Accept-Encoding": "identity",
         "Content-Type": "application/json",
     }
-    fields = HiddenDict({**own, **headers})
-    return HiddenBytes(
-        (
-            f"{method} {url.reveal().raw_path_qs} HTTP/1.1\r\n"
-            + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-            + "Content-Length: "
-        ).encode()
-    )
+    fields = {**own, **headers}
+    lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"{method} {url.reveal().raw_path_qs} HTTP/1.1\r\n{lines}Content-Length: ".encode()

@@ -14,17 +14,17 @@ import xxhash
 
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 
-# Leading texts are compared at every 256 bytes, and further back at every eighth of the text
-# before: 43 hashes for 128 kB. Of a long piece the last kilobyte is hashed: texts that differ
+# Leading texts are compared at every 256 bytes, and further back at every quarter of the text
+# before: 26 hashes for 128 kB. Of a long piece the last kilobyte is hashed: texts that differ
 # elsewhere only are routed as equal ones.
 _STEP = 256
-_PART = 8
+_PART = 4
 _HASHED = 1024
 _ENDS = [0]
 while _ENDS[-1] < 1 << 24:
     _ENDS.append(_ENDS[-1] + max(_STEP, _ENDS[-1] // _PART))
 _PIECES = [(max(start, end - _HASHED), end) for start, end in pairwise(_ENDS)]
-_REMEMBERED = 1 << 15  # texts in each of two generations; a text takes about 200 bytes
+_REMEMBERED = 80_000  # texts in each of two generations, which take up to 16 MB together
 # The engine's prompt begins here. Fields before it, such as a seed, are not part of it.
 _STARTS = (b'"messages":', b'"prompt":', b'"input":')
 
@@ -39,35 +39,30 @@ class Prefixes:
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
 
-    def enter(self, body: AnyBody) -> tuple[Sequence[int], int]:
-        """Enters all leading texts of a request.
-
-        Returns:
-            Their hashes, and the hash of the longest that an earlier request had; 0: none.
+    def find(self, body: AnyBody) -> tuple[Sequence[int], int]:
+        """Returns the hashes of all leading texts of a request, and the hash of the longest that an
+        earlier request had; 0: none.
         """
-        if len(self._young) >= _REMEMBERED:
-            self._old = self._young
-            self._young = {}
-        hashes = _leading_hashes(body)
-        known = 0
-        for text in hashes:
-            homes = self._young.get(text)
-            if homes is None:
-                homes = self._old.get(text)
-                self._young[text] = homes or 0
-            if homes is not None:
-                known = text
-        return hashes, known
+        texts = _leading_hashes(body)
+        for text in reversed(texts):
+            if text in self._young or text in self._old:
+                return texts, text
+        return texts, 0
 
     def homes(self, text: int) -> int:
         """Returns the servers that have had a request with this leading text."""
-        return self._young.get(text, 0)
+        return self._young.get(text) or self._old.get(text, 0)
 
     def add(self, texts: Sequence[int], server: int) -> None:
+        """Adds the leading texts of a request. ``server``: 0: the request waits."""
+        if len(self._young) >= _REMEMBERED:
+            self._old = self._young
+            self._young = {}
         young = self._young
+        old = self._old
         if texts and not young.get(texts[-1], 0) & server:
             for text in texts:
-                young[text] = young.get(text, 0) | server
+                young[text] = (young.get(text) or old.get(text, 0)) | server
 
     def forget(self, server: int) -> None:
         """Forgets a server that has ended, and its cache with it."""

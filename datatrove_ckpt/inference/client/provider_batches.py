@@ -19,7 +19,7 @@ import aiohttp
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject, retrying
-from datatrove_ckpt.common.redaction import HiddenDict, Key, frames_cut
+from datatrove_ckpt.common.redaction import Secret, redact, remember
 from datatrove_ckpt.common.retrying import asked_wait
 from datatrove_ckpt.errors import ServerRefused, printable
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
@@ -107,10 +107,10 @@ class BatchProvider:
     _path = "batches"
     _after = "after"
 
-    def __init__(self, url: HiddenUrl, api_key: Key | None, proxied: bool) -> None:
-        headers = HiddenDict() if api_key is None else api_key.headers(self._path)
+    def __init__(self, url: HiddenUrl, api_key: Secret | None, proxied: bool) -> None:
+        headers = {} if api_key is None else api_key.headers(self._path)
         self.url = url
-        self._redact = url.redactor(headers)
+        remember(*url.secrets)
         self._session = aiohttp.ClientSession(
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -125,7 +125,7 @@ class BatchProvider:
 
     def clean(self, value: object) -> str:
         """Returns a value of the provider as one line without secrets, to be kept and shown."""
-        return printable(" ".join(self._redact(str(value)).split()))[:_SHOWN]
+        return printable(" ".join(redact(str(value)).split()))[:_SHOWN]
 
     async def upload(self, content: IO[bytes], name: str) -> str:
         form = aiohttp.FormData()
@@ -266,16 +266,15 @@ class BatchProvider:
     async def _ask(self, method: str, path: str, **content: object) -> JsonObject:
         url = self.url.api(quote(path))
         try:
-            with frames_cut():
-                async with self._session.request(
-                    method,
-                    url.reveal(),
-                    allow_redirects=False,
-                    **content,  # type: ignore[arg-type]
-                ) as response:
-                    if not 200 <= response.status < 300:
-                        await self._refuse(response, url, path)
-                    answer = _loads(await response.read())
+            async with self._session.request(
+                method,
+                url.reveal(),
+                allow_redirects=False,
+                **content,  # type: ignore[arg-type]
+            ) as response:
+                if not 200 <= response.status < 300:
+                    await self._refuse(response, url, path)
+                answer = _loads(await response.read())
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error, url) from None
         if not isinstance(answer, dict):

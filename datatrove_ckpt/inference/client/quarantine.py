@@ -30,10 +30,6 @@ class Quarantine:
         self._peak = 0
         self._runs_alone = False
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def has_waiting(self) -> bool:
         while self._waiting:
             _, _, request, future = self._waiting[0]

@@ -3,11 +3,11 @@
 Requests wait here, not at a server, so an outage uses up no attempts, and a dead server's requests
 (``mark_dead``) go to the next server that is up.
 
-    waiting      the oldest document's first, until a server has a place for it. A document's first
-                 request also waits while the KV caches are full: new documents would push the
-                 prompts of open documents out of them. A request whose leading text some servers
-                 have in their caches (its homes, see ``prefixes.py``) waits for a place at one of
-                 these, and others go ahead, as long as no server stands idle
+    waiting      the oldest document's first, until a server has a place and room in its KV cache.
+                 So new documents do not push the prompts of open documents out of the caches. A
+                 request whose leading text some servers have in their caches (its homes, see
+                 ``prefixes.py``) waits for one of these, and others go ahead, as long as no server
+                 stands idle
     quarantined  requests that were in flight at two deaths of a server: see ``quarantine.py``
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
+from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.attempts import (
     Attempt,
@@ -34,13 +35,13 @@ from datatrove_ckpt.inference.client.attempts import (
 from datatrove_ckpt.inference.client.prefixes import Prefixes
 from datatrove_ckpt.inference.client.quarantine import Quarantine
 
-# Requests in flight at a server that has just started, under ``max_concurrent_generations: auto``.
-FIRST_LIMIT = 16
-# The oldest of the waiting requests: they may go ahead of each other. So many documents more than
-# places are in work, so that there is a choice.
+# The oldest of the waiting requests may go ahead of each other. So many documents more than places
+# are in work, so that there is a choice.
 WINDOW = 64
 # Load below which a server stands idle, and takes requests whose homes have no place.
 _IDLE = 0.75
+# A home may have so many times the requests of an idle server, and a few more.
+_BUSIER = 2
 
 Waiting: TypeAlias = tuple[int, int, int, Request, Place]
 """A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
@@ -50,15 +51,16 @@ class WaitingLine:
     """Requests that wait, the oldest document's first.
 
     Attributes:
-        window: the first of them.
+        window: the first of them, which may go ahead of each other.
     """
 
     def __init__(self) -> None:
         self.window: list[Waiting] = []
         self._later: list[Waiting] = []
 
-    def __len__(self) -> int:
-        return len(self.window) + len(self._later)
+    def is_beyond_window(self, *order: int) -> bool:
+        """Takes the orders of a sender and a document."""
+        return len(self.window) == WINDOW and order > self.window[-1][:2]
 
     def add(self, waiting: Waiting) -> None:
         if len(self.window) == WINDOW and waiting > self.window[-1]:
@@ -84,49 +86,51 @@ class Room:
         best: the least busy one; None: all are full.
     """
 
-    __slots__ = ("_away", "_free", "_load", "_targets", "best")
+    __slots__ = ("_awaited", "_free", "_idle", "_targets", "best")
 
     def __init__(self, targets: Sequence[Target]) -> None:
         now = time.monotonic()
         self._targets = targets
         self._free = 0
-        self._away = 0  # nothing waits for these, which may take no request for hours
-        self._load = 1.0
+        self._awaited = 0
         self.best: Target | None = None
+        least = 1.0
         cooling = None
         for target in targets:
-            is_up = target.up and not target.reserved
-            is_cooling = target.cooldown_until > now
-            if not is_up or is_cooling:
-                self._away |= target.bit
-            if not is_up or target.in_flight >= target.limit:
+            if not target.up or target.reserved:
                 continue
-            self._free |= target.bit
-            if is_cooling:
-                cooling = target
-            elif self.best is None or target.load < self._load:
+            load = target.load
+            if target.cooldown_until > now:
+                if load < 1:
+                    cooling = target
+                continue
+            self._awaited |= target.bit
+            if load < 1:
+                self._free |= target.bit
+            if load < least:
+                least = load
                 self.best = target
-                self._load = target.load
-        if self.best is None and cooling is not None:
+        self._idle: Target | None = None
+        if least < _IDLE:
+            self._idle = self.best
+            self._awaited = 0
+        if self.best is None:
             self.best = cooling
-            self._load = cooling.load
 
-    def choose(self, homes: int, is_open: bool) -> Target | None:
+    def choose(self, homes: int) -> Target | None:
         """Returns the server that takes a request, or None if the request waits.
 
         Args:
-            homes: the servers that have its leading text.
-            is_open: a request of its document was sent before.
+            homes: the servers that have its leading text. It waits for none that is down, reserved
+                or cooling down: these may take no request for hours.
         """
-        if self._load >= 1 and not is_open:
-            return None
-        if not homes:
-            return self.best
-        if usable := homes & self._free & ~self._away:
+        usable = homes & self._free
+        if usable:
             home = min((target for target in self._targets if target.bit & usable), key=_load)
-            if is_open or home.load < 1:
+            idle = self._idle
+            if idle is None or home.in_flight <= _BUSIER * idle.in_flight + FIRST_LIMIT:
                 return home
-        if self._load >= _IDLE and homes & ~self._away:
+        elif homes & self._awaited:
             return None
         return self.best
 
@@ -153,11 +157,10 @@ class Router:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) + self._quarantine.waiting
+        return len(self._all_waiting())
 
     def waiting_of(self, sender: Sender) -> int:
-        waiting = [*self._waiting.all(), *self._quarantine.all()]
-        return sum(request.sender is sender for request, _ in waiting)
+        return sum(request.sender is sender for request, _ in self._all_waiting())
 
     def oldest_of(self, sender: Sender) -> Attempt | None:
         own = []
@@ -181,12 +184,12 @@ class Router:
         if request.texts is None:
             request.texts = ()
             if len(self.targets) > 1:
-                request.texts, request.known = self._prefixes.enter(request.body)
-        if len(self._waiting) >= WINDOW or request.may_not_be_sent:
+                request.texts, request.known = self._prefixes.find(request.body)
+        if request.may_not_be_sent or (request.deaths and request.is_quarantined):
             return None
-        if request.deaths and request.is_quarantined:
+        if self._waiting.is_beyond_window(request.sender.order, request.order):
             return None
-        target = self._choose(self._room(), request)
+        target = self._room().choose(self._prefixes.homes(request.known))
         if target is not None:
             self._assign(target, request)
         return target
@@ -196,8 +199,10 @@ class Router:
         if target is not None:
             return target
         future: Place = asyncio.get_running_loop().create_future()
+        self._prefixes.add(request.texts or (), 0)
         self._enqueue(request, future)
-        self.admit()
+        if len(self._waiting.window) == WINDOW:  # requests that are cancelled may fill it
+            self.admit()
         try:
             return await future
         except asyncio.CancelledError:
@@ -206,12 +211,16 @@ class Router:
             raise
 
     def release(self, target: Target, request: Request) -> None:
+        was_held = target.reserved or self.in_flight >= self._limit
+        stage = _stage(target.load)
         target.add_in_flight(-1)
         self.in_flight -= 1
         request.sender.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
-        self.admit()
+        # No request that waits could be sent before. Only these changes may let one go.
+        if was_held or stage != _stage(target.load) or not self._waiting.window:
+            self.admit()
         if request.sender.on_release is not None:
             request.sender.on_release()
 
@@ -227,15 +236,16 @@ class Router:
         number = 0
         while number < len(window) and room.best is not None:
             _, _, _, request, place = window[number]
+            chosen = room.choose(self._prefixes.homes(request.known))
             # What may not be sent waits until its rank cancels it.
-            if not place.done() and not request.may_not_be_sent:
-                chosen = self._choose(room, request)
-                if chosen is None:
-                    number += 1
-                    continue
+            is_wanted = not place.done() and not request.may_not_be_sent
+            if is_wanted and chosen is None:
+                number += 1
+                continue
+            self._waiting.remove(number)
+            if is_wanted and chosen is not None:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
-            self._waiting.remove(number)
         if resized or not window:
             for sender in self.senders:
                 if sender.on_change is not None:
@@ -266,23 +276,26 @@ class Router:
     def fail(self, cause: str) -> None:
         """Makes ``acquire`` raise ServerDied."""
         self._failure = cause
-        waiting = [*self._waiting.all(), *self._quarantine.all()]
+        waiting = self._all_waiting()
         self._waiting = WaitingLine()
         self._quarantine.clear()
         for _, place in waiting:
-            if not place.done():
-                place.set_exception(ServerDied(cause))
+            place.set_exception(ServerDied(cause))
+
+    def _all_waiting(self) -> list[tuple[Request, Place]]:
+        waiting = [*self._waiting.all(), *self._quarantine.all()]
+        return [(request, place) for request, place in waiting if not place.done()]
 
     def _enqueue(self, request: Request, future: Place) -> None:
         if request.is_quarantined:
             self._quarantine.add(request, future)
+            self.admit()
         else:
             self._arrivals += 1
             order = (request.sender.order, request.order, self._arrivals)
             self._waiting.add((*order, request, future))
 
     def _assign(self, target: Target, request: Request) -> Target:
-        request.opened.add(self)
         self._prefixes.add(request.texts or (), target.bit)
         target.add_in_flight(1)
         self.in_flight += 1
@@ -293,9 +306,6 @@ class Router:
         if self.in_flight < self._limit:
             return Room(self.targets)
         return Room(())
-
-    def _choose(self, room: Room, request: Request) -> Target | None:
-        return room.choose(self._prefixes.homes(request.known), self in request.opened)
 
     def _admit_quarantined(self) -> None:
         quarantine = self._quarantine
@@ -319,6 +329,11 @@ class Router:
         ):
             request, future = quarantine.start_next()
             future.set_result(self._assign(reserved, request))
+
+
+def _stage(load: float) -> int:
+    """0: the server stands idle; 1: it takes requests; 2: it is full."""
+    return (load >= _IDLE) + (load >= 1)
 
 
 _load = attrgetter("load")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import orjson
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import HiddenDict, Redactor, frames_cut, note_sent
+from datatrove_ckpt.common.redaction import Secret, note_sent, redact, remember
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import RetryableError
@@ -45,7 +45,7 @@ Transport: TypeAlias = "PlainTransport | AiohttpTransport"
 
 def make_transport(
     url: HiddenUrl,
-    headers: HiddenDict | None,
+    api_key: Secret | None,
     timeout: float,
     proxied: bool = False,
     method: str = "POST",
@@ -53,7 +53,8 @@ def make_transport(
     """Returns the cheapest transport for this URL. ``proxied``: the environment names a proxy for
     it.
     """
-    settings = url, headers, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
+    remember(*url.secrets)
+    settings = url, api_key, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
     if _is_plain(url, proxied):
         return PlainTransport(*settings)
     from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
@@ -75,18 +76,17 @@ class ExchangeFailed(Exception):
 
 
 async def get(
-    url: HiddenUrl, headers: HiddenDict | None, seconds: float, proxied: bool = False
+    url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool = False
 ) -> Response:
     """Returns the response to one GET, whatever its status.
 
     Raises:
         ExchangeFailed: there is none within ``seconds``.
     """
-    transport = make_transport(url, headers, seconds, proxied, "GET")
+    transport = make_transport(url, api_key, seconds, proxied, "GET")
     try:
-        with frames_cut():
-            async with asyncio.timeout(seconds):
-                return await transport.send()
+        async with asyncio.timeout(seconds):
+            return await transport.send()
     except TimeoutError:
         raise ExchangeFailed("", "TimeoutError") from None
     except transport.errors as error:
@@ -110,8 +110,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
     """
     url = transport.url
     try:
-        with frames_cut():
-            response = await transport.send(body, extras)
+        response = await transport.send(body, extras)
     except TimeoutError as error:
         if isinstance(error, ConnectTimeout):
             kind = "connection"
@@ -137,12 +136,11 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
         raise RetryableError(f"HTTP {response.status} from {url}, which is no whole answer")
     sent = orjson.loads(body.text if isinstance(body, Body) else body)
     note_sent([sent, extras])
-    raise _error(response, url, sent.get("model", model), transport.redact)
+    raise _error(response, transport, sent.get("model", model))
 
 
-def _error(
-    response: Response, url: HiddenUrl, model: str, redact: Redactor
-) -> RetryableError | CkptError:
+def _error(response: Response, transport: Transport, model: str) -> RetryableError | CkptError:
+    url = transport.url
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
         status = _CONTENT_TOO_LARGE
@@ -156,7 +154,7 @@ def _error(
             f"HTTP {status} from {url}: {text}", asked_wait=response.wait, status=status
         )
     refused = ServerRefused(
-        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, url, text, redact)} "
+        f"{url} answered HTTP {status} for model {model!r}. {_hint(status, transport, text)} "
         f"The server's answer: {text or '(empty)'}"
     )
     refused.status = status
@@ -165,20 +163,20 @@ def _error(
     return refused
 
 
-def key_hint(redact: Redactor) -> str:
-    if not redact.has_sent:
+def key_hint(url: HiddenUrl, api_key: Secret | None) -> str:
+    if api_key is None and not any(url.secrets):
         return "wants a key, and this run sends none: set api_key_env, or check proxies"
     return "refuses this run's key: check api_key_env, that the key may use this model, and proxies"
 
 
-def _hint(status: int, url: HiddenUrl, text: str, redact: Redactor) -> str:
+def _hint(status: int, transport: Transport, text: str) -> str:
     if status < 400:
         return f"Redirects are not followed. Set {written.endpoint_url} to the final address."
     if status in (401, 403, 407):
-        return f"It {key_hint(redact)}."
+        return f"It {key_hint(transport.url, transport.api_key)}."
     if status == 402:
         return "The account of this key has no credit left."
-    if not (path := url.reveal().path).endswith("/completions"):
+    if not (path := transport.url.reveal().path).endswith("/completions"):
         if "model" in text.lower():
             return f"Check {written.model_name_or_path} and {written.endpoint_url}."
         return (

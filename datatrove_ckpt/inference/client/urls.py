@@ -1,19 +1,15 @@
-"""URLs of endpoints, which may hold a secret: a user and password, or a query (``?code=...``).
-
-Frames hold a ``HiddenUrl``, which tracebacks with values do not reveal.
-"""
+"""URLs of endpoints, which may hold a secret: a password, or a query (``?code=...``)."""
 
 from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterable
-from urllib.parse import quote, quote_plus
+from collections.abc import Iterable, Iterator
 from urllib.request import getproxies, proxy_bypass
 
 from yarl import URL
 
-from datatrove_ckpt.common.redaction import HiddenDict, Redactor
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 
@@ -22,7 +18,7 @@ _VERSION = re.compile(r"v\d+[a-z0-9]*")
 _WHOLE = ("completions", "embeddings")  # of an address that is a path's own
 
 
-Extras = dict[str, HiddenDict]
+Extras = dict[str, dict[str, str]]
 """What a request has beside its body: ``extra_headers``, ``extra_query``."""
 
 
@@ -40,7 +36,6 @@ class HiddenUrl:
 
     def __init__(self, url: str | URL, shown: str = "it") -> None:
         self._url = url if isinstance(url, URL) else _parsed(url)
-        del url  # hidden from the frame that raises
         if not self._url.host:
             raise ConfigError(
                 f"{written.endpoint_url}: {shown} is not a URL. Write http://HOST:PORT or "
@@ -49,7 +44,6 @@ class HiddenUrl:
             )
 
     def reveal(self) -> URL:
-        """Never bind the URL to a name: tracebacks show the values of names."""
         return self._url
 
     def api(self, path: str) -> HiddenUrl:
@@ -81,22 +75,21 @@ class HiddenUrl:
     def has_credentials(self) -> bool:
         return self._url.user is not None or self._url.password is not None
 
-    def redactor(self, headers: HiddenDict | None) -> Redactor:
-        return Redactor(*_secrets_of(self._url), *((headers or {}).values()))
+    @property
+    def secrets(self) -> Iterator[str]:
+        """Values of the query, the password or a lone user, and as aiohttp sends these."""
+        url = self._url
+        found = [value or name for name, value in url.query.items() if name != _PUBLIC_QUERY]
+        for text in (*found, url.password or url.user or ""):
+            yield text
+            yield text.replace(" ", "+")
+        if url.user:
+            yield b64encode(f"{url.user}:{url.password or ''}".encode()).decode().rstrip("=")
 
     def __repr__(self) -> str:
         if not self._url.host:
             return ""
         return str(self._url.with_user(None).with_query(None).with_fragment(None))
-
-
-def _secrets_of(url: URL) -> Iterable[str]:
-    sent = [part.partition("=") for part in url.raw_query_string.split("&")]
-    yield from (value or name for name, _, value in sent if name != _PUBLIC_QUERY)
-    values = [value for name, value in url.query.items() if name != _PUBLIC_QUERY]
-    for value in (*values, url.user or "", url.password or ""):
-        yield from {value, quote(value), quote(value, safe=""), quote_plus(value)}
-    yield b64encode(f"{url.user}:{url.password}".encode()).decode() if url.user else ""
 
 
 def _parsed(url: str) -> URL:
@@ -113,17 +106,23 @@ def _parsed(url: str) -> URL:
     return URL()
 
 
-def beside(url: HiddenUrl, headers: HiddenDict, extras: Extras) -> tuple[HiddenUrl, HiddenDict]:
+def headers_for(url: HiddenUrl, api_key: Secret | None) -> dict[str, str]:
+    if api_key is None:
+        return {}
+    return api_key.headers(url.reveal().path)
+
+
+def beside(
+    url: HiddenUrl, headers: dict[str, str], extras: Extras
+) -> tuple[HiddenUrl, dict[str, str]]:
     """Adds ``extras``, which replace equal names."""
     fields = {name.title(): value for name, value in extras["extra_headers"].items()}
-    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), HiddenDict(
-        {**headers, **fields}
-    )
+    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), {**headers, **fields}
 
 
 def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:
     """Whether the environment sets a proxy for any of the URLs."""
-    proxies = HiddenDict(getproxies())
+    proxies = getproxies()
     return any(
         url.reveal().scheme in proxies and not proxy_bypass(url.reveal().host or "") for url in urls
     )

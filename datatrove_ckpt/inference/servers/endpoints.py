@@ -7,19 +7,24 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import HiddenDict
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
 from datatrove_ckpt.errors.doors import written
+from datatrove_ckpt.inference.client.attempts import Target
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.plain import Response
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+from datatrove_ckpt.inference.servers.probes import adapt_admission, read_metrics, read_page
 
 _PROBE_TIMEOUT = 10.0  # seconds
 _OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
@@ -44,14 +49,10 @@ class ExternalServers:
         self.outage = Outage(ready_window(config), time.monotonic, config.name)
         self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
         self.api_key = config.endpoint_api_key()
-        if self.api_key is None:
-            self._headers = None
-        else:
-            self._headers = self.api_key.headers()
 
     async def ask(self) -> list[EndpointAnswer]:
         proxied = needs_proxy(self.urls)
-        return list(await asyncio.gather(*(_ask(url, self._headers, proxied) for url in self.urls)))
+        return list(await asyncio.gather(*(_ask(url, self.api_key, proxied) for url in self.urls)))
 
     async def start(self) -> None:
         """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
@@ -93,6 +94,29 @@ class ExternalServers:
                 )
             self.outage.show(causes[0])
             await asyncio.sleep(delay)
+
+    async def follow(self, target: Target, router: Router) -> None:
+        """Adapts a target's limit to its engine, if /metrics has the names of an engine.
+
+        Some names come with the first request. So it is looked for until an answer has come.
+        """
+        assert target.url is not None
+        url = target.url.api("/metrics")
+        proxied = needs_proxy(self.urls)
+        looks = 0
+        while True:
+            is_last = target.answers > 0
+            page = await read_page(url, self.api_key, _PROBE_TIMEOUT, proxied)
+            for engine in ENGINES.values():
+                names = engine.metrics
+                if names is not None and names.are_in(page):
+                    target.pace = None
+                    read = partial(read_metrics, url, self.api_key, names, proxied=proxied)
+                    await adapt_admission(str(target.url), target, router, read)
+            if is_last:
+                return
+            looks += 1
+            await asyncio.sleep(retrying.RESTART.wait(looks))
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
         """Returns what is wrong with the endpoints that do not answer.
@@ -137,15 +161,15 @@ class EndpointAnswer:
     models: dict[str, object] | None = None
 
 
-async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> EndpointAnswer:
+async def _ask(url: HiddenUrl, api_key: Secret | None, proxied: bool) -> EndpointAnswer:
     """Requests the URL, and then its /v1 if that may be the API."""
     target = url.api("models")
     below = url.api("/v1")
     api = None if url.may_lack_version else url
     try:
-        response = await _get(target, headers, proxied)
+        response = await _get(target, api_key, proxied)
         if api is None and response.status != 200:
-            found = await _get(below.api("models"), headers, proxied)
+            found = await _get(below.api("models"), api_key, proxied)
             if found.status == 200:
                 response = found
                 url = below
@@ -157,9 +181,7 @@ async def _ask(url: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> End
         return EndpointAnswer(str(target), str(error), api=api)
     status = response.status
     if status in (401, 403):
-        return EndpointAnswer(
-            str(target), f"{key_hint(url.redactor(headers))} (HTTP {status})", True
-        )
+        return EndpointAnswer(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
     return EndpointAnswer(
         str(target), api=url, models=_listed(response.body) if status == 200 else None
     )
@@ -177,9 +199,9 @@ async def _other_scheme(target: HiddenUrl, proxied: bool) -> str:
     return scheme
 
 
-async def _get(target: HiddenUrl, headers: HiddenDict | None, proxied: bool) -> Response:
+async def _get(target: HiddenUrl, api_key: Secret | None, proxied: bool) -> Response:
     """Raises ExchangeFailed if there is no response, or if another one may come later."""
-    response = await get(target, headers, _PROBE_TIMEOUT, proxied)
+    response = await get(target, api_key, _PROBE_TIMEOUT, proxied)
     if (status := response.status) in retrying.SERVER.retried:
         raise ExchangeFailed(
             f"HTTP {status}{', which means too many requests' if status == 429 else ''}"

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from datatrove_ckpt.common.redaction import Key
+from loguru import logger
+
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
-from datatrove_ckpt.inference.servers.compiled import CompileCache
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.memory import ByteBudget, media_bytes
@@ -36,7 +37,7 @@ def check_servers(config: InferenceConfig) -> None:
         if config.server_type == "endpoint":
             ExternalServers(config)
         else:
-            config.engine.launch(config, 1, Key("unused"))
+            config.engine.launch(config, 1, Secret(""))
     except CkptError as error:
         named(error, config.name)
         raise
@@ -52,6 +53,8 @@ async def running(
 ) -> AsyncIterator[Watch]:
     """Keeps the servers ready for requests in this block. See ``ServerHost.lend``."""
     config = servers.config
+    logger.info(f"{config.said}Requests: {config.places} (max_concurrent_generations).")
+    following: list[asyncio.Task[None]] = []
     try:
         if config.server_type == "endpoint":
             endpoints = ExternalServers(config)
@@ -60,6 +63,12 @@ async def running(
             servers.add_endpoints(endpoints.urls, endpoints.api_key)
             for index, url in enumerate(endpoints.urls):
                 servers.tell("ready", config.server_name(index), str(url), "")
+            if config.max_concurrent_generations == "auto":
+                router = servers.router
+                following += [
+                    asyncio.create_task(endpoints.follow(target, router))
+                    for target in router.targets
+                ]
             yield wait_until_cancelled  # a failure of these servers shows in their answers
         else:
             from datatrove_ckpt.inference.servers.pool import ServerPool
@@ -67,6 +76,9 @@ async def running(
             async with ServerPool(config, rank, servers, shutdown, models).running() as watch:
                 yield watch
     finally:
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         await servers.close()
 
 
@@ -113,14 +125,12 @@ class ServerHost:
         rank: int,
         sender: Sender,
         on_outage: Callable[[Outage], None],
-        compiled: CompileCache | None = None,
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
         """Returns a rank's client of one model's servers, once they are ready.
 
         Args:
             configs: of all models of the rank.
             on_outage: gets the outage clock of endpoints before the client is there.
-            compiled: what servers compiled on other nodes.
 
         Raises:
             ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
@@ -132,7 +142,7 @@ class ServerHost:
             one = _Running(model_servers, asyncio.get_running_loop().create_future())
             self._running[config.name] = one
             # It begins once this rank has joined below.
-            serve = self._serve(one, configs, rank, on_outage, compiled)
+            serve = self._serve(one, configs, rank, on_outage)
             one.serving = asyncio.create_task(serve, context=self._context.copy())
         was_ready = one.ready.done()
         client = CompletionClient(one.servers, sender)
@@ -156,10 +166,9 @@ class ServerHost:
         configs: Sequence[InferenceConfig],
         rank: int,
         on_outage: Callable[[Outage], None],
-        compiled: CompileCache | None,
     ) -> None:
         if self._models is None:
-            self._models = RankModels(configs, rank, self._keeps, compiled)
+            self._models = RankModels(configs, rank, self._keeps)
         try:
             async with running(one.servers, rank, self._shutdown, self._models, on_outage) as watch:
                 one.ready.set_result(watch)

@@ -30,7 +30,6 @@ from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.places import process_place
-from datatrove_ckpt.common.redaction import HiddenDict
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
@@ -234,7 +233,7 @@ class GpuLease:
         locks: descriptors of the locks that hold the lease; the server inherits them.
     """
 
-    env: HiddenDict = field(default_factory=HiddenDict)
+    env: dict[str, str] = field(default_factory=dict)
     locks: list[int] = field(default_factory=list)
 
     def close(self) -> None:

@@ -65,9 +65,7 @@ class ServerPool:
                         self.config, self.rank, index, server, self.model_servers, self.shutdown
                     )
                     self.supervisors.append(supervisor)
-                if self._head is not None:
-                    self._head.on_worker_death = self.supervisors[0].mark_dead
-                await self._run_all(supervisor.start() for supervisor in self.supervisors)
+                await _run_all(supervisor.start() for supervisor in self.supervisors)
                 supervision = asyncio.create_task(self._supervise())
                 try:
                     yield lambda: asyncio.shield(supervision)
@@ -95,29 +93,10 @@ class ServerPool:
                 )
 
         try:
-            await self._run_all(supervise(supervisor) for supervisor in self.supervisors)
+            await _run_all(supervise(supervisor) for supervisor in self.supervisors)
         except ServerDied as error:
             self.model_servers.router.fail(str(error))
             raise
-
-    async def _run_all(self, work: Iterable[Awaitable[None]]) -> None:
-        """Raises the first error, without an exception group, and cancels the others."""
-        if self._head is not None:
-            watch = self._head.watch()
-        else:
-            watch = wait_until_cancelled()
-        node_lost: asyncio.Future[None] = asyncio.ensure_future(watch)
-        tasks = [*map(asyncio.ensure_future, work), node_lost]
-        left = {*tasks}
-        try:
-            while left != {node_lost}:
-                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _new_servers(self, leases: list[GpuLease]) -> list[InferenceServer]:
         if (head := self._head) is not None:
@@ -127,7 +106,7 @@ class ServerPool:
                 InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)
             ]
         return [
-            InferenceServer(self.config, self.rank, index, lease, compiled=self.models.compiled)
+            InferenceServer(self.config, self.rank, index, lease)
             for index, lease in enumerate(leases)
         ]
 
@@ -147,6 +126,17 @@ class ServerPool:
         finally:
             for server in servers:
                 server.lease.close()
+
+
+async def _run_all(work: Iterable[Awaitable[None]]) -> None:
+    """Raises the first error, without an exception group, and cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # All times are seconds.
@@ -360,7 +350,8 @@ class ServerSupervisor:
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         server = self.server
-        return await read_metrics(server.url, server.headers, self.config.engine, seconds)
+        url = HiddenUrl(f"{server.url}/metrics")
+        return await read_metrics(url, server.api_key, self.config.engine.metrics, seconds)
 
     async def probe(self, since: float, until_proof: bool) -> None:
         """Returns once the server is known to be alive. If it is dead, the waiting attempts are
@@ -394,7 +385,7 @@ class ServerSupervisor:
                 await asyncio.sleep(_PROBE_PAUSE)
             server = self.server
             problem = await request_health(
-                server.url, server.headers, self.config.engine, _PROBE_TIMEOUT
+                server.url, server.api_key, self.config.engine, _PROBE_TIMEOUT
             )
             if problem is None:
                 return

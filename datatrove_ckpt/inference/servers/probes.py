@@ -12,11 +12,16 @@ from typing import NoReturn
 
 from loguru import logger
 
-from datatrove_ckpt.common.redaction import HiddenDict
-from datatrove_ckpt.config.inference_config import REQUESTS_WITHOUT_METRICS, Engine, MetricNames
+from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.config.inference_config import (
+    FIRST_LIMIT,
+    REQUESTS_WITHOUT_METRICS,
+    Engine,
+    MetricNames,
+)
 from datatrove_ckpt.errors import TooManyOpenFiles
-from datatrove_ckpt.inference.client.attempts import Target
-from datatrove_ckpt.inference.client.routing import FIRST_LIMIT, Router
+from datatrove_ckpt.inference.client.attempts import Pace, Target
+from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -24,19 +29,19 @@ from datatrove_ckpt.process.shutdown import wait_until_cancelled
 NO_ANSWER = "does not answer"
 
 
-async def answers(url: str, headers: HiddenDict, seconds: float) -> bool:
+async def answers(url: str, api_key: Secret | None, seconds: float) -> bool:
     try:
-        return (await get(HiddenUrl(url), headers, seconds)).status == 200
+        return (await get(HiddenUrl(url), api_key, seconds)).status == 200
     except ExchangeFailed:
         return False
 
 
 async def request_health(
-    url: str, headers: HiddenDict, engine: Engine, seconds: float
+    url: str, api_key: Secret | None, engine: Engine, seconds: float
 ) -> str | None:
     """Returns None if the server reports itself healthy, else what is wrong."""
     try:
-        status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), headers, seconds)).status
+        status = (await get(HiddenUrl(f"{url}/{engine.health_path}"), api_key, seconds)).status
     except ExchangeFailed as error:
         if error.kind == "TimeoutError":
             return NO_ANSWER
@@ -76,12 +81,15 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name and name in (running, waiting, preemptions, usage, *tokens):
-            caches += name == usage
             if "}" in line:
-                value = line[line.rindex("}") + 1 :]
+                shown = line[line.rindex("}") + 1 :]
             else:
-                value = line[len(name) :]
-            found[name] = found.get(name, 0.0) + float(value.split()[0])
+                shown = line[len(name) :]
+            number, *_ = shown.split()  # a time may follow
+            value = float(number)
+            if math.isfinite(value):
+                caches += name == usage
+                found[name] = found.get(name, 0.0) + value
     if not found:
         return None
     processed = sum(found.get(name, 0.0) for name in tokens)
@@ -94,18 +102,32 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     )
 
 
+async def read_page(
+    url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool = False
+) -> str:
+    """Returns the text at /metrics; "" if the server shows none, or does not answer in time."""
+    try:
+        response = await get(url, api_key, seconds, proxied)
+        if response.status == 200:
+            return response.body.decode()
+        return ""
+    except (ExchangeFailed, TooManyOpenFiles, ValueError):
+        return ""
+
+
 async def read_metrics(
-    url: str, headers: HiddenDict, engine: Engine, seconds: float
+    url: HiddenUrl,
+    api_key: Secret | None,
+    names: MetricNames | None,
+    seconds: float,
+    proxied: bool = False,
 ) -> Metrics | None:
     """Returns None if the engine has no metrics, or does not answer in time."""
-    if engine.metrics is None:
+    if names is None:
         return None
     try:
-        response = await get(HiddenUrl(f"{url}/metrics"), headers, seconds)
-        if response.status == 200:
-            return parse_metrics(engine.metrics, response.body.decode())
-        return None
-    except (ExchangeFailed, TooManyOpenFiles, ValueError):
+        return parse_metrics(names, await read_page(url, api_key, seconds, proxied))
+    except ValueError:
         return None
 
 
@@ -117,8 +139,8 @@ _USUAL_SAMPLES = 5
 _GROWTH_AFTER_PREEMPTION = 0.1
 _ACCELERATION = 1.02
 _SAMPLE_SECONDS = 0.25
+_MOST_FALLS = 2  # of a counter: a restart is one
 _METRICS_TIMEOUT = 5.0  # seconds
-# datatrove's default for max_concurrent_generations.
 _WAIT_FOR_METRICS_SECONDS = 30.0
 
 
@@ -131,6 +153,7 @@ class Admission:
     - Everything on the way to the queue, or back, may reach the queue at once. So only what is
       always on the way counts as normal, and the limit grows by at most ``target`` per sample: the
       queue stays below twice the target.
+    - Until a request waits in the queue, the limit grows twice as fast.
     - vLLM's numbers are as of its last step. A sample that equals the sample before changes
       nothing.
     - With an empty queue the limit never falls: what is missing is on the way.
@@ -147,6 +170,7 @@ class Admission:
         self.limit = FIRST_LIMIT
         self.target = _LEAST_TARGET
         self._last: Metrics | None = None
+        self._has_queued = False
         self._on_the_way: deque[float] = deque(maxlen=_USUAL_SAMPLES)
         self._growth = math.inf  # requests more per sample
         self._exact = float(FIRST_LIMIT)  # the limit with its fraction
@@ -169,7 +193,11 @@ class Admission:
             wanted = metrics.running
         else:
             self._growth *= _ACCELERATION
-            missing = self.target - metrics.waiting - max(0.0, on_the_way - usual)
+            self._has_queued = self._has_queued or metrics.waiting > 0
+            more = self.target
+            if not self._has_queued:
+                more *= 2
+            missing = more - metrics.waiting - max(0.0, on_the_way - usual)
             wanted = in_flight + self._exact % 1 + min(missing, self._growth)
         falls = metrics.waiting or preempted
         self._exact = max(_LEAST_TARGET, wanted if falls else max(self._exact, wanted))
@@ -184,30 +212,48 @@ async def adapt_admission(
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
-    Without metrics (vLLM's ``disable-log-stats``) it takes datatrove's default number.
+    Without metrics (vLLM's ``disable-log-stats``) the answers decide. So they do if a counter of
+    tokens falls twice: a load balancer then shows another server's metrics each time, of which the
+    limit would run away. If the metrics stop, the limit stays, and what they showed of the cache is
+    forgotten.
 
     Args:
         read: gives the engine's metrics within so many seconds.
     """
     admission = Admission()  # new for each process of the server
-    started = time.monotonic()
-    seen = False
-    while seen or time.monotonic() - started < _WAIT_FOR_METRICS_SECONDS:
+    read_at = time.monotonic()
+    tokens: float | None = None
+    falls = 0
+    why = "shows no metrics at /metrics"
+    while True:
         await asyncio.sleep(_SAMPLE_SECONDS)
         metrics = await read(_METRICS_TIMEOUT)
-        if metrics is None:
+        if metrics is not None:
+            read_at = time.monotonic()
+            falls += tokens is not None and metrics.tokens < tokens
+            tokens = metrics.tokens
+            if falls == _MOST_FALLS:
+                why = "shows the metrics of several servers in turn, as a load balancer does"
+                break
+            admission.update(metrics, target.in_flight)
+            target.limit = admission.limit
+            # What no request takes now, transfers to other servers hold, say.
+            target.usage_each = metrics.cache_usage / (metrics.running or math.inf)
+            target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+        elif time.monotonic() - read_at < _WAIT_FOR_METRICS_SECONDS:
             continue
-        seen = True
-        admission.update(metrics, target.in_flight)
-        target.limit = admission.limit
-        target.usage_each = metrics.cache_usage / max(1.0, metrics.running)
-        target.others = max(0.0, metrics.running + metrics.waiting - target.in_flight)
+        elif tokens is None:
+            break
+        else:
+            target.usage_each = 0.0
         router.admit(resized=True)
-    target.limit = REQUESTS_WITHOUT_METRICS
+    target.pace = Pace(target)
+    target.usage_each = 0.0
+    target.others = 0.0
     router.admit(resized=True)
     logger.warning(
-        f"{name} shows no metrics at /metrics, which max_concurrent_generations: auto needs. "
-        f"{REQUESTS_WITHOUT_METRICS} requests are sent at once instead. Let the server show its "
-        "metrics, or set a number."
+        f"{name} {why}, so max_concurrent_generations: auto starts with {FIRST_LIMIT} requests at "
+        f"once and goes up to {REQUESTS_WITHOUT_METRICS}. Let the server show its own metrics, or "
+        "set a number."
     )
     await wait_until_cancelled()

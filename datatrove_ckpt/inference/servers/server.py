@@ -31,17 +31,15 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import (
     HIDDEN,
     MIRROR_KEY_VARIABLE,
-    HiddenDict,
-    Key,
-    Redactor,
+    Secret,
     may_name_secret,
+    redact,
 )
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import (
     ENGINES,
     GPU_FULL,
     HOST,
-    LINK_KEY_VARIABLE,
     PORT_TAKEN,
     SINGLE_NODE,
     TOO_FEW_GPUS,
@@ -52,12 +50,6 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ServerStartFailed
 from datatrove_ckpt.inference.servers import guardian
-from datatrove_ckpt.inference.servers.compiled import (
-    CompileCache,
-    fetch_compiled,
-    files_of,
-    in_thread,
-)
 from datatrove_ckpt.inference.servers.node import (
     GpuLease,
     ServerRecord,
@@ -91,7 +83,6 @@ class InferenceServer:
         rank, replica: appear in the name of the log file.
         nodes: the nodes that serve the model together, including this node.
         on_launch: called at each launch: the other nodes launch their parts, too.
-        compiled: what servers compiled on other nodes.
 
     Attributes:
         url: without /v1; empty while the server is not started.
@@ -105,15 +96,14 @@ class InferenceServer:
     lease: GpuLease = field(default_factory=GpuLease)
     nodes: Nodes = SINGLE_NODE
     on_launch: Callable[[], None] = lambda: None
-    compiled: CompileCache | None = None
 
     def __post_init__(self) -> None:
         self.started_by = self.rank
         self.restarted_at: deque[float] = deque()
         self.url = ""
-        self.api_key: Key | None = None
+        self.api_key: Secret | None = None
         self._process: GuardedProcess | None = None
-        self._command = EngineCommand((), HiddenDict())
+        self._command = EngineCommand((), {})
         self._record: ServerRecord | None = None
         self._log_path: Path | None = None
         self._log_start = 0
@@ -127,15 +117,6 @@ class InferenceServer:
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
-
-    @property
-    def headers(self) -> HiddenDict:
-        """The request headers, made on demand: a session that held them would reveal them in
-        tracebacks.
-        """
-        if self.api_key:
-            return self.api_key.headers()
-        return HiddenDict()
 
     async def take_over(self, config: InferenceConfig, rank: int) -> bool:
         """Lets a server that an earlier rank started serve this one.
@@ -175,7 +156,7 @@ class InferenceServer:
             if number:
                 await asyncio.sleep(retrying.RELAUNCH.first)
             problem = await request_health(
-                self.url, self.headers, self.config.engine, _PROBE_TIMEOUT
+                self.url, self.api_key, self.config.engine, _PROBE_TIMEOUT
             )
             if problem is None:
                 break
@@ -202,23 +183,16 @@ class InferenceServer:
         """
         await self.stop()
         try:
-            files = None
-            if self.compiled is not None:
-                files = await asyncio.to_thread(files_of, self.config)
-                if files is not None:
-                    await fetch_compiled(self.compiled, *files)
             await self.launch()
             await self._wait_until_ready()
         except BaseException:
             await self.stop()  # no process and no file may stay
             raise
-        if self.compiled is not None and files is not None:
-            in_thread(self.compiled.save, *files)
 
     async def launch(self) -> None:
         """Creates the process, without waiting until it is ready."""
         port = free_port()
-        key = Key(secrets.token_urlsafe(32))
+        key = Secret(secrets.token_urlsafe(32))
         # It looks for files and packages, perhaps on a slow shared disk.
         self._command = await asyncio.to_thread(
             self.config.engine.launch, self.config, port, key, self.nodes
@@ -253,11 +227,10 @@ class InferenceServer:
             # Without a cause, whose frames hold the environment.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 
-    def _environment(self) -> HiddenDict:
-        """Returns our environment without the keys of nodes and mirrors."""
-        ours = HiddenDict({**os.environ, **self.lease.env, **self._command.env})
-        for key in (LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE):
-            ours.pop(key, None)
+    def _environment(self) -> dict[str, str]:
+        """Returns our environment without the key of mirrors."""
+        ours = self._command.environment({**os.environ, **self.lease.env})
+        ours.pop(MIRROR_KEY_VARIABLE, None)
         return ours
 
     def _open_log(self) -> int:
@@ -310,14 +283,13 @@ class InferenceServer:
     async def _wait_until_answering(self) -> None:
         longest = self.config.server_ready_delay_sec
         failures = 0
-        while not await answers(f"{self.url}/v1/models", self.headers, _PROBE_TIMEOUT) or (
-            await request_health(self.url, self.headers, self.config.engine, _PROBE_TIMEOUT)
+        while not await answers(f"{self.url}/v1/models", self.api_key, _PROBE_TIMEOUT) or (
+            await request_health(self.url, self.api_key, self.config.engine, _PROBE_TIMEOUT)
         ):
             failures += 1
             await asyncio.sleep(min(longest, retrying.READY.wait(failures)))
 
     def _log(self) -> str:
-        redact = Redactor(*self.headers.values())
         if self._log_path is not None:
             return redact(read_log(self._log_path, self._log_start))
         return ""
@@ -479,7 +451,7 @@ class GuardedProcess:
     def __init__(
         self,
         argv: Sequence[str],
-        env: HiddenDict,
+        env: dict[str, str],
         log: int,
         locks: Sequence[int],
         stop_timeout: float,

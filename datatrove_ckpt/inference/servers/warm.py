@@ -33,10 +33,9 @@ from typing import TYPE_CHECKING
 import xxhash
 from loguru import logger
 
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Key
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import LINK_KEY_VARIABLE, Nodes
-from datatrove_ckpt.inference.servers.compiled import CompileCache
+from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 
 _PORT = 1  # any, but one for all
-_NOT_FOR_SERVERS = {LINK_KEY_VARIABLE, MIRROR_KEY_VARIABLE}
 
 
 @dataclass
@@ -94,7 +92,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
     Raises:
         ConfigError, ServerStartFailed: see ``Engine.launch``.
     """
-    command = config.engine.launch(config, _PORT, Key(""))
+    command = config.engine.launch(config, _PORT, Secret(""))
     environment = {**os.environ, **command.env}
     parts = (
         command.argv,
@@ -103,9 +101,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
         config.server_log_folder,
         str(Path.cwd()),
         [config.gpus, *gpus],
-        sorted(
-            (name, value) for name, value in environment.items() if name not in _NOT_FOR_SERVERS
-        ),
+        sorted((name, value) for name, value in environment.items() if name != MIRROR_KEY_VARIABLE),
     )
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 
@@ -173,17 +169,9 @@ class RankModels:
     Args:
         configs: of all models of the rank, in their order.
         keeps: servers may come from the rank before, and pass on to the next rank.
-        compiled: of the servers that are launched.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[InferenceConfig],
-        rank: int,
-        keeps: bool,
-        compiled: CompileCache | None = None,
-    ) -> None:
-        self.compiled = compiled
+    def __init__(self, configs: Sequence[InferenceConfig], rank: int, keeps: bool) -> None:
         self._keeps = keeps
         self._configs = [config for config in configs if config.server_type != "endpoint"]
         self._rank = rank

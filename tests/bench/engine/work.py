@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.common.redaction import Key
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE
 
 INSTRUCTION = (
@@ -109,7 +109,7 @@ class Work:
         the environment.
         """
         config = self.config()
-        command = config.engine.launch(config, 0, Key("unused"))
+        command = config.engine.launch(config, 0, Secret("unused"))
         argv = list(command.argv)
         argv[argv.index("--port") + 1] = str(port)
         secret = ("VLLM_API_KEY", API_KEY_VARIABLE)

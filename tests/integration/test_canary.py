@@ -1,0 +1,188 @@
+"""Canaries stand for the keys of a run, and go through everything that it prints, keeps and shows.
+
+The server is as bad as one can be: its errors repeat all that it was sent, in each way of writing
+that texts have. No variable has the name of a secret, so what hides the canaries is that they were
+sent.
+"""
+
+import base64
+import html
+import json
+import os
+import re
+import sys
+import threading
+from http.server import ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import quote, unquote_plus
+
+import pytest
+
+from tests import processes
+from tests.integration.test_requests_as_given import Records
+from tests.integration.test_server import command_lines
+
+JOB = """
+import dill, json, os, sys
+from pathlib import Path
+from datatrove.data import Document
+from datatrove.pipeline.writers import JsonlWriter
+from loguru import logger
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
+
+logger.configure(patcher=lambda record: record.update(message=f"of mine: {record['message']}"))
+
+async def rollout(document, generate):
+    header = os.environ["TEAM"]
+    payload = {"messages": [{"role": "user", "content": document.text}]}
+    result = await generate({**payload, "extra_headers": {"X-Team": header}})
+    if document.id == "1":
+        key = os.environ["MINE"]
+        escaped = "".join("%%u%04x" % ord(one) for one in key).replace("%", chr(92))
+        sink = logger.add("log_of_mine.txt", diagnose=True, backtrace=True, level=0)
+        try:
+            raise ValueError(f"{key} {json.dumps(key)} {escaped}")
+        except ValueError:
+            logger.exception("it goes wrong")
+            logger.remove(sink)
+            raise
+    return result
+
+def read(data, rank=0, world_size=1):
+    for number in range(6):
+        yield Document(text=f"text {number}", id=str(number))
+
+if __name__ == "__main__":
+    settings = {"api_key": os.environ["MINE"]} if sys.argv[2] == "api_key" else {"api_key_env": "MINE"}
+    config = InferenceConfig(
+        "endpoint", "m", endpoint_url=sys.argv[1] + "/?code=${CODE}", server_patience_seconds=2, **settings
+    )
+    runner = InferenceRunner(
+        rollout, config, JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None), records_per_chunk=3,
+        checkpoints_local_dir="checkpoints", checkpoints_remote_dir="mirror", on_document_error="dead_letter",
+    )
+    Path("step.pik").write_bytes(dill.dumps(runner))
+    LocalPipelineExecutor([read, runner], tasks=1, logging_dir="logs").run()
+"""
+CANARIES = {
+    "MINE": "canary/K3y+of=the%run",
+    "CODE": "canary/c0de and=more",
+    "TEAM": "canary-te4m-of-many",
+}
+
+
+def written(text):
+    """A text in each way in which servers and programs write it."""
+    yield text
+    yield quote(text, safe="")
+    yield "".join(f"\\u{ord(one):04X}" for one in text)
+    yield "".join(f"\\x{ord(one):02x}" for one in text)
+    yield json.dumps(json.dumps(text)).replace("/", "\\/")
+    yield "".join(f"&#{ord(one)};" for one in text)
+    yield html.escape(quote(quote(text, safe=""), safe=""))
+
+
+def read(text):
+    """What a person can read in a text: as it is, and without escapes of any kind."""
+    yield text
+    for _ in range(3):
+        text = re.sub(
+            r"\\+(?:u|x)(?:00)?([0-9a-fA-F]{2})", lambda code: chr(int(code[1], 16)), text
+        )
+        text = html.unescape(unquote_plus(text)).replace("\\", "")
+        yield text
+
+
+def leaks(text):
+    found = [part for part in read(text) for canary in CANARIES.values() if canary in part]
+    encoded = [base64.b64encode(canary.encode()).decode() for canary in CANARIES.values()]
+    return found or [text for one in encoded if one in text]
+
+
+class Echoes(Records):
+    """Answers as the document's text says; errors repeat everything."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.requests.append(body)
+        self.lines.extend(command_lines())
+        sent = " ".join(
+            [
+                self.path,
+                str(self.headers),
+                *(way for one in CANARIES.values() for way in written(one)),
+            ]
+        ).encode()
+        first = self.requests.count(body) == 1
+        if b"text 2" in body:
+            self._answer(sent, 400)
+        elif b"text 3" in body and first:
+            self._answer(sent, 500)
+        elif b"text 4" in body and first:
+            self._answer(sent)
+        elif self.status != 200:
+            self._answer(sent, self.status)
+        else:
+            choice = {"message": {"content": "yes"}, "finish_reason": "stop"}
+            self._answer(json.dumps({"choices": [choice], "usage": {}}).encode())
+
+
+@pytest.fixture
+def server():
+    class Server(Echoes):
+        requests: ClassVar = []
+        lines: ClassVar = []
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        Server.url = f"http://127.0.0.1:{listening.server_port}"
+        yield Server
+        listening.shutdown()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("given", ["api_key", "api_key_env"])
+def test_no_canary_is_in_a_log_a_file_a_page_a_pickle_a_process_list_or_a_providers_error(
+    tmp_path, server, given, command, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "main.py").write_text(JOB)
+    environment = {**os.environ, **CANARIES}
+
+    def run(status):
+        server.status = status
+        done = processes.run(
+            [sys.executable, "main.py", server.url, given], env=environment, timeout=100
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    refused, of_refused = run(401)
+    ended, of_ended = run(200)
+    assert (refused != 0, ended) == (True, 0), of_refused + of_ended
+    assert "refuses this run's key" in of_refused
+    shown = {
+        "terminal of a refused run": of_refused,
+        "terminal": of_ended,
+        "process list": b"\n".join(server.lines).decode(errors="replace"),
+        "status": command("status", "checkpoints"),
+        "status as JSON": command("status", "checkpoints", "--json"),
+        "dead letters": command("show", "checkpoints", "--dead"),
+        "verify": command("verify", "checkpoints", "--full"),
+        "report": command("report", "checkpoints", "-o", "report.html"),
+    }
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.name != "main.py":
+            shown[str(path.relative_to(tmp_path))] = path.read_bytes().decode(errors="replace")
+    assert [place for place, text in shown.items() if leaks(text)] == []
+    # The places are there, and held what would have shown a canary.
+    assert {"step.pik", "report.html", "logs/executor.json", "log_of_mine.txt"} <= shown.keys()
+    for place in (
+        "terminal",
+        "dead letters",
+        "log_of_mine.txt",
+        "checkpoints/00000/dead_letters.jsonl",
+    ):
+        assert "***" in shown[place], place
+    assert "of mine: " in shown["terminal"]
+    assert "Traceback" in shown["log_of_mine.txt"]
+    assert leaks(" ".join(written(CANARIES["MINE"])))

@@ -1,0 +1,75 @@
+"""What share of the engines' ideal a run gets, on small simulated engines in virtual time: the jobs
+of ``python -m tests.bench.throughput`` in small.
+
+The ideal has all requests in the engines' queues from the start, so it forgets prefixes that a run
+can keep: several of these shares are far above 1.
+"""
+
+import time
+
+import pytest
+
+from tests.bench.throughput_jobs import Job, calls, in_sequence, one_call, shared
+from tests.bench.throughput_run import run
+
+ENGINE = {"blocks": 1600, "budget": 2048}  # 25,600 tokens
+
+
+@pytest.fixture
+def share_of_ideal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "monotonic", time.monotonic)  # it becomes the virtual time's
+
+    def measure(job):
+        ideal = run(job, "ideal", seed=1)
+        ours = run(job, "ours", seed=1)
+        assert ours["requests"] == ideal["requests"]
+        return ideal["seconds"] / ours["seconds"], ours
+
+    return measure
+
+
+def equal_rows(number, answer):
+    def rows(chance):
+        return [{"text": f"{row} " * 8, "answers": [answer]} for row in range(number)]
+
+    return rows
+
+
+def test_all_places_of_eight_servers_are_taken(share_of_ideal):
+    engine = {"places": 100, "base": 0.1}
+    share, _ = share_of_ideal(Job(8, equal_rows(1_050, 80), one_call, engine))
+    assert share >= 0.85  # 0.66, if they shared 500 requests
+
+
+def test_rows_that_share_a_document_go_to_one_server(share_of_ideal):
+    job = Job(4, shared(40, prompt=1000, answer=10), one_call, ENGINE)
+    share, ours = share_of_ideal(job)
+    assert share >= 1.6
+    assert ours["cached"] >= 0.8  # seven of eight rows find the document
+
+
+def test_shuffled_rows_wait_for_the_server_that_has_their_document(share_of_ideal):
+    rows = shared(48, each=6, prompt=1000, answer=10, shuffled=True)
+    share, _ = share_of_ideal(Job(4, rows, one_call, ENGINE))
+    assert share >= 1.8
+
+
+def test_new_documents_push_no_open_document_out_of_the_cache(share_of_ideal):
+    job = Job(1, calls(100, 3, prompt=500, answer=30), in_sequence, ENGINE)
+    share, ours = share_of_ideal(job)
+    assert share >= 1.5
+    assert ours["cached"] >= 0.6
+    assert ours["preemptions"] == 0
+
+
+def test_the_others_take_over_what_a_dead_server_had(share_of_ideal):
+    rows = calls(100, 3, prompt=500, answer=30)
+    share, _ = share_of_ideal(Job(2, rows, in_sequence, ENGINE, death=(2.0, 3.0)))
+    assert share >= 1.1
+
+
+def test_two_tasks_over_the_same_servers_push_nothing_out_of_their_caches(share_of_ideal):
+    rows = calls(100, 3, prompt=500, answer=30)
+    share, _ = share_of_ideal(Job(2, rows, in_sequence, ENGINE, tasks=2))
+    assert share >= 1.4

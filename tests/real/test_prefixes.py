@@ -1,0 +1,127 @@
+"""Rows that share a text, on two real vLLMs: how much of their prompts is in the engines' caches.
+
+    pytest tests/real/test_prefixes.py -s
+
+The model is tiny and has random weights: tokens per second say nothing about GPUs, what the caches
+hold does. See environment.py for the set-up.
+"""
+
+import asyncio
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from urllib.request import Request, urlopen
+
+import pytest
+from datatrove.data import Document
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.inference.servers.probes import parse_metrics
+from tests.jobs import rows, writer
+from tests.patience import until
+from tests.real import environment
+from tests.real.test_vllm import ENVIRONMENT, vllm_server
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("real_ready_window")]
+
+TEXTS = 8
+ROWS = 4  # of each text
+TOKENS = 24  # of each answer
+SETTINGS = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory):
+    model = f"{environment.tiny_models()}/embed"
+    flags = ["--dtype", "float32", "--max-model-len", "2048", "--served-model-name", "tiny"]
+    with pytest.MonkeyPatch.context() as environ, ExitStack() as stack:
+        environ.setitem(ENVIRONMENT, "VLLM_SERVER_DEV_MODE", "1")  # for /reset_prefix_cache
+        folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+        urls = [stack.enter_context(vllm_server(each, *flags, model=model)) for each in folders]
+        until(lambda: all(map(is_ready, urls)))
+        yield urls
+
+
+def is_ready(url):
+    try:
+        send(f"{url}/health")
+    except OSError:
+        return False
+    return True
+
+
+def send(url, data=None):
+    headers = {"Content-Type": "application/json"}
+    with urlopen(Request(url, data, headers), timeout=600) as response:
+        return response.read().decode()
+
+
+def prompts():
+    for number in range(TEXTS * ROWS):
+        yield f"Chapter {number // ROWS}. {'It rained on the bridge. ' * 200}Question {number}:"
+
+
+def looked_up(urls):
+    """Prompt tokens that were looked for in the caches, and those that were there."""
+    pages = "".join(send(f"{url}/metrics") for url in urls)
+    return [
+        sum(map(float, re.findall(rf"^vllm:prefix_cache_{name}_total\{{.*\}} (\S+)$", pages, re.M)))
+        for name in ("queries", "hits")
+    ]
+
+
+@contextmanager
+def empty_caches(urls, name):
+    """Yields a list of moments, and one for the share of prompt tokens that the caches had."""
+    for url in urls:
+        send(f"{url}/reset_prefix_cache", b"")
+    before = looked_up(urls)
+    moments, shares = [], []
+    yield moments, shares
+    queries, hits = (now - then for now, then in zip(looked_up(urls), before, strict=True))
+    shares.append(hits / queries)
+    rate = TEXTS * ROWS * TOKENS / (max(moments) - min(moments))
+    print(f"\n{name}: {hits:.0f} of {queries:.0f} tokens cached, {rate:.0f} tokens/s")
+
+
+def test_rows_that_share_a_text_are_sent_where_its_blocks_are(tmp_path, urls):
+    def ask(number, prompt):
+        moments.append(time.monotonic())
+        body = json.dumps({"model": "tiny", "prompt": prompt, **SETTINGS}).encode()
+        answer = json.loads(send(f"{urls[number % 2]}/v1/completions", body))
+        moments.append(time.monotonic())
+        return answer["choices"][0]["text"]
+
+    with (
+        empty_caches(urls, "each server in turn") as (moments, in_turn),
+        ThreadPoolExecutor(32) as pool,
+    ):
+        expected = list(pool.map(ask, range(TEXTS * ROWS), prompts()))
+
+    names = InferenceConfig("vllm", "tiny").engine.metrics
+    usages = []
+
+    async def rollout(document, generate):
+        moments.append(time.monotonic())
+        answer = await generate({"prompt": document.text, **SETTINGS})
+        moments.append(time.monotonic())
+        for url in urls:
+            page = await asyncio.to_thread(send, f"{url}/metrics")
+            usages.append(parse_metrics(names, page).cache_usage)
+        return answer.text
+
+    config = InferenceConfig("endpoint", "tiny", endpoint_url=urls, use_chat=False)
+    checkpoints = str(tmp_path / "checkpoints")
+    step = InferenceRunner(rollout, config, writer(tmp_path), checkpoints_local_dir=checkpoints)
+    with empty_caches(urls, "where the text is") as (moments, routed):
+        step.run(Document(text, str(number)) for number, text in enumerate(prompts()))
+
+    found = [row["metadata"]["rollout_results"][0] for row in rows(tmp_path)]
+    equal = sum(map(str.__eq__, found, expected))
+    print(f"{equal} of {len(expected)} answers are equal; {max(usages):.2%} of a cache was used")
+    assert len(found) == len(expected)
+    assert 0 < max(usages) <= 1
+    # Each text is computed by one server, or by both.
+    assert in_turn[0] <= (ROWS - 2) / ROWS < 1.2 * (ROWS - 2) / ROWS < routed[0]

@@ -1,0 +1,229 @@
+"""Endpoints under ``max_concurrent_generations: auto``, in virtual time: providers are not asked for
+more than they allow, and servers that show metrics are followed, by several clients, too.
+"""
+
+import asyncio
+import random
+import resource
+import types
+from itertools import count
+
+import pytest
+
+from datatrove_ckpt.common.retrying import Quota, asked_wait, quotas
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.inference.client import attempts, routing
+from datatrove_ckpt.inference.client import client as client_module
+from datatrove_ckpt.inference.client.attempts import Request, Sender
+from datatrove_ckpt.inference.servers.host import ServerHost
+from datatrove_ckpt.process.open_files import files_needed, requests_at_once
+from datatrove_ckpt.process.shutdown import Shutdown
+from tests.simulated_servers import SimulatedProvider, SimulatedServer
+from tests.virtual_time import VirtualTimeLoop
+
+
+@pytest.fixture
+def in_virtual_time(monkeypatch):
+    """Runs a coroutine function on a loop whose clock is the clients', too."""
+
+    def run(work, *arguments):
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            clock = types.SimpleNamespace(monotonic=runner.get_loop().time)
+            for module in (attempts, client_module, routing):
+                monkeypatch.setattr(module, "time", clock)
+            return runner.run(work(*arguments))
+
+    return run
+
+
+def lend(host, urls, number="auto"):
+    config = InferenceConfig("endpoint", "m", endpoint_url=urls, max_concurrent_generations=number)
+    return host.lend(config, [config], 0, Sender(), lambda outage: None)
+
+
+def body(text="x", tokens=5):
+    prompt = text.encode()
+    return b'{"messages":[{"role":"user","content":"%s"}],"max_tokens":%d}' % (prompt, tokens)
+
+
+def seconds(mean):
+    chance = random.Random(1)
+    return lambda: mean * chance.lognormvariate(-0.125, 0.5)
+
+
+# Providers ---------------------------------------------------------------------------------------
+
+
+async def ask_for(minutes, provider, number="auto", workers=500):
+    """Raises if a request ends the run."""
+    host = ServerHost(Shutdown())
+    async with lend(host, await provider.start(), number) as (client, _):
+        orders = count()
+
+        async def work():
+            for order in orders:
+                await client.complete(body(), request=Request(client.sender, order=order))
+
+        tasks = [asyncio.create_task(work()) for _ in range(workers)]
+        done, _ = await asyncio.wait(tasks, timeout=minutes * 60)
+        for task in done:
+            task.result()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await host.close()
+    provider.close()
+    return provider.answered / provider.offered
+
+
+ALL = ("quotas", "wait")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("made", "minutes", "share", "refused"),
+    [
+        ({"requests": 60, "shows": ALL}, 3, 0.95, 0),
+        ({"requests": 60, "shows": ALL, "window": True}, 10, 0.95, 0),
+        ({"requests": 60, "shows": ("wait",)}, 10, 0.95, 0.3),
+        ({"requests": 60, "shows": ("wait",), "window": True}, 10, 0.95, 0.2),
+        ({"requests": 60}, 10, 0.95, 0.3),
+        ({"requests": 5, "shows": ALL}, 30, 0.95, 0.1),
+        ({"requests": 5}, 30, 0.95, 5),
+        ({"tokens": (2000, 120_000), "shows": ALL}, 10, 0.9, 0.2),
+    ],
+)
+def test_a_providers_rate_is_used_and_few_requests_are_refused(
+    in_virtual_time, made, minutes, share, refused
+):
+    provider = SimulatedProvider(seconds(3), **made)
+    assert in_virtual_time(ask_for, minutes, provider) >= share
+    assert provider.refused <= refused * provider.answered
+
+
+@pytest.mark.slow
+def test_a_number_stays_and_most_of_its_requests_are_refused(in_virtual_time):
+    provider = SimulatedProvider(seconds(3), requests=60)
+    in_virtual_time(ask_for, 2, provider, 500)
+    assert provider.refused > 10 * provider.answered
+
+
+def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_time):
+    provider = SimulatedProvider(lambda: 1.0)
+    times = []
+    ask = provider.ask
+
+    def noted(payload, answer):
+        times.append(provider._loop.time())
+        return ask(payload, answer)
+
+    provider.ask = noted
+    in_virtual_time(ask_for, 3.5 / 60, provider)
+    by_second = [sum(second <= at < second + 1 for at in times) for second in range(3)]
+    assert by_second == [16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        (
+            {
+                "x-ratelimit-limit-requests": "60",
+                "x-ratelimit-remaining-requests": "59",
+                "x-ratelimit-reset-requests": "120ms",
+                "x-ratelimit-limit-tokens": "150000",
+                "x-ratelimit-remaining-tokens": "149984",
+                "x-ratelimit-reset-tokens": "6m0s",
+            },
+            [Quota(False, 60, 59, 0.12), Quota(True, 150_000, 149_984, 360)],
+        ),
+        (
+            {
+                "x-ratelimit-limit": "10",
+                "x-ratelimit-remaining": "0",
+                "x-ratelimit-reset": "1",
+            },
+            [Quota(False, 10, 0, 1)],
+        ),
+        # A time in place of seconds, and no reset at all.
+        ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1795867200"}, []),
+        ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "2026-11-28T12:00:00Z"}, []),
+        ({"x-ratelimit-remaining-requests": "0"}, []),
+        ({}, []),
+    ],
+)
+def test_quotas_of_providers_are_read(fields, shown):
+    assert list(quotas(fields)) == [pytest.approx(quota) for quota in shown]
+    waits = [quota.seconds for quota in shown if not quota.left]
+    assert asked_wait(fields) == max(waits, default=None)
+
+
+# Servers that show metrics -----------------------------------------------------------------------
+
+SMALL = {"places": 64, "blocks": 2_000, "base": 0.02, "per_decode": 2e-4, "per_prompt_token": 1e-4}
+
+
+async def job(clients, documents=240):
+    """How long a server takes for calls in pairs, of which the second has the first's prompt."""
+    server = SimulatedServer(**SMALL)
+    url = await server.start()
+    orders = iter(range(documents))
+
+    async def work(client):
+        for order in orders:
+            for number in range(2):
+                text = f"{order:08d} " * 100 + f"again {number}"
+                request = Request(client.sender, order=order)
+                await client.complete(body(text, 60), request=request)
+
+    async def run():
+        host = ServerHost(Shutdown())
+        async with lend(host, f"{url}/v1") as (client, _):
+            await asyncio.gather(*(work(client) for _ in range(100 // clients)))
+            limit = client.servers.router.targets[0].limit
+        await host.close()
+        return limit
+
+    limits = await asyncio.gather(*(run() for _ in range(clients)))
+    server.close()
+    assert server.answered == 2 * documents
+    return server.last - server.first, server.engine.preemptions, limits
+
+
+def test_two_clients_of_an_endpoint_that_shows_metrics_take_no_longer_than_one(in_virtual_time):
+    one, _, (limit,) = in_virtual_time(job, 1)
+    two, preemptions, _ = in_virtual_time(job, 2)
+    assert 16 < limit < 100
+    assert two <= 1.05 * one
+    assert preemptions <= 10
+
+
+# What is said, and open files --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"server_type": "vllm"}, "auto: as the engine's queue and KV cache allow"),
+        (
+            {"server_type": "vllm", "replicas": 8, "max_concurrent_generations": 200},
+            "up to 200 at each of 8 servers, 1,600 in all",
+        ),
+        ({"server_type": "dummy", "max_concurrent_generations": 7}, "up to 7 at once"),
+        (
+            {"server_type": "endpoint", "endpoint_url": "http://a"},
+            "auto: as the engine's queue and KV cache allow where /metrics shows them; else starts "
+            "with 16, follows the server's answers and limits",
+        ),
+    ],
+)
+def test_what_will_be_in_flight_is_said(settings, said):
+    assert InferenceConfig(model_name_or_path="m", **settings).places == said
+
+
+@pytest.mark.parametrize("servers", [1, 8, 40])
+def test_auto_fits_a_hard_limit_of_1024_open_files(monkeypatch, servers):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
+    requests = requests_at_once("auto", servers)
+    assert files_needed(requests, servers) <= 1024
+    assert requests >= 64

@@ -162,7 +162,10 @@ class SimulatedProvider:
         offered: requests that the limits allowed so far.
     """
 
-    def __init__(self, seconds, requests=math.inf, tokens=(0, math.inf), window=False, shows=()):
+    def __init__(
+        self, seconds, requests=math.inf, tokens=(0, math.inf), window=False, shows=(), status=429
+    ):
+        self.status = status
         self.answered = 0
         self.refused = 0
         self._seconds = seconds
@@ -200,12 +203,12 @@ class SimulatedProvider:
             if "wait" in self._shows:
                 wait = max(self._until(kind, costs[kind]) for kind in lacking)
                 fields.append(f"Retry-After: {math.ceil(wait)}")
-            self._loop.call_later(0.05, answer, b"{}", 429, fields + self._quotas())
+            self._loop.call_later(0.05, answer, b"{}", self.status, fields + self._quotas())
             return
         for kind, cost in costs.items():
             self._left[kind] -= cost
         body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]}
-        body["usage"] = {"total_tokens": self._each}
+        body["usage"] = {"total_tokens": self._each or None}  # null at some gateways
         self._loop.call_later(self._seconds(), self._answer, body, answer, self._quotas())
         return
 

@@ -2,8 +2,8 @@
 
 The identity is a flat dict of JSON values. If another release describes the user's code
 differently, the code is not compared before the next start. ``run.json`` is replaced atomically, so
-a crash leaves either description, and both are accepted. Secrets are no part
-of the identity; earlier releases wrote hashes of them, or some of them in plain text.
+a crash leaves either description, and both are accepted. Secrets are compared as hashes, because
+earlier releases wrote some of them in plain text.
 
 The owner is the process that started last. Each start takes the next fencing number, and a process
 that finds another owner in the file stops before its next write. The fence serves where locks
@@ -56,13 +56,7 @@ from datatrove_ckpt.checkpoint.lines import (
 )
 from datatrove_ckpt.checkpoint.request_cache import has_answers
 from datatrove_ckpt.common.formatting import number_range, plural
-from datatrove_ckpt.common.redaction import (
-    HASH,
-    LEFT_OUT,
-    environment_secrets,
-    is_surely_secret,
-    without_secrets,
-)
+from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointMismatch,
@@ -213,13 +207,11 @@ def check_format(
     Raises:
         VersionMismatch: the format is newer, or too old.
     """
-    if isinstance(content, dict):
-        number = content.get(FORMAT_KEY)
-    else:
-        number = None
+    if not isinstance(content, dict):
+        return
+    number = content.get(FORMAT_KEY)
     if type(number) is not int or number in known:
         return
-    assert isinstance(content, dict)
     if 0 < number < known.start:
         raise VersionMismatch(
             f"{where} was written by a version before datatrove-ckpt {_LAST_WITH_OLDER} (format "
@@ -434,7 +426,7 @@ def check_shard(folder: Path) -> None:
 
 
 def read_run(path: Path) -> Json:
-    """Returns the content of ``run.json`` or ``job.json``, without secrets.
+    """Returns the content of ``run.json`` or ``job.json``, with hashes in the place of secrets.
 
     Raises:
         CheckpointCorrupt: the file holds no run.
@@ -634,13 +626,13 @@ def _shown(identity: Json, name: str) -> str:
 # Values of a setting are compared as JSON, with three rules. The order of keys does not matter,
 # except in a JSON schema and inside of a parameter of requests: engines answer in the order of a
 # schema's properties, and requests keep it. True is not 1, because a request says ``true``; 1 is
-# 1.0. Hashes of what may be a secret that were made with two keys of a mirror, or one without,
-# cannot be compared, and count as the same.
+# 1.0. Hashes of secrets that were made with two keys of a mirror, or one without, cannot be
+# compared, and count as the same.
 
 # Parts of a request that hold a schema. A user's setting may have any name that contains "schema".
 _ORDERED = ("response_format", "structured_outputs", "schema")
 _ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
-_CUT = re.compile(r"\d+ characters, hash \w+")  # a long value, see ``run_identity.py``
+_HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
 
 
 def comparable(name: str, value: object) -> bytes:
@@ -649,23 +641,12 @@ def comparable(name: str, value: object) -> bytes:
 
 def same_value(name: str, old: object, new: object) -> bool:
     """Whether two values of this setting are the same."""
-    return _same(_plain(name, old), _plain(name, new))
-
-
-def _same(old: object, new: object) -> bool:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return list(old) == list(new) and all(_same(part, new[key]) for key, part in old.items())
-    if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(map(_same, old, new))
-    if isinstance(old, str) and isinstance(new, str):
-        before = HASH.fullmatch(old)
-        after = HASH.fullmatch(new)
-        if before and after and before[1] != after[1]:
-            return True
-        # Until 0.2.0, a hash described secrets, too.
-        if LEFT_OUT in new and (before or _CUT.fullmatch(old)):
-            return True
-    return bool(orjson.dumps(old) == orjson.dumps(new))
+    old = comparable(name, old)
+    new = comparable(name, new)
+    before, after = ({found[1] for found in _HASH.finditer(value)} for value in (old, new))
+    if before and after and before != after:
+        old, new = (_HASH.sub(b"", value) for value in (old, new))
+    return bool(old == new)
 
 
 def _plain(name: str, value: object, ordered: bool = False) -> object:

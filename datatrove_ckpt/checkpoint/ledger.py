@@ -80,7 +80,7 @@ _BLOCK = 1 << 20
 class Want(Flag):
     """What to read besides the sums over commits, and who owns the rank.
 
-    SETTINGS    all of run.json, without secrets
+    SETTINGS    all of run.json, with hashes in the place of secrets
     HISTORY     the attempts and the last minutes
     JOURNALS    the documents in journals, counted
     COMMITS     the commits; with them, every line of commits and journals is checked

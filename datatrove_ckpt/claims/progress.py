@@ -18,7 +18,7 @@ Earlier ones count more: a commit drops the others.
 def mirrored_progress(urls: Iterable[str]) -> Progress:
     commits = journals = answers = 0
     for manifest in filter(None, map(newest_manifest, urls)):
-        sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
+        sizes = manifest.sizes
         commits += sizes.get(COMMITS, 0)
         journals += sum(size for name, size in sizes.items() if is_journal(name))
         answers += sum(part.size for part in manifest.answers)

@@ -54,24 +54,17 @@ exit codes:
 
 datatrove-ckpt COMMAND --help tells more about each command, with examples and its exit codes.
 """
-_REMOVED = {
-    (
-        "track",
-        "--wandb",
-    ): "Use --mlflow, or a script that logs the `totals` of `status WHAT --json`.",
-}
-"""What to use in place of flags that the release before had, by command and flag."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     rest, overrides = split_overrides(given)
     parser = make_parser()
-    for flag in overrides:
-        name = flag.partition("=")[0]
-        use = _REMOVED.get((given[0], name))
-        if use is not None:
-            parser.error(f"{name} was removed. {use}")
+    if given[:1] == ["track"] and any(flag.startswith("--wandb") for flag in overrides):
+        parser.error(
+            "--wandb was removed. Use --mlflow, or a script that logs the `totals` of `status WHAT "
+            "--json`."
+        )
     arguments = parser.parse_args(rest)
     # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.process.task_errors import safe_log

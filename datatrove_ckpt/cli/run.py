@@ -92,7 +92,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     else:
         warnings = sum(check.state == "warning" for check in checks)
         found = f"{plural_or_no(problems, 'problem')}, {plural_or_no(warnings, 'warning')}"
-        states = ["warning", "problem"]  # what matters most, last
+        states = ["note", "warning", "problem"]  # what matters most, last
         if arguments.all:
             states = ["ok", *states]
         shown = [str(check) for state in states for check in checks if check.state == state]

@@ -231,13 +231,19 @@ class Quota(NamedTuple):
     seconds: float
 
 
-_QUOTA_KINDS = ("-requests", "-tokens", "")
-QUOTA_FIELDS = tuple(
-    f"x-ratelimit-{part}{kind}" for kind in _QUOTA_KINDS for part in ("limit", "remaining", "reset")
+_QUOTA_KINDS = ("-requests", "-tokens", "")  # OpenAI's, Groq's, Together's and others'
+WAIT_FIELDS = (
+    "retry-after-ms",
+    "retry-after",
+    "ratelimit",
+    *(
+        f"x-ratelimit-{part}{kind}"
+        for kind in _QUOTA_KINDS
+        for part in ("limit", "remaining", "reset")
+    ),
 )
-"""The fields of ``quotas``: OpenAI's, Groq's, Together's and others'."""
-WAIT_FIELDS = ("retry-after-ms", "retry-after", "ratelimit", *QUOTA_FIELDS)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd]|$)")  # parts of "6m0s", "120ms" or "1"
+_LONGEST_DURATION = 50  # characters: the time of a search grows with their square
 _SECONDS = {"ms": 0.001, "s": 1, "": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST_QUOTA = 10 * 86400  # a larger number is a time, which is in seconds or milliseconds
 
@@ -248,7 +254,7 @@ def quotas(fields: Mapping[str, str]) -> tuple[Quota, ...]:
     for kind in _QUOTA_KINDS:
         limit = _number(fields.get(f"x-ratelimit-limit{kind}", ""))
         left = _number(fields.get(f"x-ratelimit-remaining{kind}", ""))
-        parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", ""))
+        parts = _DURATION.findall(fields.get(f"x-ratelimit-reset{kind}", "")[:_LONGEST_DURATION])
         seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         if left is not None and 0 < seconds < _LONGEST_QUOTA:
             shown.append(Quota(kind == "-tokens", limit or math.inf, left, seconds))

@@ -460,7 +460,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
             runs = [other.process for other in claims.others() if other.runs_all]
             if left and self._is_worker and runs:
-                raise _runs_all(runs)
+                raise CheckpointLocked(
+                    f"All tasks of this job are run by {', '.join(runs)}, which was started "
+                    f"{written.as_run}. Stop it, and start every machine {written.as_worker}. If "
+                    "it was killed on another machine or in another container, it counts as alive "
+                    "for five minutes."
+                )
             locked = left & claims.locked
             if locked and self._is_worker:
                 raise CheckpointLocked(
@@ -773,14 +778,6 @@ def _waiting_for(left: set[int], others: Sequence[Claimant]) -> str:
     if unclaimed:
         parts.append(f"{ranges(unclaimed)} by processes without claims")
     return f"Waiting for {plural(len(left), 'task')} of other processes: {'; '.join(parts)}."
-
-
-def _runs_all(processes: Sequence[str]) -> CheckpointLocked:
-    return CheckpointLocked(
-        f"All tasks of this job are run by {', '.join(processes)}, which was started "
-        f"{written.as_run}. Stop it, and start every machine {written.as_worker}. If it was killed "
-        "on another machine or in another container, it counts as alive for five minutes."
-    )
 
 
 def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:

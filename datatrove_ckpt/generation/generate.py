@@ -926,7 +926,7 @@ class Drain:
 
     def _check(self) -> None:
         if any(
-            model.client.result().sender.in_flight and not model.is_dead for model in self._models
+            model.client.result().stats.in_flight and not model.is_dead for model in self._models
         ):
             return
         if self.waiting == len(self._documents):

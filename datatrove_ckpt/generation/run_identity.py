@@ -1,7 +1,7 @@
 """What identifies a run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
 
 Settings that cannot change an answer (concurrency, timeouts, log folders) are left out. Source
-reached by the user's code describes the code (``code_description.py``). Secrets are left out.
+reached by the user's code describes the code (``code_description.py``). Secrets are hashed.
 
 Functions that a pickle holds by value (of the script, nested, lambdas) are described as they were
 when the job was made; imported functions as this process has imported them.
@@ -22,7 +22,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity, fields_without_secrets
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.redaction import LEFT_OUT
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.errors import ConfigError
@@ -212,10 +211,9 @@ def _short(value: object) -> object:
         if isinstance(value, str)
         else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
     )
-    if len(text) <= _SHOWN_CHARACTERS:
-        return value
-    hidden = f" with {LEFT_OUT}" if LEFT_OUT in text else ""
-    return f"{len(text)} characters{hidden}, hash {digest(text)}"
+    return (
+        value if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, hash {digest(text)}"
+    )
 
 
 def run_identity(

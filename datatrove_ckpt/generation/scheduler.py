@@ -71,6 +71,7 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1 << 16  # bytes of a document that count for nothing
+_IDLE_SECONDS = 1.0
 
 
 def most_documents(config: InferenceConfig, *others: InferenceConfig) -> int:
@@ -115,7 +116,14 @@ class DocumentLimit:
         while self._in_work >= self._size:
             # One wake-up for each turn of the event loop: a semaphore has one for each document.
             self._room = asyncio.get_running_loop().create_future()
-            await self._room
+            if self._is_idle():
+                # Rollouts may wait for more documents, to send their requests together.
+                ended, _ = await asyncio.wait([self._room], timeout=_IDLE_SECONDS)
+                if not ended and self._is_idle():
+                    self._elsewhere += self._size
+                    self._size = min(self._most, 2 * self._size)
+            else:
+                await self._room
         self._room = None
         self._in_work += 1
 
@@ -129,10 +137,16 @@ class DocumentLimit:
         """Follows the places at the servers of a model, up and down."""
         self._models.append((config, router))
         if not self._is_fixed:
-            sender.on_change = partial(self._follow, router)
-            self._follow(router)
+            sender.on_change = partial(self._follow, router, sender)
+            self._follow(router, sender)
 
-    def _follow(self, router: Router) -> None:
+    def _is_idle(self) -> bool:
+        """Whether no server has a request, and none waits."""
+        routers = [router for _, router in self._models]
+        busy = any(router.in_flight or router.waiting for router in routers)
+        return bool(routers) and not self._is_fixed and not busy
+
+    def _follow(self, router: Router, sender: Sender) -> None:
         is_full = self._in_work >= self._size or self._room is not None
         if is_full and not router.waiting and router.in_flight < router.capacity:
             self._elsewhere += 1
@@ -141,6 +155,9 @@ class DocumentLimit:
         if any(len(each.targets) > 1 for _, each in self._models):
             places += WINDOW
         self._size = min(self._most, max(1, places) + self._elsewhere)
+        sender.on_free = None
+        if self._size < self._most:
+            sender.on_free = sender.on_change
         if self._in_work < self._size:
             self._wake()
 

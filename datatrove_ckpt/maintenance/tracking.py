@@ -216,7 +216,7 @@ class TrainingTracker(_Sending):
             return f"{type(error).__name__}: {error}"
         known = str(self.folder.absolute())
         times = _times(state)
-        started = next(iter(times), time.time())
+        started = min(times, default=time.time())
         name = self.name or self.folder.absolute().name
         job = TrackedJob(
             xxhash.xxh3_128_hexdigest(known.encode()), name, started, {"folder": known}

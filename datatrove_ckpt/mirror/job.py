@@ -169,7 +169,7 @@ def restore_advice(url: str, folder: Path, least: int = 0) -> str:
         found = newest_manifest(url)
     if found is None or not found.files:
         return ""
-    if sum(part.size for part in found.files.get(COMMITS, ())) < least:
+    if found.sizes.get(COMMITS, 0) < least:
         return ""
     return (
         f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder "

@@ -152,6 +152,11 @@ class Manifest:
     finished: bool
     when: str = ""
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Returns the bytes of each of ``files``."""
+        return {name: sum(part.size for part in parts) for name, parts in self.files.items()}
+
     def parts(self) -> Iterator[Part]:
         for parts in self.files.values():
             yield from parts

@@ -97,8 +97,7 @@ class MirrorReader:
 
     def _write(self, mirrored: Versions, manifest: Manifest, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = {name: sum(part.size for part in parts) for name, parts in manifest.files.items()}
-        names = [name for name, size in sizes.items() if self._wanted(name, size)]
+        names = [name for name, size in manifest.sizes.items() if self._wanted(name, size)]
         contents = {
             name: [mirrored.read_object(part) for part in manifest.files[name]] for name in names
         }

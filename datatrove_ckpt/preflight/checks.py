@@ -150,7 +150,7 @@ def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[N
         raise kind(f"{what}: {failure_line(error)}.") from error
 
 
-State = Literal["ok", "warning", "problem"]
+State = Literal["ok", "note", "warning", "problem"]
 T = TypeVar("T")
 
 _LEAST_FREE = 1 << 26  # bytes, for one chunk

@@ -197,7 +197,7 @@ def _check_server(
         return
     ready = tried("ready", partial(_server_is_ready, config))
     yield ready
-    yield Finding("ok", "requests", f"{config.places} (max_concurrent_generations).")
+    yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
     if config is step.model:
         yield _check_open_files(*step.requests_and_servers())
     if config.server_log_folder is not None:

@@ -6,7 +6,7 @@ where prompts begin with it, and soon after each other.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import os
 from collections.abc import Iterator, Sequence
 
 from datatrove_ckpt.common.formatting import percent
@@ -35,7 +35,7 @@ def check_prompts(prompts: Sequence[str], servers: int) -> Iterator[Finding]:
             f"({percent(start / size)}) are the same in all {number:,}: a prefix cache computes "
             "them once."
         )
-        yield Finding("ok", "prompts", text)
+        yield Finding("note", "prompts", text)
     if end >= least:
         text = (
             f"the last {end:,} characters of all {number:,} prompts are the same. A prefix cache "
@@ -76,7 +76,4 @@ def _check_order(texts: Sequence[str], kept: int) -> Iterator[Finding]:
 
 def _common(texts: Sequence[str]) -> int:
     """Returns how many characters all texts begin with together."""
-    first = min(texts)
-    last = max(texts)
-    lengths = range(1, len(first) + 1)
-    return bisect_left(lengths, True, key=lambda length: first[:length] != last[:length])
+    return len(os.path.commonprefix(texts))  # noqa: RUF071

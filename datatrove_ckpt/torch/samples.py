@@ -34,7 +34,9 @@ def table_rows(table: pa.Table) -> list[Row]:
     rows: list[Row] = [{} for _ in range(table.num_rows)]
     # By column: a third of the time of dict().
     for name, column in zip(table.column_names, table.columns, strict=True):
-        for row, value in zip(rows, _values(column), strict=True):
+        for row, value in zip(
+            rows, chain.from_iterable(map(_chunk_values, column.chunks)), strict=True
+        ):
             row[name] = value
     return rows
 
@@ -60,10 +62,6 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
     ):
         return np.array(values, np.float64)
     return values
-
-
-def _values(column: pa.ChunkedArray) -> list[object]:
-    return [*chain.from_iterable(map(_chunk_values, column.chunks))]
 
 
 def _chunk_values(chunk: pa.Array) -> list[object]:

@@ -252,6 +252,21 @@ def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
         runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))
 
 
+def test_a_request_that_was_refused_and_waits_keeps_nobody_waiting(tmp_path, reraised, policy):
+    policy("SERVER", first=1e6, longest=1e6)
+
+    def status(payload, times):
+        threading.Timer(0.1, send_signal).start()  # while the request waits
+        return 429
+
+    with FakeServer(status=status) as server:
+        settings = {"max_concurrent_generations": "auto"}
+        # Longer than a test may take.
+        step = runner(tmp_path, server, plain, drain_seconds=3600, config=settings)
+        with pytest.raises(Preempted):
+            step.run(documents(1))
+
+
 def test_a_blocked_reader_keeps_nobody_waiting(tmp_path, reraised, server):
     never = threading.Event()
 

@@ -154,9 +154,11 @@ def test_extras_are_merged_as_the_client_of_openai_merges_them(
     assert b'{"z":1,"a":2}' in body
 
 
-@pytest.mark.parametrize("status", [400, 401, 500, 0])
+@pytest.mark.parametrize("status", [400, 401, 500, 203, 0])
 def test_extras_are_in_no_file_and_no_line(tmp_path, recording, log, capfd, monkeypatch, status):
-    """The server quotes them; the errors of aiohttp, such as at status 0, quote the URL."""
+    """The server quotes them, with 203 in an answer that cannot be read; the errors of aiohttp, such
+    as at status 0, quote the URL.
+    """
     Records.status = status
     url = f"http://127.0.0.1:{recording.server_port}"
     if not status:

@@ -312,7 +312,8 @@ def test_sglangs_launch_has_the_key_and_shows_it_nowhere(tmp_path):
     command = command_of(InferenceConfig("sglang", "org/model"))
     (tmp_path / "launch.py").write_text(_LAUNCH)
     argv = [environment.sglang_python(), str(tmp_path / "launch.py"), *command.argv[1:]]
-    done = subprocess.run(argv, env={**os.environ, **command.env}, capture_output=True, text=True)
+    environ = command.environment(os.environ)
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     reached = next(line for line in done.stdout.splitlines() if line.startswith("REACHED "))
     assert json.loads(reached.removeprefix("REACHED ")) == {

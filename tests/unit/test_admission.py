@@ -9,6 +9,7 @@ from itertools import cycle
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.attempts import Request, Sender, Target
 from datatrove_ckpt.inference.client.plain import Response
@@ -189,7 +190,7 @@ async def test_a_cache_that_no_running_request_takes_holds_back_no_document(monk
     assert target.load < 1
 
 
-@pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "", "many"])
+@pytest.mark.parametrize("shown", ["NaN", "+Inf", "-Inf", "-1", "100", "1e308", "", "many"])
 @pytest.mark.parametrize("name", ["num_requests_running", "kv_cache_usage_perc"])
 async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     monkeypatch, name, shown
@@ -202,6 +203,7 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
         page = (
             f"vllm:num_requests_waiting {len(reads)}\n"
             f"vllm:num_preemptions_total {len(reads)}\n"
+            f"vllm:{name} {shown}\n"
             f"vllm:{name} {shown}\n"
         )
         return Response(200, page.encode())
@@ -292,6 +294,24 @@ async def with_other_work(ask):
     await _turns(10)
 
 
+async def test_documents_that_wait_for_each_other_before_they_ask_are_started(monkeypatch):
+    monkeypatch.setattr(scheduler, "_IDLE_SECONDS", 0.0)
+    arrived = []
+    all_here = asyncio.Event()
+
+    async def rollout(ask):
+        arrived.append(ask)
+        if len(arrived) == 50:
+            all_here.set()
+        await all_here.wait()
+        await ask()
+
+    work = Work(config(), rollout)
+    await work.run(100)
+    assert all_here.is_set()
+    assert work.most > 0
+
+
 def test_the_limit_grows_twice_as_fast_until_a_request_waits():
     admission = Admission()
     admission.limit = 800
@@ -339,15 +359,20 @@ async def test_a_number_is_kept(settings, documents):
     assert most_documents(config(**settings)) == work.documents == documents
 
 
-async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
-    settings = config(max_concurrent_generations=4, rollouts_per_document=8)
+def following_four_places(settings):
     limit = DocumentLimit(settings, media=ByteBudget(1))
     router, sender = Router(4), Sender()
     router.senders.append(sender)
     target = router.add()
     target.limit = 4
     target.up = True
-    limit.follow(settings, router, sender)  # before any document, as while a reader counts
+    limit.follow(settings, router, sender)
+    return limit
+
+
+async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
+    settings = config(max_concurrent_generations=4, rollouts_per_document=8)
+    limit = following_four_places(settings)  # before any document, as while a reader counts
     for _ in range(2):
         await asyncio.wait_for(limit.acquire(0), 60)
         waiting = asyncio.create_task(limit.acquire(0))
@@ -357,15 +382,27 @@ async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
         limit.release(0)
 
 
+async def test_a_document_that_ends_while_no_request_is_in_flight_makes_room_for_one():
+    limit = following_four_places(config())
+    admitted = []
+
+    async def admit():
+        while True:
+            await limit.acquire(0)
+            admitted.append(True)
+
+    admitting = asyncio.create_task(admit())
+    await _turns(3)
+    before = len(admitted)
+    limit.release(0)
+    await _turns(9)
+    assert len(admitted) == before + 1
+    admitting.cancel()
+
+
 async def test_documents_whose_texts_share_a_request_are_in_work_together():
     settings = config(max_concurrent_generations=4, texts_per_request=8)
-    limit = DocumentLimit(settings, media=ByteBudget(1))
-    router, sender = Router(4), Sender()
-    router.senders.append(sender)
-    target = router.add()
-    target.limit = 4
-    target.up = True
-    limit.follow(settings, router, sender)
+    limit = following_four_places(settings)
     for _ in range(4 * 8):
         await asyncio.wait_for(limit.acquire(0), 60)
 

@@ -1021,6 +1021,19 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():
         assert (client.stats.resent, client.stats.retries) == (1, 0)
 
 
+async def test_a_server_that_failed_and_was_restarted_takes_requests_at_once():
+    async with serving(GOOD, GOOD) as (_, url), client_of(config()) as client:
+        failed, other = client.servers.router.add(), client.servers.router.add()
+        for target in (failed, other):
+            client.servers.mark_up(target, HiddenUrl(url), None)
+        failed.failures = 3
+        failed.cooldown_until = float("inf")
+        assert client.servers.router.take(Request()) is other
+        client.servers.router.mark_dead(failed, "stopped")
+        client.servers.mark_up(failed, HiddenUrl(url), None)
+        assert client.servers.router.take(Request()) is failed
+
+
 async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the_same_turn_of_the_event_loop(
     monkeypatch,
 ):

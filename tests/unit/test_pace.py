@@ -123,6 +123,36 @@ def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_tim
     assert by_second == [16, 32, 64]
 
 
+async def seconds_for(documents, providers, number):
+    host = ServerHost(Shutdown())
+    urls = [await provider.start() for provider in providers]
+    loop = asyncio.get_running_loop()
+    async with lend(host, urls, number) as (client, _):
+        async with asyncio.TaskGroup() as group:
+            for order in range(documents):
+                request = Request(client.sender, order=order)
+                group.create_task(client.complete(body(), request=request))
+        taken = loop.time()
+    await host.close()
+    for provider in providers:
+        provider.close()
+    return taken
+
+
+@pytest.mark.parametrize("number", ["auto", 8])
+@pytest.mark.parametrize("status", [429, 500])
+def test_a_server_that_fails_at_everything_takes_little_of_another_ones_time(
+    in_virtual_time, status, number, log
+):
+    alone = in_virtual_time(seconds_for, 300, [SimulatedProvider(lambda: 1.0)], number)
+    failing = SimulatedProvider(lambda: 1.0, requests=0, status=status)
+    both = [failing, SimulatedProvider(lambda: 1.0)]
+    assert in_virtual_time(seconds_for, 300, both, number) < 1.2 * alone + 3
+    assert failing.refused < 60
+    if number != "auto":  # longer
+        assert sum("It gets a request now and then" in line for line in log) == 1
+
+
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [
@@ -149,6 +179,8 @@ def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_tim
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1795867200"}, []),
         ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "2026-11-28T12:00:00Z"}, []),
         ({"x-ratelimit-remaining-requests": "0"}, []),
+        # Searched as a whole, it would take a minute.
+        ({"x-ratelimit-remaining": "0", "x-ratelimit-reset": "1" * 60_000 + "x"}, []),
         ({}, []),
     ],
 )

@@ -132,6 +132,7 @@ class World:
         orders = [_order(request) for request in waiting if not request.body]
         for target in router.targets:
             assert target.in_flight == at_servers.count(target)
+            assert target.up or not target.reserved
             if target.reserved and router.in_flight < router._limit:
                 assert target.in_flight  # of others, or of quarantined requests
             takes = target.up and not target.reserved and target.cooldown_until == 0

@@ -19,6 +19,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 _DEATHS_TO_QUARANTINE = 2
 _IN_A_ROW = 20  # documents
+_FAILURES = 3  # in a row
 # Share of a KV cache from which it counts as full: the requests that run grow. Simulated engines
 # are slower by half from 1.0 on, and by 2 % at 0.85.
 _FULL = 0.9
@@ -26,9 +27,8 @@ _FULL = 0.9
 _MOST_OTHERS = 3
 _MARGIN = 0.25  # seconds by which a provider's window may end later than it says
 _TOGETHER = 0.1  # seconds within which a provider may get requests in another order
-_TICK = 0.001  # seconds by which a timer may be early
-_WEIGHT = 1 / 8  # of the newest answer in a mean
-_STEPS = 8  # round trips until a limit that was halved is as high as before
+_WEIGHT = 1 / 8  # of the newest answer in the mean number of tokens
+_GROWTH = 1 / 8  # of a limit in a round trip, once it was halved
 
 HealthProbe = Callable[[float, bool], Awaitable[None]]
 """Returns once the server is known to be alive. If it is dead, the attempt that waits for the probe
@@ -83,6 +83,7 @@ class Sender:
         at_fault: numbers of documents whose requests fail while others are answered.
         on_release: called after each attempt that ends.
         on_change: called when targets may have more or fewer places than before.
+        on_free: called when a target could take a request, and none waits.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Sender:
         self.in_flight = 0
         self.on_release: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
+        self.on_free: Callable[[], None] | None = None
 
     @property
     def most_at_fault(self) -> int:
@@ -237,7 +239,11 @@ class Target:
         others: requests in flight that other clients have sent.
         load: share of its places, or of its KV cache, that is taken. From 1 on it is full.
         reserved: for quarantined requests, once the others are answered.
-        cooldown_until: until then other servers are preferred, because a connection failed.
+        cooldown_until: until then it gets no request that another server may take, because its
+            requests failed.
+        failures: since its last answer.
+        failing_since: when the first of them was.
+        is_said: the log says that it fails.
         alive_at: when the server last worked, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: an answer had a finish_reason.
@@ -258,6 +264,9 @@ class Target:
         self.in_flight = 0
         self.attempts: set[Attempt] = set()
         self.cooldown_until = 0.0
+        self.failures = 0
+        self.failing_since = 0.0
+        self.is_said = False
         self.reserved = False
         self.alive_at = 0.0
         self.accepted_at = 0.0
@@ -273,6 +282,11 @@ class Target:
             others = min(self.others, _MOST_OTHERS * self.in_flight)
             cache = (self.in_flight + others) * self.usage_each / _FULL
             self.load = max(self.in_flight / self.limit, cache)
+
+    @property
+    def fails(self) -> bool:
+        """Whether it fails at every request, not at one that is at fault."""
+        return self.failures >= _FAILURES
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
@@ -297,14 +311,13 @@ class Pace:
     """
 
     def __init__(self, target: Target) -> None:
-        self.seconds = 0.0  # that an answer takes
+        self.seconds = 0.0  # that the last answer took
         self._target = target
-        self._exact = float(FIRST_LIMIT)
-        self._step = math.inf  # requests more per round trip
+        self._growth = 1.0  # of the limit, with each answer
         self._most = float(REQUESTS_WITHOUT_METRICS)
         self._halved_at = 0.0
         self._is_proven = True  # a request that was sent after that was answered
-        self._refusals = 0  # in a row
+        self._was_refused = False  # the last request
         self._tokens = 0.0  # of a request
         # What may be sent until the reset, how much each reset adds, and when that was known.
         self._left = math.inf
@@ -312,8 +325,8 @@ class Pace:
         self._gain = math.inf
         self._every = 0.0
         self._known_at = 0.0
-        self._lowest: dict[bool, float] = {}  # what was left after requests that were sent together
-        self._resize()
+        self._lowest: dict[bool, Quota] = {}  # after requests that were sent together
+        target.limit = FIRST_LIMIT
 
     def take(self) -> float:
         """Returns 0 if a request may be sent now, else the seconds to wait."""
@@ -323,36 +336,20 @@ class Pace:
             self._resets_at = now + self._every
         if self._left < 1:
             self._target.cooldown_until = self._resets_at
-            return self._resets_at - now + _TICK
+            return self._resets_at - now
         self._left -= 1
         return 0.0
 
     def answered(self, sent_at: float, tokens: float, quotas: Sequence[Quota]) -> None:
-        self._refusals = 0
+        target = self._target
+        self._was_refused = False
         self._is_proven |= sent_at > self._halved_at
-        self.seconds = _mean(self.seconds, time.monotonic() - sent_at)
-        self._tokens = _mean(self._tokens, tokens)
-        if self._target.in_flight >= self._target.limit:
-            self._exact += min(1.0, self._step / self._exact)
+        self.seconds = time.monotonic() - sent_at
+        self._tokens += (tokens - self._tokens) * _WEIGHT
+        if target.in_flight >= target.limit:
+            target.limit = min(target.limit + self._growth, self._most)
         if quotas and sent_at >= self._known_at - _TOGETHER:
             self._note(sent_at, quotas)
-        self._resize()
-
-    def refused(self, sent_at: float, asked: float) -> None:
-        """``asked``: seconds. One request may be refused for what it is, so the next decides."""
-        now = time.monotonic()
-        self._refusals += 1
-        if asked and self._refusals > 1:
-            self._left = 0.0
-            self._gain = math.inf
-            self._known_at = now
-            self._resets_at = now + min(asked, SERVER.longest_advice)
-        if self._is_proven:
-            self._is_proven = False
-            self._halved_at = now
-            self._exact = max(1.0, min(self._exact, self._target.in_flight) / 2)
-            self._step = max(1.0, self._exact / _STEPS)
-            self._resize()
 
     def _note(self, sent_at: float, quotas: Sequence[Quota]) -> None:
         if sent_at > self._known_at + _TOGETHER:
@@ -361,30 +358,34 @@ class Pace:
         # Without the answered request itself.
         since = self._known_at - _TOGETHER
         sent_later = sum(other.started_at >= since for other in self._target.attempts) - 1
-        self._most = float(REQUESTS_WITHOUT_METRICS)
         self._left = math.inf
         for quota in quotas:
-            each = max(1.0, self._tokens) if quota.of_tokens else 1.0
-            self._most = min(self._most, quota.limit / each)
-            lowest = min(quota.left, self._lowest.get(quota.of_tokens, math.inf))
+            lowest = min(quota, self._lowest.get(quota.of_tokens, quota))
             self._lowest[quota.of_tokens] = lowest
-            left = lowest / each - sent_later
+            each = max(1.0, self._tokens) if quota.of_tokens else 1.0
+            left = lowest.left / each - sent_later
             if left < self._left:
                 self._left = left
+                self._most = min(REQUESTS_WITHOUT_METRICS, quota.limit / each)
                 # A bucket fills by no more, because of what was sent later.
                 self._gain = max(1.0, (quota.limit - quota.left) / each)
                 self._every = min(quota.seconds, SERVER.longest_advice) + _MARGIN
                 self._resets_at = sent_at + self._every
 
-    def _resize(self) -> None:
-        self._exact = max(1.0, min(self._exact, self._most))
-        self._target.limit = int(self._exact)
-
-
-def _mean(mean: float, newest: float) -> float:
-    if not mean:
-        return newest
-    return mean + (newest - mean) * _WEIGHT
+    def refused(self, sent_at: float, asked: float) -> None:
+        """``asked``: seconds. One request may be refused for what it is, so the next decides."""
+        now = time.monotonic()
+        if asked and self._was_refused:
+            self._left = 0.0
+            self._gain = math.inf
+            self._known_at = now
+            self._resets_at = now + min(asked, SERVER.longest_advice)
+        self._was_refused = True
+        if self._is_proven:
+            self._is_proven = False
+            self._halved_at = now
+            self._growth = _GROWTH
+            self._target.limit = max(1.0, min(self._target.limit, self._target.in_flight) / 2)
 
 
 Place: TypeAlias = "asyncio.Future[Target]"

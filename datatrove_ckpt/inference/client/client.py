@@ -56,14 +56,13 @@ import contextvars
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.common.redaction import Secret, note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import (
@@ -102,9 +101,11 @@ from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.process.open_files import requests_at_once
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
-# Seconds for which other URLs are preferred after a failed connection: a dead server fails at once,
-# has the fewest requests in flight, and would get all.
+# Seconds for which only other servers get requests after a failed connection, and after other
+# failures: a server that fails at once has the fewest requests in flight, and would get all.
 _COOLDOWN = 5.0
+_SHORTEST_REST = 1.0
+_LONGEST_REST = 30.0
 _MAX_UNASKED = 3
 _MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
@@ -161,14 +162,6 @@ class ClientStats:
     @property
     def lost(self) -> int:
         return self.retries + self.resent
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        self.pausing += 1
-        try:
-            yield
-        finally:
-            self.pausing -= 1
 
 
 class Outage:
@@ -449,6 +442,8 @@ class ModelServers:
         else:
             target.limit = self.config.max_concurrent_generations
         target.usage_each = 0.0
+        target.failures = 0
+        target.cooldown_until = 0.0
         target.up = True
         self.outage.ended()  # a restart is no time without answers
         self.router.admit(resized=True)
@@ -560,8 +555,7 @@ class CompletionClient:
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
                 if target.pace is not None and (seconds := target.pace.take()):
-                    with self.stats.pause():
-                        await self._sleep(seconds)
+                    await self._pause(seconds)
                     continue
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
@@ -609,17 +603,23 @@ class CompletionClient:
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
         bounded = self.outage.left() > 0
-        with self.stats.pause():
-            while seconds > 0 and not (bounded and self.outage.left() <= 0):
-                if bounded:
-                    pause = min(seconds, self.outage.left())
-                else:
-                    pause = seconds
-                if failure.asked_wait:  # without it attempts are frequent enough to show the line
-                    pause = min(pause, self.outage.next_line())
-                await self._sleep(pause)
-                seconds -= pause
-                self.outage.show(str(failure))
+        while seconds > 0 and not (bounded and self.outage.left() <= 0):
+            if bounded:
+                pause = min(seconds, self.outage.left())
+            else:
+                pause = seconds
+            if failure.asked_wait:  # without it attempts are frequent enough to show the line
+                pause = min(pause, self.outage.next_line())
+            await self._pause(pause)
+            seconds -= pause
+            self.outage.show(str(failure))
+
+    async def _pause(self, seconds: float) -> None:
+        self.stats.pausing += 1
+        try:
+            await self._sleep(seconds)
+        finally:
+            self.stats.pausing -= 1
 
     def _poisoned(self, request: Request) -> RequestPoisoned:
         self._router.attribute_deaths(request)
@@ -690,8 +690,12 @@ class CompletionClient:
                 self._check_reason(answer, target)
             transport.is_read = True
             target.mark_alive(started_at)
+            target.failures = 0
+            if target.is_said:
+                target.is_said = False
+                logger.info(f"{target.url} answers again.")
             if target.pace is not None:
-                tokens = answer.usage.get("total_tokens", 0)
+                tokens = answer.usage.get("total_tokens") or 0  # null at some gateways
                 target.pace.answered(started_at, tokens, response.quotas)
             return answer
         except (RequestRejected, ServerRefused):
@@ -699,6 +703,7 @@ class CompletionClient:
             self.outage.answered()
             raise
         except RetryableError as failure:
+            note_sent(way.extras)  # which the answer may quote
             if isinstance(failure, UnknownForm):
                 failure.quoted = f"{response.form} ".lstrip()
                 failure.quoted += response.body[:_SHOWN_FORM].decode(errors="replace")
@@ -711,11 +716,31 @@ class CompletionClient:
                 target.mark_alive(started_at)
             if target.pace is not None and failure.server_is_limited:
                 target.pace.refused(started_at, failure.asked_wait or 0.0)
-            if failure.unreachable:
-                target.cooldown_until = time.monotonic() + _COOLDOWN
+            self._rest(target, failure)
             if target.probe is not None and not failure.server_is_well:
                 await target.probe(started_at, failure.status not in retrying.BUSY)
             raise
+
+    def _rest(self, target: Target, failure: RetryableError) -> None:
+        """Lets other servers have the next requests, if there are any."""
+        now = time.monotonic()
+        if not target.failures:
+            target.failing_since = now
+        target.failures += 1
+        lasts = now - target.failing_since
+        if failure.unreachable:
+            seconds = max(_COOLDOWN, lasts)
+        elif target.fails or failure.server_is_limited:
+            seconds = max(_SHORTEST_REST, lasts, min(_COOLDOWN, failure.asked_wait or 0.0))
+        else:
+            return
+        target.cooldown_until = max(target.cooldown_until, now + min(seconds, _LONGEST_REST))
+        if lasts >= _SAY_AFTER and not target.is_said and len(self._router.targets) > 1:
+            target.is_said = True
+            logger.warning(
+                f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets a request now and "
+                "then, and the other servers the rest."
+            )
 
     def _check_reason(self, answer: Completion, target: Target) -> None:
         """Raises RetryableError for an answer that may be cut off."""

@@ -37,7 +37,7 @@ from loguru import logger
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import Secret, redact
-from datatrove_ckpt.common.retrying import QUOTA_FIELDS, WAIT_FIELDS, Quota, asked_wait, quotas
+from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
 from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl, beside, headers_for
 
@@ -52,9 +52,8 @@ _MAX_FRAMING_BYTES = 1 << 16
 # A size line takes 5 to 20 bytes; servers do not send extensions.
 _MAX_FRAMING_BYTES_PER_CHUNK = 32
 
-_WAIT_FIELDS = tuple(name.encode() for name in WAIT_FIELDS)
+_WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FORM = (b"content-type", b"content-encoding")
-_QUOTA_FIELDS = frozenset(name.encode() for name in QUOTA_FIELDS)
 _FIELDS = frozenset((b"connection", b"content-length", b"transfer-encoding", *_FORM, *_WAIT_FIELDS))
 
 _VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
@@ -288,7 +287,7 @@ class _ResponseBuilder:
         # llhttp checks for "close" in HTTP/1.1 only.
         options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
         self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
-        if status >= 300 or not _QUOTA_FIELDS.isdisjoint(fields):
+        if not _WAIT_FIELDS.isdisjoint(fields):
             texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
             self.quotas = quotas(texts)
             if status >= 300:

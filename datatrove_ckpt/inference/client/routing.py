@@ -14,7 +14,6 @@ Requests wait here, not at a server, so an outage uses up no attempts, and a dea
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from bisect import insort
 from collections.abc import Sequence
@@ -47,38 +46,6 @@ Waiting: TypeAlias = tuple[int, int, int, Request, Place]
 """A waiting request: the orders of its sender and its document, its arrival, what it waits for."""
 
 
-class WaitingLine:
-    """Requests that wait, the oldest document's first.
-
-    Attributes:
-        window: the first of them, which may go ahead of each other.
-    """
-
-    def __init__(self) -> None:
-        self.window: list[Waiting] = []
-        self._later: list[Waiting] = []
-
-    def is_beyond_window(self, *order: int) -> bool:
-        """Takes the orders of a sender and a document."""
-        return len(self.window) == WINDOW and order > self.window[-1][:2]
-
-    def add(self, waiting: Waiting) -> None:
-        if len(self.window) == WINDOW and waiting > self.window[-1]:
-            heapq.heappush(self._later, waiting)
-            return
-        insort(self.window, waiting)
-        if len(self.window) > WINDOW:
-            heapq.heappush(self._later, self.window.pop())
-
-    def remove(self, index: int) -> None:
-        del self.window[index]
-        if self._later:
-            self.window.append(heapq.heappop(self._later))
-
-    def all(self) -> list[tuple[Request, Place]]:
-        return [(request, place) for *_, request, place in (*self.window, *self._later)]
-
-
 class Room:
     """Which servers have a place for a request now.
 
@@ -100,8 +67,9 @@ class Room:
             if not target.up or target.reserved:
                 continue
             load = target.load
-            if target.cooldown_until > now:
-                if load < 1:
+            # A server that fails gets one request at a time, when its rest is over.
+            if target.cooldown_until > now or (target.in_flight and target.fails):
+                if load < 1 and (cooling is None or load < cooling.load):
                     cooling = target
                 continue
             self._awaited |= target.bit
@@ -114,7 +82,8 @@ class Room:
         if least < _IDLE:
             self._idle = self.best
             self._awaited = 0
-        if self.best is None:
+        # Whoever refuses at once would always be the least busy, and get what the others could do.
+        if self.best is None and not self._awaited:
             self.best = cooling
 
     def choose(self, homes: int) -> Target | None:
@@ -143,7 +112,7 @@ class Router:
         self.senders: list[Sender] = []
         self._limit = limit
         self.in_flight = 0
-        self._waiting = WaitingLine()
+        self._waiting: list[Waiting] = []  # in order: the first ones are the window
         self._arrivals = 0
         self._prefixes = Prefixes()
         self._quarantine = Quarantine()
@@ -187,7 +156,8 @@ class Router:
                 request.texts, request.known = self._prefixes.find(request.body)
         if request.may_not_be_sent or (request.deaths and request.is_quarantined):
             return None
-        if self._waiting.is_beyond_window(request.sender.order, request.order):
+        later = self._waiting[WINDOW - 1 : WINDOW]
+        if later and (request.sender.order, request.order) > later[0][:2]:
             return None
         target = self._room().choose(self._prefixes.homes(request.known))
         if target is not None:
@@ -201,7 +171,7 @@ class Router:
         future: Place = asyncio.get_running_loop().create_future()
         self._prefixes.add(request.texts or (), 0)
         self._enqueue(request, future)
-        if len(self._waiting.window) == WINDOW:  # requests that are cancelled may fill it
+        if len(self._waiting) >= WINDOW:  # requests that are cancelled may fill the window
             self.admit()
         try:
             return await future
@@ -219,7 +189,7 @@ class Router:
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
         # No request that waits could be sent before. Only these changes may let one go.
-        if was_held or stage != _stage(target.load) or not self._waiting.window:
+        if was_held or stage != _stage(target.load) or not self._waiting:
             self.admit()
         if request.sender.on_release is not None:
             request.sender.on_release()
@@ -231,25 +201,26 @@ class Router:
                 target.add_in_flight(0)
         if self._quarantine.arrivals:
             self._admit_quarantined()
-        window = self._waiting.window
+        waiting = self._waiting
         room = self._room()
         number = 0
-        while number < len(window) and room.best is not None:
-            _, _, _, request, place = window[number]
+        while number < min(WINDOW, len(waiting)) and room.best is not None:
+            _, _, _, request, place = waiting[number]
             chosen = room.choose(self._prefixes.homes(request.known))
             # What may not be sent waits until its rank cancels it.
             is_wanted = not place.done() and not request.may_not_be_sent
             if is_wanted and chosen is None:
                 number += 1
                 continue
-            self._waiting.remove(number)
+            del waiting[number]
             if is_wanted and chosen is not None:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
-        if resized or not window:
-            for sender in self.senders:
-                if sender.on_change is not None:
-                    sender.on_change()
+        for sender in self.senders:
+            if resized and sender.on_change is not None:
+                sender.on_change()
+            elif not waiting and sender.on_free is not None:
+                sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""
@@ -277,13 +248,14 @@ class Router:
         """Makes ``acquire`` raise ServerDied."""
         self._failure = cause
         waiting = self._all_waiting()
-        self._waiting = WaitingLine()
+        self._waiting = []
         self._quarantine.clear()
         for _, place in waiting:
             place.set_exception(ServerDied(cause))
 
     def _all_waiting(self) -> list[tuple[Request, Place]]:
-        waiting = [*self._waiting.all(), *self._quarantine.all()]
+        waiting = [(request, place) for *_, request, place in self._waiting]
+        waiting += self._quarantine.all()
         return [(request, place) for request, place in waiting if not place.done()]
 
     def _enqueue(self, request: Request, future: Place) -> None:
@@ -293,7 +265,7 @@ class Router:
         else:
             self._arrivals += 1
             order = (request.sender.order, request.order, self._arrivals)
-            self._waiting.add((*order, request, future))
+            insort(self._waiting, (*order, request, future))
 
     def _assign(self, target: Target, request: Request) -> Target:
         self._prefixes.add(request.texts or (), target.bit)

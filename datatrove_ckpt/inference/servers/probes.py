@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -76,35 +76,26 @@ class Metrics:
 
 def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     running, waiting, preemptions, tokens, usage = names
-    found: dict[str, float] = {}
+    found = defaultdict[str, float](float)
     caches = 0  # one for each of a server's ``dp``
     for line in text.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
         if name and name in (running, waiting, preemptions, usage, *tokens):
-            if "}" in line:
-                shown = line[line.rindex("}") + 1 :]
-            else:
-                shown = line[len(name) :]
-            number, *_ = shown.split()  # a time may follow
-            value = float(number)
-            if math.isfinite(value):
-                caches += name == usage
-                found[name] = found.get(name, 0.0) + value
-    if not found:
+            number, *_ = line[len(name) :].rpartition("}")[2].split()  # a time may follow
+            found[name] += float(number)
+            caches += name == usage
+    if not found or not all(map(math.isfinite, found.values())):
         return None
-    processed = sum(found.get(name, 0.0) for name in tokens)
     return Metrics(
-        found.get(running, 0.0),
-        found.get(waiting, 0.0),
-        processed,
-        found.get(preemptions, 0.0),
-        found.get(usage, 0.0) / max(1, caches),
+        found[running],
+        found[waiting],
+        sum(found[name] for name in tokens),
+        found[preemptions],
+        found[usage] / max(1, caches),
     )
 
 
-async def read_page(
-    url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool = False
-) -> str:
+async def read_page(url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool) -> str:
     """Returns the text at /metrics; "" if the server shows none, or does not answer in time."""
     try:
         response = await get(url, api_key, seconds, proxied)

@@ -15,6 +15,8 @@ Fields are named without modules, so that a helper may move.
 from __future__ import annotations
 
 import ast
+import functools
+import glob
 import os
 import re
 import sys
@@ -392,9 +394,9 @@ class _Walk:
         """Returns values of the environment and of the command line."""
         found: dict[str, object] = {}
         if not self.words.isdisjoint({"environ", "getenv"}):
-            for text in statement.texts & os.environ.keys():
+            for text in statement.texts_at_import & os.environ.keys():
                 if not _MACHINE.match(text):
-                    found[f"{USED}environment {text}"] = os.environ[text]
+                    found[f"{USED}environment {text}"] = f"hash {digest(os.environ[text])}"
         file = home(statement.file)
         makers = [one for word in statement.words for one in self.sources[file].bound(word)]
         words = statement.words.union(*(one.words for one in makers if one.is_definition))
@@ -409,26 +411,21 @@ class _Walk:
         return found
 
     def _text_files(self, statement: Statement) -> Iterator[Path]:
-        texts = {*statement.files}
-        if not statement.words.isdisjoint(_WHOLE):
-            texts |= {text.replace(".", "/") + ".py" for text in texts}
-        folders = {os.path.dirname(statement.file), os.getcwd()}  # noqa: PTH109, PTH120
-        for text in sorted(filter(_PATH.fullmatch, texts)):
-            for folder in folders:
-                places = [Path(folder, text)]
-                if "*" in text:
-                    places = [*islice(Path(folder).glob(text.lstrip("/")), _MAX_FILES)]
-                for place in places:
-                    inside: Iterable[Path] = [place]
-                    if text in statement.folders and place.is_dir():
-                        inside = islice(place.rglob("*"), _MAX_FILES)
-                    for file in inside:
-                        if (
-                            file.is_file()
-                            and file.suffix != ".pyc"
-                            and file.stat().st_size < _MAX_FILE
-                        ):
-                            yield file
+        folders = [Path(statement.file).parent, Path.cwd()]
+        folders += [folder / text for folder in folders for text in self._named]
+        for folder in filter(Path.is_dir, folders):
+            for text in sorted(filter(_PATH.fullmatch, statement.files)):
+                pattern = os.path.join(glob.escape(str(folder)), text)  # noqa: PTH118
+                for file in map(Path, islice(glob.iglob(pattern), _MAX_FILES)):  # noqa: PTH207
+                    if file.is_file() and 0 < file.stat().st_size < _MAX_FILE:  # not of /proc
+                        yield file
+
+    @functools.cached_property
+    def _named(self) -> set[str]:
+        """Returns what may be names of folders and files, in all statements."""
+        statements = [one for unit in self.units.values() for one in unit.statements]
+        named = {text for one in statements for text in one.files}
+        return {*filter(_PATH.fullmatch, named)}
 
     def unstable(self) -> set[str]:
         """Returns names that are given values which differ at each start."""

@@ -49,9 +49,11 @@ _PACING = frozenset(
     """.split()  # noqa: SIM905
 )
 """Calls whose results change no answer, and which people adapt to a machine."""
-_WRITING = frozenset("FileHandler makedirs mkdir write_bytes write_text".split())  # noqa: SIM905
-_TESTING = frozenset("exists is_dir is_file".split())  # noqa: SIM905
-_READING = frozenset("FileSystemLoader Path files glob join joinpath open with_name".split())  # noqa: SIM905
+_WRITING = frozenset(
+    "FileHandler dump makedirs mkdir touch write write_bytes write_text writelines".split()  # noqa: SIM905
+)
+_READING = frozenset("FileSystemLoader files glob open read_bytes read_text".split())  # noqa: SIM905
+_TEXT_FILE = re.compile(r".*\.(txt|md|json|ya?ml|toml|j2|jinja2?|prompt|tmpl)")
 _PART = ast.Attribute | ast.Subscript
 _MAPPING = frozenset("__dict__ copy get items keys pop update values".split())  # noqa: SIM905
 _BUILDERS = frozenset("__init__ __new__ __post_init__ __setstate__".split())  # noqa: SIM905
@@ -217,8 +219,9 @@ class Statement:
         bases: chains of the classes that it extends.
         words: all names in it.
         texts: its strings.
-        files: strings that may name a file; ``*`` stands for what an f-string fills in.
-        folders: strings that may name a folder.
+        texts_at_import: its strings outside of functions' bodies.
+        files: strings that may name a file that it reads; ``*`` stands for what an f-string fills
+            in. A statement that writes files names none.
         assigned: names that it binds anywhere inside, what their values call, and their words.
     """
 
@@ -234,6 +237,9 @@ class Statement:
         self.is_definition = isinstance(node, _DEFINITION)
         self.is_import = isinstance(node, _IMPORT)
         self._nodes: list[Any] = [*ast.walk(node)]
+        functions = self._of(ast.FunctionDef | ast.AsyncFunctionDef)
+        inside = {part for one in functions for line in one.body for part in ast.walk(line)}
+        self.texts_at_import = {*map(_pattern, {*self._nodes} - inside)}
         self.words = {*map(name_of, self._nodes)} - {""}
         self.texts = {text for text in map(_pattern, self._of(ast.Constant)) if text}
         self.imports = [one for each in self._of(_IMPORT) for one in _imports(each)]
@@ -252,7 +258,7 @@ class Statement:
         running = [chain_of(one) for one in changed if id(one) not in building]
         scopes = [one.names for one in self._of(ast.Nonlocal)]
         self.mutated = {name for names in [*running, *scopes] for name in names}
-        self._name_files()
+        self.files = self._files()
         values = self._of(
             ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
         )
@@ -325,21 +331,13 @@ class Statement:
             for target in call.args:
                 yield from ((*chain_of(target), text) for text in map(_pattern, call.args) if text)
 
-    def _name_files(self) -> None:
-        written: set[str] = set()
-        tested: set[int] = set()
-        folders: list[ast.AST] = []
-        for one in self._of(ast.Call | ast.BinOp | ast.Raise):
-            texts = {*map(_pattern, ast.walk(one))}
-            name = name_of(one)
-            if name in _TESTING or isinstance(one, ast.Raise):
-                tested |= set(map(id, ast.walk(one)))
-            if name in _WRITING or (name == "open" and texts & _MODES):
-                written |= texts
-            elif name in _READING or isinstance(getattr(one, "op", None), ast.Div):
-                folders += ast.iter_child_nodes(one)
-        self.folders = {*map(_pattern, folders)}
-        self.files = {_pattern(one) for one in self._nodes if id(one) not in tested} - written
+    def _files(self) -> set[str]:
+        writes = "open" in self.words and not self.texts.isdisjoint(_MODES)
+        if writes or not self.words.isdisjoint(_WRITING):
+            return set()
+        reading = [one for one in self._of(ast.Call) if name_of(one) in _READING]
+        named = {_pattern(part) for one in reading for part in ast.walk(one)}
+        return named | {text for text in self.texts if _TEXT_FILE.fullmatch(text)}
 
     def takes_all(self, function: str, variable: str) -> bool:
         """Returns whether functions of a name take more than parts of a variable."""
@@ -433,7 +431,6 @@ class CodeSource:
             files = [*filter(CELL.match, linecache.cache)]
         self.texts = {file: "".join(linecache.getlines(file)) for file in files}
 
-    @functools.cache  # noqa: B019 (as long as the walk)
     def holds(self, name: str) -> bool:
         """Returns whether the text of the file has this word."""
         word = re.compile(rf"\b{re.escape(name)}\b")

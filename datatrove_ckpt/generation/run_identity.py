@@ -9,7 +9,6 @@ when the job was made; imported functions as this process has imported them.
 
 from __future__ import annotations
 
-import functools
 import re
 import secrets
 import sys
@@ -27,7 +26,13 @@ from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.code_description import CodeDescription, describe
-from datatrove_ckpt.generation.code_given import PIPELINE, fingerprint, is_importable, type_name
+from datatrove_ckpt.generation.code_given import (
+    PIPELINE,
+    fingerprint,
+    is_importable,
+    look_at,
+    type_name,
+)
 from datatrove_ckpt.generation.code_statements import digest
 from datatrove_ckpt.output.names import writer_name
 
@@ -112,7 +117,8 @@ def code_identity(
             return when_made
         if (known := _described.get((when_made.mark, _PROCESS))) is not None:
             return known
-        before = when_made.made if any(map(_is_away, things.values())) else None
+        if any(_is_away(root.thing) for root in look_at(things).roots):
+            before = when_made.made
     try:
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
@@ -154,19 +160,10 @@ def _is_bytecode(value: object) -> bool:
 
 def _is_away(thing: object) -> bool:
     """Returns whether a pickle brought a function by value into a program without its file."""
-    if isinstance(thing, functools.partial | dict | list | tuple):
-        parts = (
-            [thing.func, *thing.args, thing.keywords]
-            if isinstance(thing, functools.partial)
-            else thing
-        )
-        return any(map(_is_away, parts.values() if isinstance(parts, dict) else parts))
-    thing = getattr(thing, "__func__", thing)
+    if isinstance(thing, type):
+        return any(map(_is_away, vars(thing).values()))
     if not isinstance(thing, types.FunctionType):
-        cls = thing if isinstance(thing, type) else type(thing)
-        return any(
-            _is_away(one) for one in vars(cls).values() if isinstance(one, types.FunctionType)
-        )
+        return False
     loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
     file = thing.__code__.co_filename
     is_here = (

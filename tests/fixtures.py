@@ -25,7 +25,7 @@ from loguru import _better_exceptions, logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common import redaction, retrying
-from datatrove_ckpt.errors import doors
+from datatrove_ckpt.errors import names
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
@@ -86,6 +86,13 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("on a busy machine")
+
+
+def pytest_generate_tests(metafunc):
+    """The mark ``matrix`` may hold rows, as ``parametrize`` does."""
+    for mark in metafunc.definition.iter_markers("matrix"):
+        if mark.args:
+            metafunc.parametrize(*mark.args, **mark.kwargs)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before what -m leaves out is left out
@@ -303,6 +310,8 @@ def _as_if_alone(request, monkeypatch):
     # Keys of another test may be words of this one.
     redaction._revealed.clear()
     redaction._sent.clear()
+    # Commands add the working directory.
+    monkeypatch.setattr(sys, "path", list(sys.path))
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
     # Servers of tests send nothing unasked, but for those of test_client.py.
@@ -313,7 +322,7 @@ def _as_if_alone(request, monkeypatch):
             "datatrove_ckpt.inference.servers.endpoints.ready_window", lambda config: 60.0
         )
     disk = files.disk
-    with doors.entered(doors.Door()):
+    with names.written_in(""):
         yield
     close_warm_servers()
     disk.close()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_records import (
     End,
     InputPosition,
@@ -15,15 +15,17 @@ from datatrove_ckpt.checkpoint.history_records import (
     Silence,
     Spread,
     Start,
-    WorkCounts,
     parse_line,
 )
 from datatrove_ckpt.checkpoint.lines import unseal, whole_lines
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
 
 
 def progress(documents=7, at=0.0, attempt=1):
     """One in which each number is another, of a rank in the middle of its work."""
-    own = WorkCounts(documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, {"timeout": 2, "HTTP 503": 3})
+    own = WorkCounts(
+        documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, Counter({"timeout": 2, "HTTP 503": 3})
+    )
     return Progress(
         at=at,
         attempt=attempt,

@@ -109,6 +109,11 @@ def runner(folder, server, rollout=ask, **changes):
     )
 
 
+def run_job(folder, server, number, *rollout, **changes):
+    """Runs so many documents."""
+    runner(folder, server, *rollout, **changes).run(documents(number))
+
+
 def rows(folder, pattern="*.jsonl"):
     """What the output files below ``folder`` hold, in the order of their names."""
     files = sorted((folder / "output").glob(pattern))

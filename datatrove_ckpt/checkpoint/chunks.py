@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
-from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.errors.doors import StartOver, written
 
 PositionGetter = Callable[[], Json | None]
 """Returns the reader's state right after a document; None if the reader has no state."""
@@ -137,9 +136,8 @@ class ChunkTracker:
             raise CheckpointMismatch(
                 f"The input ended after {self.documents} documents, but {self._folder} holds "
                 "finished documents beyond that: the input has shrunk, or limit of the reader "
-                "was lowered. Restore it, or start with ",
-                StartOver(),
-                f"{written.old_results}.",
+                "was lowered. Restore it.",
+                starts_over="with old results",
             )
         if self._current is not None:
             self._fill(self._current)
@@ -183,9 +181,8 @@ class ChunkTracker:
             raise CheckpointMismatch(
                 f"Document {ordinal} of this task is not the one that was finished there before "
                 f"(see {self._folder}): the input, or a step before this one, has changed. "
-                "Restore it, or start with ",
-                StartOver(),
-                f"{written.old_results}.",
+                "Restore it.",
+                starts_over="with old results",
             )
 
     def _fill(self, chunk: Chunk) -> None:

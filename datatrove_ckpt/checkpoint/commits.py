@@ -9,11 +9,11 @@ Each line is synced before the next line is written, so a crash tears at most on
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 import orjson
@@ -21,7 +21,6 @@ import xxhash
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.journal import Took
 from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import (
     Json,
@@ -31,15 +30,13 @@ from datatrove_ckpt.checkpoint.lines import (
     scan_lines,
     seal,
 )
-from datatrove_ckpt.checkpoint.work_stats import WorkStats
-from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
+from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
-from datatrove_ckpt.errors.doors import Repair
 
 ENDS = "ends"
 REASONS = "reasons"
-_SHOWN_REASONS = 9
-WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
+_ENDS = ("answers", "cut_off", "empty")
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once.
 
@@ -64,9 +61,10 @@ class CommitsDamaged(CheckpointCorrupt):
             checkpoints = root.parent
         super().__init__(
             f"{what} Keep the task's output files: they may belong to lost commits. Restore "
-            f"{path.name} from a copy or from the mirror. If there is none: ",
-            Repair(str(checkpoints), logging_dir),
-            ". Commits that can be proved are kept; the other chunks are processed again.",
+            f"{path.name} from a copy or from the mirror. If there is none: "
+            f"{repair_command(str(checkpoints), logging_dir=logging_dir)}, then run the same "
+            "command again. Commits that can be proved are kept; the other chunks are processed "
+            "again."
         )
         self.path = path
         self.log = path
@@ -116,108 +114,6 @@ class OutputFile:
 
 
 @dataclass(slots=True)
-class DocumentCounts:
-    """Numbers of documents by outcome, and of their requests, tokens and answers.
-
-    ``reasons``: numbers of answers by an unusual finish_reason.
-    ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
-    text, or with a vector of zeros. One of several choices is enough. Earlier releases did not note
-    this.
-    """
-
-    read: int = 0
-    written: int = 0
-    dropped: int = 0
-    dead: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    answers: int = 0
-    cut_off: int = 0
-    empty: int = 0
-    reasons: dict[str, int] = field(default_factory=dict, kw_only=True)
-
-    def count(self, documents: Sequence[Took]) -> None:
-        outcomes = [outcome for outcome, _, _, _ in documents]
-        sums = map(sum, zip(*(numbers for _, numbers, _, _ in documents), strict=True))
-        written = outcomes.count("written")
-        dead = outcomes.count("dead")
-        self.add(
-            DocumentCounts(len(outcomes), written, len(outcomes) - written - dead, dead, *sums)
-        )
-        if any(reasons for _, _, _, reasons in documents):
-            unusual = Counter[str]()
-            for _, _, _, reasons in documents:
-                unusual.update(reasons)
-            self.add(DocumentCounts(reasons=unusual))
-
-    def __add__(self, other: DocumentCounts) -> DocumentCounts:
-        found = replace(self)
-        found.add(other)
-        return found
-
-    def add(self, other: DocumentCounts) -> None:
-        for name in NUMBERS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        if other.reasons:
-            self.reasons = dict(Counter(self.reasons) + Counter(other.reasons))
-
-    def add_retry(self, other: DocumentCounts) -> None:
-        self.add(other)
-        self.read -= other.read
-        self.dead -= other.read
-
-    @property
-    def odd_answers(self) -> str:
-        """Returns sentences, each after a space, about missing, cut-off and empty answers."""
-        answers = plural(self.answers, "answer")
-        said = []
-        if self.cut_off:
-            were = "was" if self.cut_off == 1 else "were"
-            said.append(
-                f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
-                "max_tokens, and model_max_context if prompt and answer do not fit)"
-            )
-        if self.empty:
-            said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
-        text = ""
-        if self.dropped == self.read > 0:
-            text = f" The rollout dropped each document. {WHY_DROPPED}"
-        if said:
-            text += f" {' and '.join(said)}."
-        if self.reasons:
-            ended = [
-                f"{json.dumps(reason)} {plural(number, 'time')}"
-                for reason, number in [*self.reasons.items()][:_SHOWN_REASONS]
-            ]
-            text += f" Answers ended with finish_reason {', '.join(ended)}."
-        return text
-
-    def unsplit(self) -> WorkStats:
-        work = WorkStats()
-        work.count_unsplit(self.read, self.requests, self.prompt_tokens, self.completion_tokens)
-        return work
-
-
-NUMBERS = DocumentCounts.__slots__[:-1]
-
-
-def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
-    """Returns the sum over ranks and, after them, their retries, with the rank's number. Each
-    document counts once.
-
-    If a rank cannot be read, and has no counts, a retry's documents count as if it had read them
-    first.
-    """
-    found = DocumentCounts()
-    known = set()
-    for number, counts in ranks:
-        found.add_retry(counts) if number in known else found.add(counts)
-        known |= {number} if counts.read else set()
-    return found
-
-
-@dataclass(slots=True)
 class Commit:
     """A finished chunk. Commits of earlier releases lack ``seconds`` and ``at``, and have only
     totals of ``work``.
@@ -226,7 +122,7 @@ class Commit:
         position: the reader's state right after the chunk's last document; None: it has no state.
         last_input: fingerprint of that document; a resumed rank compares it with the input.
         dead_letters_size: size of dead_letters.jsonl in bytes, including this chunk.
-        work: ``WorkStats.to_json``; parsed only to be summed, because parsing is slow.
+        work: the fields of ``WorkStats``.
         seconds: what the rank took so far.
         at: Unix time in seconds.
     """
@@ -238,7 +134,7 @@ class Commit:
     position: Json | None = None
     last_input: str = ""
     dead_letters_size: int = 0
-    work: str = field(default_factory=lambda: WorkStats().to_json())
+    work: Json = field(default_factory=WorkStats().fields)
     seconds: Seconds = NO_SECONDS
     at: float = 0.0
 
@@ -253,11 +149,11 @@ class Commit:
         counts = DocumentCounts(**data.pop("tally"))
         work = data.get("work")
         if work is None:
-            data["work"] = counts.unsplit().to_json()
+            stats = WorkStats.of_totals(*itemgetter(0, 4, 5, 6)(counts.numbers()))
+            data["work"] = stats.fields()
         else:
-            counts.answers, counts.cut_off, counts.empty = work.pop(ENDS, (0, 0, 0))
-            counts.reasons = work.pop(REASONS, {})
-            data["work"] = orjson.dumps(work).decode()
+            answers = dict(zip(_ENDS, work.pop(ENDS, ()), strict=False))
+            counts = replace(counts, **answers, reasons=Counter(work.pop(REASONS, {})))
         data["files"] = [OutputFile(**file) for file in data["files"]]
         data["seconds"] = Seconds(*data.get("seconds", ()))
         for file in data["files"]:
@@ -272,14 +168,25 @@ class Commit:
         On disk ``counts`` is called "tally", as in version 0.1. "work" also says how answers ended;
         earlier releases ignore that.
         """
-        fields = asdict(self) | {"files": [file.to_json() for file in self.files]}
-        ends = [fields["counts"].pop(name) for name in ("answers", "cut_off", "empty")]
-        work = orjson.loads(self.work) | {ENDS: ends}
-        if reasons := fields["counts"].pop(REASONS):
+        tally = self.counts.fields()
+        work = {**self.work, ENDS: [tally.pop(name) for name in _ENDS]}
+        reasons = tally.pop(REASONS)
+        if reasons:
             work[REASONS] = reasons
-        fields |= {"work": work, "seconds": list(self.seconds)}
         return orjson.dumps(
-            {"tally" if name == "counts" else name: value for name, value in fields.items()}
+            {
+                "chunk_index": self.chunk_index,
+                "first_ordinal": self.first_ordinal,
+                "tally": tally,
+                "files": [file.to_json() for file in self.files],
+                "position": self.position,
+                "last_input": self.last_input,
+                "dead_letters_size": self.dead_letters_size,
+                "work": work,
+                "seconds": self.seconds,
+                "at": self.at,
+            },
+            list,  # of tuples
         )
 
 
@@ -353,12 +260,12 @@ def _parse(path: Path, number: int, line: Line) -> Commit:
 
 def sum_work(commits: Collection[Commit]) -> tuple[DocumentCounts, WorkStats, Seconds]:
     """Returns counts, work and seconds over a rank's commits."""
-    work = WorkStats()
+    counts = sum((commit.counts for commit in commits), DocumentCounts())
+    work = sum((WorkStats.from_json(commit.work) for commit in commits), WorkStats())
     seconds = NO_SECONDS
     for commit in commits:
-        work.add(WorkStats.from_json(commit.work))
         seconds = seconds.or_later(commit.seconds)
-    return sum((commit.counts for commit in commits), DocumentCounts()), work, seconds
+    return counts, work, seconds
 
 
 def count_unbroken(commits: Iterable[int]) -> int:
@@ -438,7 +345,7 @@ class CommitSums:
     def of(cls, commits: Collection[Commit]) -> CommitSums:
         sums = cls(indices=frozenset(commit.chunk_index for commit in commits))
         for commit in commits:
-            sums.counts.add(commit.counts)
+            sums.counts += commit.counts
             sums.files += len(commit.files)
             sums.seconds = commit.seconds.total
             sums.at = commit.at or None

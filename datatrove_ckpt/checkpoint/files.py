@@ -13,6 +13,7 @@ import errno
 import fcntl
 import io
 import os
+import secrets
 import shutil
 import socket
 import sqlite3
@@ -34,7 +35,6 @@ import xxhash
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
-from datatrove_ckpt.errors.doors import written
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -270,6 +270,16 @@ Always accessed as ``files.disk``, so that a test can replace it.
 """
 
 
+def keep_first(path: Path, data: bytes) -> None:
+    """Makes a file of the job, whole, unless another process was first."""
+    disk.make_dirs(path.parent)
+    # Processes of two nodes may share a process id.
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    disk.write_new(staged, [data], PUBLIC_FILE)
+    disk.put_new(staged, path)
+    disk.remove(staged)
+
+
 class AppendFile:
     """A file that only grows, and knows whether all of it survives power loss.
 
@@ -393,7 +403,7 @@ def _held_by(holder: bytes, path: Path) -> str:
         return (
             "This very process works on this task already: another call of run or run_async in it "
             f"holds {path}. Wait for that call to end, or cancel it, and call again. Two calls at "
-            f"once need two tasks, or two {written.checkpoints_local_dir}."
+            f"once need two tasks, or two folders for their checkpoints."
         )
     return (
         f"Another process works on this task: {name_holder(found)} holds {path}. Wait for it to "

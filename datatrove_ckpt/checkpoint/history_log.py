@@ -17,11 +17,11 @@ from datatrove_ckpt.checkpoint.history_records import (
     Progress,
     Record,
     Spread,
-    WorkCounts,
     is_progress_line,
     parse_line,
 )
 from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.numbers import WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 MAX_BYTES = 900_000

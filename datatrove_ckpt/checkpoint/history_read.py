@@ -20,6 +20,7 @@ from datatrove_ckpt.checkpoint.history_records import (
     parse_line,
 )
 from datatrove_ckpt.checkpoint.lines import BODY_AT, last_lines
+from datatrove_ckpt.checkpoint.numbers import Rates
 
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
@@ -108,22 +109,6 @@ class AttemptSummary:
 
 
 @dataclass(slots=True)
-class Rates:
-    """Per second."""
-
-    documents: float = 0.0
-    requests: float = 0.0
-    prompt_tokens: float = 0.0
-    completion_tokens: float = 0.0
-    input: float = 0.0
-    """In the input's unit."""
-
-    def add(self, other: Rates, factor: float = 1.0) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name) * factor)
-
-
-@dataclass(slots=True)
 class History:
     """The parsed part of a rank's history.
 
@@ -164,7 +149,7 @@ class History:
         names = ("documents", "requests", "prompt_tokens", "completion_tokens")
         grown = [getattr(last.own, name) - getattr(then.own, name) for name in names]
         grown.append(last.position.done - then.position.done)
-        return Rates(*(max(0, number) / seconds for number in grown))
+        return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
 
 
 def read_history(path: str, most: int = 0) -> History:

@@ -20,14 +20,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import orjson
 
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
-from datatrove_ckpt.checkpoint.commits import NUMBERS, DocumentCounts
 from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, seal, unseal
+from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
@@ -114,63 +114,8 @@ class Wait(NamedTuple):
         return found._replace(document=_text(found.document))
 
 
-@dataclass(slots=True)
-class WorkCounts:
-    """What attempts did. A kill loses the last minute of these counts; counts of documents are
-    exact.
-
-    Attributes:
-        requests: requests that a server answered.
-        failed: requests that ended without an answer.
-        cached: requests that were answered from the request cache.
-        sent: attempts of requests that were sent to a server.
-        retries: attempts that failed and whose request was sent again.
-        resent: attempts that were lost with their server and whose request was sent again.
-        restarts: of servers.
-        errors: failed attempts by kind, such as "timeout", "connection" or "HTTP 503".
-        cached_tokens: prompt tokens that the server took from its own cache.
-        reasoning_tokens: those among the completion tokens.
-        cost: of the answers, in billionths, at the ``prices`` of the config.
-        tiers: answers by the ``service_tier`` that the server names.
-    """
-
-    documents: int = 0
-    requests: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached: int = 0
-    sent: int = 0
-    retries: int = 0
-    resent: int = 0
-    restarts: int = 0
-    errors: dict[str, int] = field(default_factory=dict)
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    cost: int = 0
-    tiers: dict[str, int] = field(default_factory=dict)
-
-    def __add__(self, other: WorkCounts) -> WorkCounts:
-        return WorkCounts(
-            **{name: getattr(self, name) + getattr(other, name) for name in _WORK_NUMBERS},
-            errors=dict(Counter(self.errors) + Counter(other.errors)),
-            tiers=dict(Counter(self.tiers) + Counter(other.tiers)),
-        )
-
-    def numbers(self) -> list[int]:
-        return [getattr(self, name) for name in _WORK_NUMBERS]
-
-    @classmethod
-    def from_json(cls, numbers: Sequence[int], errors: Json, tiers: Json) -> Self:
-        named = dict(zip(_WORK_NUMBERS, numbers, strict=False))
-        return cls(**named, errors=_named_counts(errors), tiers=_named_counts(tiers))
-
-
-def _named_counts(counts: Json) -> dict[str, int]:
-    return {_text(name): count for name, count in list(counts.items())[:_MAX_KINDS]}
-
-
-_WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type == "int")
+def _named_counts(counts: Json) -> Counter[str]:
+    return Counter({_text(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -269,7 +214,7 @@ class Progress(_Record):
     def to_json(self) -> Json:
         found = {
             "s": list(self.seconds),
-            "d": astuple(self.documents)[: len(NUMBERS)],
+            "d": self.documents.numbers(),
             "c": self.chunks,
             "all": self.total.numbers(),
             "own": self.own.numbers(),
@@ -293,8 +238,8 @@ class Progress(_Record):
             seconds=Seconds(*data["s"]),
             documents=DocumentCounts(*data["d"][: len(NUMBERS)]),
             chunks=data["c"],
-            total=WorkCounts.from_json(data["all"], data["err"], data.get("tier", {})),
-            own=WorkCounts.from_json(data["own"], data["own_err"], data.get("own_tier", {})),
+            total=_work(data, "all", ""),
+            own=_work(data, "own", "own_"),
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,
@@ -303,6 +248,12 @@ class Progress(_Record):
             position=InputPosition(*data["pos"]),
             skipped=SkippedLines.from_json(data.get("skip", ())),
         )
+
+
+def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
+    errors = _named_counts(data[f"{prefix}err"])
+    tiers = _named_counts(data.get(f"{prefix}tier", {}))
+    return WorkCounts.from_json(data[numbers], errors, tiers)
 
 
 class Buckets(dict[int, int]):

@@ -64,7 +64,7 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     VersionMismatch,
 )
-from datatrove_ckpt.errors.doors import ChangeSetting, SetTasks, StartOver, written
+from datatrove_ckpt.errors.names import setting_name
 
 _USERS_FIELDS = (
     "imports",
@@ -511,7 +511,7 @@ def _accept(folder: Path, changes: list[Change], accept: bool) -> list[Json]:
         logger.info(f"Nothing was kept in {folder} yet, so its settings may change: {fields}.")
         return []
     if not accept or any(change.is_layout for change in changes):
-        raise refusal(f"The checkpoint {folder} was", changes, *way_back(changes))
+        raise refusal(f"The checkpoint {folder} was", changes)
     return records(changes)
 
 
@@ -550,16 +550,15 @@ def without_code(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if not _OF_CODE.match(name)}
 
 
-def refusal(what: str, changes: Sequence[Change], *way_out: object) -> CheckpointMismatch:
-    """Returns the error for a differing run: each field with both values, then the way out."""
+def differing(what: str, changes: Sequence[Change]) -> str:
+    """Returns the begin of the error for a differing run: each field with both values."""
     lines = [line for one in changes for line in _lines(one)]
     notes = [
         f"  ({change.note})"
         for change in changes
         if change.note and not change.field.startswith(change.note)
     ]
-    shown = "\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes])])
-    return CheckpointMismatch(f"{shown}\n", *way_out)
+    return "\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes]), ""])
 
 
 def _lines(change: Change) -> list[str]:
@@ -568,24 +567,32 @@ def _lines(change: Change) -> list[str]:
         keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
         if keys:
             return [
-                f"  {written(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}"
+                f"  {setting_name(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}"
                 for key in keys
             ]
-    return [f"  {written(field)}: {change.shown_old} -> {change.shown_new}"]
+    return [f"  {setting_name(field)}: {change.shown_old} -> {change.shown_new}"]
 
 
-def way_back(changes: Sequence[Change], may_mix: bool = True) -> list[object]:
-    """Returns parts of a message: how to continue after changes that were not accepted."""
+def refusal(
+    what: str, changes: Sequence[Change], advice: str = "", may_mix: bool = True
+) -> CheckpointMismatch:
+    """Returns the error for changes that were not accepted. ``advice``: before the way back."""
+    text = f"{differing(what, changes)}{advice}"
     old = changes[0].old
-    go_on: list[object] = ["Go on with the old settings"]
-    end: list[object] = ["."]
     if [change.field for change in changes] == ["tasks"] and isinstance(old, int):
-        go_on = [f"Go on with {plural(old, 'task')} (", SetTasks(old), ")"]
-        end = [f"{written.old_results}."]
-    elif may_mix and not any(change.is_layout for change in changes):
-        mix = ChangeSetting("accept_changes")
-        end = [", or ", mix, " to mix the two: what is done stays as it is."]
-    return [*go_on, ", or choose ", StartOver(), " for the new ones", *end]
+        return CheckpointMismatch(
+            f"{text}Go on with {plural(old, 'task')} (tasks: {old}).",
+            changes=[{"tasks": old}],
+            starts_over="with old results",
+        )
+    text += "Go on with the old settings"
+    if not may_mix or any(change.is_layout for change in changes):
+        return CheckpointMismatch(f"{text}.", starts_over="anew")
+    return CheckpointMismatch(
+        f"{text}, or set accept_changes to mix the two: what is done stays as it is.",
+        changes=[{"accept_changes": True}],
+        starts_over="anew",
+    )
 
 
 def records(changes: Iterable[Change]) -> list[Json]:

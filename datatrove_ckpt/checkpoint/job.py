@@ -33,7 +33,6 @@ from datatrove_ckpt.checkpoint.identity import (
     refusal,
     run_with_secrets,
     stamped,
-    way_back,
     without_its_secrets,
 )
 from datatrove_ckpt.checkpoint.layout import (
@@ -184,7 +183,7 @@ def refuse_other_tasks(root: Path, identity: RunIdentity) -> None:
     found = compare_job(root, identity, only_tasks=True)
     if found.changes:
         what = f"The checkpoints in {root} ({name_tasks(found.ranks)}) were"
-        raise refusal(what, found.changes, *way_back(found.changes))
+        raise refusal(what, found.changes)
 
 
 def name_tasks(ranks: list[int]) -> str:
@@ -256,7 +255,7 @@ def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> byte
 
 def _refusal(root: Path, found: JobChanges) -> Exception:
     what = f"The checkpoints of other tasks in {root} ({name_tasks(found.ranks)}) were"
-    return refusal(what, found.changes, *way_back(found.changes))
+    return refusal(what, found.changes)
 
 
 def _compare_ranks(

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.lines import Line, explained, read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Outcome, Took, Work
 from datatrove_ckpt.errors import CheckpointCorrupt
-
-Outcome = Literal["written", "dropped", "dead"]
 
 JOURNAL_ADVICE = (
     "Restore the file from a copy, or move it away: its documents are then processed again, with "
@@ -39,28 +37,6 @@ _DOCUMENT = b',"document":'
 _READ_BYTES = 1 << 20
 # Lines with a smaller gap between them, in bytes, are read in one call, gap included.
 _READ_GAP = 1 << 13
-
-
-class Work(NamedTuple):
-    """What a document took.
-
-    ``kept``: rollouts with a result. ``failed``: requests without an answer. ``rollouts``: number
-    of requests of each rollout. ``tokens``: prompt and completion tokens of each answer in turn.
-    """
-
-    kept: int
-    failed: int
-    rollouts: list[int]
-    tokens: list[int]
-
-
-Took = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
-"""What is counted of a finished document: ``outcome``, ``numbers``, ``work`` and ``reasons`` of
-``Finished``.
-"""
-
-Count = Callable[[list[Took]], None]
-"""Counts documents: see ``DocumentCounts.count``."""
 
 
 @dataclass(slots=True)
@@ -183,15 +159,12 @@ class ChunkJournal:
     Args:
         end: the ordinal after the chunk's last document, if the journal may hold documents of an
             earlier attempt.
-        count: gets what these documents took.
 
     Raises:
         CheckpointCorrupt: see ``read_finished``.
     """
 
-    def __init__(
-        self, path: Path, first_ordinal: int, end: int | None = None, count: Count | None = None
-    ) -> None:
+    def __init__(self, path: Path, first_ordinal: int, end: int | None = None) -> None:
         self.path = path
         self.first_ordinal = first_ordinal
         self.recovered: dict[int, str] = {}
@@ -208,8 +181,8 @@ class ChunkJournal:
                 self._remember(finished.ordinal, line.offset, line.length)
                 self.seconds = self.seconds.or_later(finished.seconds or NO_SECONDS)
                 took.append(finished.took)
-        if count is not None:
-            count(took)
+        self.counts = DocumentCounts.of(took)
+        """The documents that earlier attempts finished."""
         self.file = files.AppendFile(path, size)
 
     def append(self, group: Iterable[Finished]) -> None:

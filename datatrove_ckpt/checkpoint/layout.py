@@ -17,7 +17,6 @@ from glob import has_magic
 from pathlib import Path
 
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
-from datatrove_ckpt.errors.doors import written
 
 JOB = "job.json"
 JOB_LOCK = "job.lock"
@@ -30,6 +29,8 @@ CACHE_LOGS = ("-wal", "-journal")
 CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
+COLUMNS = "columns.arrow"
+"""Types of the input's columns, in the job's folder."""
 """What the rank has read: its files, and how many lines were skipped.
 
 Written when the input has ended.
@@ -261,7 +262,7 @@ def refuse_missing_run_json(folder: Path) -> None:
 
 def continue_datatroves(checkpoints: Path | str) -> str:
     return (
-        f"To continue that run, stop it, choose another {written.folders}, and set finished_from: "
+        f"To continue that run, stop it, choose other folders, and set finished_from: "
         f"[{checkpoints}, OUTPUT], with its output folder: finished documents keep their results. "
         "To start over, choose other folders without finished_from."
     )

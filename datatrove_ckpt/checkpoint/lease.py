@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles
 
 @dataclass(eq=False)
 class RankLease:
-    """A rank that this process has taken. Made by ``CheckpointManager.take``;
+    """A rank that this process has taken. Made by ``LockedRank.take``;
     ``OpenCheckpoint.close`` gives it back.
 
     Methods may be called in any thread.

@@ -24,15 +24,12 @@ import orjson
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
-    NUMBERS,
     Commit,
     CommitsDamaged,
     CommitSums,
-    DocumentCounts,
     read_commits,
     read_last_chunk,
     scan_commits,
-    sum_delivered,
 )
 from datatrove_ckpt.checkpoint.history_read import History, read_history
 from datatrove_ckpt.checkpoint.identity import (
@@ -65,7 +62,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
-from datatrove_ckpt.checkpoint.numbers import RunNumbers
+from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers, sum_delivered
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 
@@ -356,7 +353,7 @@ class JobSums:
         self.ranks += not rank.root
         self.committed.append((rank.number, rank.sums.counts))
         self.retried += rank.commits.values() if rank.root else ()
-        self.numbers.add(rank.numbers())
+        self.numbers += rank.numbers()
 
 
 # one rank ----------------------------------------------------------------------------------------
@@ -491,9 +488,8 @@ def _read_journals(
     counted = {}
     for index in found.journals:
         known: dict[int, str] = {}
-        counted[index] = DocumentCounts()
         documents = read_finished(Path(found.path(journal_name(index))), known)
-        counted[index].count([one.took for _, one in documents if one is not None])
+        counted[index] = DocumentCounts.of([one.took for _, one in documents if one is not None])
         if Want.COMMITS in want:
             ordinals[index] = known
     return counted

@@ -24,7 +24,6 @@ import xxhash
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
 
@@ -73,8 +72,8 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only "
             "it held is lost. Put it back (a copy, the mount; a mirror comes back by itself) and "
-            "run the same command again. If it is gone for good, start over with another "
-            f"{written.folders}."
+            "run the same command again. If it is gone for good, start over in "
+            "other folders."
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return (

@@ -1,38 +1,343 @@
-"""RunNumbers: what a rank, or a run, has done over all attempts. Every display reads this record.
+"""Records of what documents, requests, ranks and runs took. Each is immutable, and is added to
+another with ``+``, field by field.
 
-Documents come from commits and journals, requests from the history.
+Documents come from journals and commits, requests from the history. ``RunNumbers`` puts them
+together for a rank or a run: every display reads it.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from operator import mul
+from typing import Any, Literal, NamedTuple, Self
 
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_records import WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 
-_ADDED = (
-    "counts",
-    "unfinished",
-    "chunks",
-    "files",
-    "unfinished_chunks",
-    "lost_in_flight",
-    "number_of_attempts",
-    "killed",
-    "uncertain",
-    "seconds",
-    "in_flight",
-    "waiting",
-    "work",
-    "skipped",
-)
+_SHOWN_REASONS = 9
+WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
+
+
+Outcome = Literal["written", "dropped", "dead"]
+
+
+class Work(NamedTuple):
+    """What a document took.
+
+    ``kept``: rollouts with a result. ``failed``: requests without an answer. ``rollouts``: number
+    of requests of each rollout. ``tokens``: prompt and completion tokens of each answer in turn.
+    """
+
+    kept: int
+    failed: int
+    rollouts: list[int]
+    tokens: list[int]
+
+
+Took = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
+"""What is counted of a finished document: ``outcome``, ``numbers``, ``work`` and ``reasons`` of
+``Finished``.
+"""
+
+
+class Added:
+    """A dataclass whose records add up field by field. The sum has the class of the first one."""
+
+    __slots__ = ()
+    __dataclass_fields__: Any
+
+    def __add__(self, other: Added) -> Self:
+        values = self.fields()
+        for name, value in values.items():
+            if isinstance(value, bool):
+                values[name] = value and getattr(other, name)
+            else:
+                values[name] = value + getattr(other, name)
+        return type(self)(**values)
+
+    def fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(slots=True, frozen=True)
+class DocumentCounts(Added):
+    """Numbers of documents by outcome, and of their requests, tokens and answers.
+
+    ``reasons``: numbers of answers by an unusual finish_reason.
+    ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
+    text, or with a vector of zeros. One of several choices is enough. Earlier releases did not note
+    this.
+    """
+
+    read: int = 0
+    written: int = 0
+    dropped: int = 0
+    dead: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    answers: int = 0
+    cut_off: int = 0
+    empty: int = 0
+    reasons: Counter[str] = field(default_factory=Counter, kw_only=True)
+
+    @classmethod
+    def of(cls, documents: Sequence[Took]) -> Self:
+        outcomes = [outcome for outcome, _, _, _ in documents]
+        sums = map(sum, zip(*(numbers for _, numbers, _, _ in documents), strict=True))
+        written = outcomes.count("written")
+        dead = outcomes.count("dead")
+        unusual = Counter[str]()
+        for _, _, _, reasons in documents:
+            if reasons:
+                unusual.update(reasons)
+        dropped = len(outcomes) - written - dead
+        return cls(len(outcomes), written, dropped, dead, *sums, reasons=unusual)
+
+    def numbers(self) -> list[int]:
+        return [getattr(self, name) for name in NUMBERS]
+
+    def of_retry(self) -> Self:
+        """Returns the counts of a retry as they are added to the first attempt's: its documents
+        were read and dead before.
+        """
+        return replace(self, read=0, dead=self.dead - self.read)
+
+    @property
+    def odd_answers(self) -> str:
+        """Returns sentences, each after a space, about missing, cut-off and empty answers."""
+        answers = plural(self.answers, "answer")
+        said = []
+        if self.cut_off:
+            were = "was" if self.cut_off == 1 else "were"
+            said.append(
+                f"{self.cut_off} of {answers} {were} cut off at max_tokens (raise "
+                "max_tokens, and model_max_context if prompt and answer do not fit)"
+            )
+        if self.empty:
+            said.append(f"{self.empty} of {answers} {'is' if self.empty == 1 else 'are'} empty")
+        text = ""
+        if self.dropped == self.read > 0:
+            text = f" The rollout dropped each document. {WHY_DROPPED}"
+        if said:
+            text += f" {' and '.join(said)}."
+        if self.reasons:
+            ended = [
+                f"{json.dumps(reason)} {plural(number, 'time')}"
+                for reason, number in [*self.reasons.items()][:_SHOWN_REASONS]
+            ]
+            text += f" Answers ended with finish_reason {', '.join(ended)}."
+        return text
+
+
+NUMBERS = DocumentCounts.__slots__[:-1]
+
+
+def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
+    """Returns the sum over ranks and, after them, their retries, with the rank's number. Each
+    document counts once.
+
+    If a rank cannot be read, and has no counts, a retry's documents count as if it had read them
+    first.
+    """
+    found = DocumentCounts()
+    known = set()
+    for number, counts in ranks:
+        if number in known:
+            found += counts.of_retry()
+        else:
+            found += counts
+        if counts.read:
+            known.add(number)
+    return found
+
+
+class Sums(NamedTuple):
+    """Sums of whole numbers.
+
+    ``low`` and ``high`` are None before the first number, and if they are not known.
+    """
+
+    n: int = 0
+    total: int = 0
+    squares: int = 0
+    low: int | None = None
+    high: int | None = None
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Self:
+        if not values:
+            return cls()
+        squares = sum(map(mul, values, values))
+        return cls(len(values), sum(values), squares, min(values), max(values))
+
+    @classmethod
+    def of_total(cls, n: int, total: int) -> Self:
+        """Returns the sums of ``n`` numbers with a known total, as if they were equal."""
+        return cls(n, total, total * total // max(n, 1))
+
+    def __add__(self, other: object) -> Sums:
+        if not isinstance(other, Sums):
+            return NotImplemented
+        ends = [end for end in (*self[3:], *other[3:]) if end is not None]
+        return Sums(
+            self.n + other.n,
+            self.total + other.total,
+            self.squares + other.squares,
+            min(ends, default=None),
+            max(ends, default=None),
+        )
+
+
+_NONE = Sums()
+
+
+@dataclass(slots=True, frozen=True)
+class WorkStats(Added):
+    """What documents took. Their answers in the request cache count with the document that used
+    them. Commits hold it, so that mean and variance can be computed over all attempts.
+
+    Attributes:
+        prompt_tokens, completion_tokens: of each answer.
+        requests: of each rollout.
+        successful_rollouts, failed_rollouts: of each document.
+        failed_requests: requests that were rejected or given up.
+    """
+
+    prompt_tokens: Sums = _NONE
+    completion_tokens: Sums = _NONE
+    requests: Sums = _NONE
+    successful_rollouts: Sums = _NONE
+    failed_rollouts: Sums = _NONE
+    failed_requests: int = 0
+
+    @classmethod
+    def of(cls, documents: Sequence[Took]) -> WorkStats:
+        """Counts documents; many at once cost a third per document."""
+        requests: list[int] = []
+        kept: list[int] = []
+        dropped: list[int] = []
+        prompts: list[int] = []
+        completions: list[int] = []
+        failed = 0
+        unsplit = WorkStats()
+        for outcome, numbers, work, _ in documents:
+            if work is not None:
+                requests += work.rollouts
+                kept.append(work.kept)
+                dropped.append(len(work.rollouts) - work.kept)
+                prompts += work.tokens[::2]
+                completions += work.tokens[1::2]
+                failed += work.failed
+            elif numbers[0] <= 1:
+                requests.append(numbers[0])
+                kept.append(int(outcome == "written"))
+                dropped.append(int(outcome != "written"))
+                if numbers[0]:
+                    prompts.append(numbers[1])
+                    completions.append(numbers[2])
+            else:
+                unsplit += cls.of_totals(1, *numbers[:3])
+        split = cls(
+            Sums.of(prompts),
+            Sums.of(completions),
+            Sums.of(requests),
+            Sums.of(kept),
+            Sums.of(dropped),
+            failed,
+        )
+        return split + unsplit
+
+    @classmethod
+    def of_totals(
+        cls, documents: int, requests: int, prompt_tokens: int, completion_tokens: int
+    ) -> Self:
+        """Returns the stats of documents of an earlier release, whose totals alone are known, as if
+        they were equal.
+        """
+        return cls(
+            Sums.of_total(requests, prompt_tokens),
+            Sums.of_total(requests, completion_tokens),
+            Sums.of_total(documents, requests),
+        )
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Reads ``fields()`` of another one."""
+        failed = content["failed_requests"]
+        return cls(**{name: Sums(*content[name]) for name in _SUMS}, failed_requests=failed)
+
+
+_SUMS = WorkStats.__slots__[:-1]
+
+
+@dataclass(slots=True)
+class WorkCounts(Added):
+    """What attempts did. A kill loses the last minute of these counts; counts of documents are
+    exact.
+
+    Attributes:
+        requests: requests that a server answered.
+        failed: requests that ended without an answer.
+        cached: requests that were answered from the request cache.
+        sent: attempts of requests that were sent to a server.
+        retries: attempts that failed and whose request was sent again.
+        resent: attempts that were lost with their server and whose request was sent again.
+        restarts: of servers.
+        errors: failed attempts by kind, such as "timeout", "connection" or "HTTP 503".
+        cached_tokens: prompt tokens that the server took from its own cache.
+        reasoning_tokens: those among the completion tokens.
+        cost: of the answers, in billionths, at the ``prices`` of the config.
+        tiers: answers by the ``service_tier`` that the server names.
+    """
+
+    documents: int = 0
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached: int = 0
+    sent: int = 0
+    retries: int = 0
+    resent: int = 0
+    restarts: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    cost: int = 0
+    tiers: Counter[str] = field(default_factory=Counter)
+
+    def numbers(self) -> list[int]:
+        return [getattr(self, name) for name in _WORK_NUMBERS]
+
+    @classmethod
+    def from_json(cls, numbers: Sequence[int], errors: Counter[str], tiers: Counter[str]) -> Self:
+        named = dict(zip(_WORK_NUMBERS, numbers, strict=False))
+        return cls(**named, errors=errors, tiers=tiers)
+
+
+_WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type == "int")
+
+
+@dataclass(slots=True, frozen=True)
+class Rates(Added):
+    """What is done per second. ``input``: in the input's unit."""
+
+    documents: float = 0.0
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+    input: float = 0.0
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(value * factor for value in self.fields().values()))
 
 
 @dataclass(slots=True, kw_only=True)
-class RunNumbers:
+class RunNumbers(Added):
     """The numbers of a rank, or the sums over several ranks.
 
     Attributes:
@@ -104,9 +409,3 @@ class RunNumbers:
         if not said:
             return ""
         return self.at_least + ", ".join(said)
-
-    def add(self, other: RunNumbers) -> None:
-        self.dead_letters.update(other.dead_letters)
-        self.exact = self.exact and other.exact
-        for name in _ADDED:
-            setattr(self, name, getattr(self, name) + getattr(other, name))

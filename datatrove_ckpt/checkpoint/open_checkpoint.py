@@ -8,8 +8,8 @@ called after progress and failure.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,10 @@ from datatrove_ckpt.checkpoint.chunks import (
     no_position,
 )
 from datatrove_ckpt.checkpoint.clock import Seconds, unix_seconds
-from datatrove_ckpt.checkpoint.commits import CommitLog
+from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
-from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -50,12 +49,14 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
 from datatrove_ckpt.checkpoint.placement import DiskRoom
 from datatrove_ckpt.checkpoint.publishing import Output, Publisher
 from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
+from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -68,6 +69,14 @@ MAX_PUBLISHING = 4
 _COPIES = 4
 
 
+LastRecords = Callable[[bool], Sequence[Record]]
+
+
+def no_records(completed: bool) -> Sequence[Record]:
+    """The ``LastRecords`` of an attempt that ends without a word."""
+    return ()
+
+
 class OpenCheckpoint:
     """One rank's checkpoint, open. ``admit`` each document in input order, ``finish`` it, and
     ``close`` at the end.
@@ -75,7 +84,7 @@ class OpenCheckpoint:
     Methods belong to the event loop's thread, except those below "any thread".
 
     Args:
-        lease: what ``settings.take`` has returned.
+        lease: what ``LockedRank.take`` has returned.
         output: made with the lease.
     """
 
@@ -85,13 +94,6 @@ class OpenCheckpoint:
         self.has_locks = lease.lock.works
         """False: the file system has no locks, and only the fence keeps two processes apart."""
         self.resumed = point = rank_files.point
-        self.counts = rank_files.counts
-        """What all attempts of the rank committed. The storage thread adds to it."""
-        self.work = rank_files.work
-        """What the documents of all attempts took, as far as they are committed.
-
-        To be read after ``close``.
-        """
         self.clock = rank_files.clock
         """Measures this attempt."""
         self.error: BaseException | None = None
@@ -100,10 +102,6 @@ class OpenCheckpoint:
         """
         self.on_change: Callable[[], None] = lambda: None
         """Called in other threads after progress and failure. Must return at once."""
-        self.last_records: Callable[[bool], Sequence[Record]] = lambda completed: ()
-        """Called by ``close``, once nothing more is committed: the end of the attempt, for the
-        history.
-        """
         self._folder = folder = settings.folder
         self._files = rank_files  # used in the storage thread only, except its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
@@ -121,22 +119,26 @@ class OpenCheckpoint:
         if lease.mirror is not None:
             lease.mirror.start(self)
 
-    def close(self, completed: bool = False) -> None:
-        """Writes what was handed over and releases the rank. ``completed``: every document of the
-        input is committed.
+    def close(self, completed: bool = False, last_records: LastRecords = no_records) -> None:
+        """Writes what was handed over and releases the rank.
 
         In any thread; only the first call has an effect. Errors of the threads are in ``error``,
         not raised.
+
+        Args:
+            completed: every document of the input is committed.
+            last_records: called once nothing more is committed. Returns the end of the attempt, for
+                the history.
         """
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self._close(completed)
+                self._close(completed, last_records)
 
-    def _close(self, completed: bool) -> None:
+    def _close(self, completed: bool, last_records: LastRecords) -> None:
         self._output.stop()
         self._publisher.stop()
-        last = self.last_records(completed)
+        last = last_records(completed)
         self.note(*last)
         self._storage.stop()
         if self._storage.error is not None:
@@ -222,6 +224,19 @@ class OpenCheckpoint:
         return self._files.seconds
 
     @property
+    def counts(self) -> DocumentCounts:
+        """What all attempts of the rank committed. The storage thread adds to it."""
+        return self._files.counts
+
+    @property
+    def work(self) -> WorkStats:
+        """What the documents of all attempts took, as far as they are committed.
+
+        To be read after ``close``.
+        """
+        return self._files.work
+
+    @property
     def congested(self) -> bool:
         """Whether the disk is behind; wait until ``on_change`` is called and this is False."""
         return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
@@ -305,15 +320,11 @@ class OpenCheckpoint:
 
 @dataclass
 class CheckpointManager:
-    """The unopened checkpoint of one rank: its settings (see ``InferenceRunner``) and callbacks.
+    """The unopened checkpoint of one rank: its settings, see ``InferenceRunner``.
 
     Args:
-        before_first: called before a rank's first start; its error refuses the rank.
-        before_move: called before a job's first start with another output folder; as
-            ``before_first``.
         placed_later: output is in place long after it is written, so only free disk space limits
             the waiting chunks.
-        old_answers: opens the answers of an old run; its error refuses the rank.
         shutdown: how long to wait for a publication at the end; None: until it is done.
     """
 
@@ -321,100 +332,141 @@ class CheckpointManager:
     rank: int
     records_per_chunk: int
     identity: RunIdentity
-    before_first: Callable[[], None]
-    before_move: Callable[[], None]
     placed_later: bool = False
     sync_seconds: SecondsOrAuto = 1.0
     retry_errors: bool = False
     keep_answers: bool = False
     accept_changes: bool = False
     mirror: Mirror | None = None
-    old_answers: Callable[[], RequestCache | None] = lambda: None
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     @property
     def folder(self) -> Path:
         return rank_folder(self.root, self.rank)
 
-    def take(self) -> RankLease:
-        """Takes the rank: lock, identities of rank and job, fence, recovery.
+    @contextmanager
+    def look(self) -> Iterator[LockedRank]:
+        """Locks the rank, and compares its identity. The block takes the rank.
 
-        A failure undoes these steps: a refused process leaves the rank to its owner, and a finished
-        rank finished.
+        An error of the block undoes that: a refused process leaves the rank to its owner, a
+        finished rank finished, and no new folder.
 
         Raises:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
         folder = self.folder
-        last_chunk = last_chunk_of(self.folder)
+        last_chunk = last_chunk_of(folder)
         check_files(folder, last_chunk)
         is_new = not folder.exists()
-        # A retry of dead letters is no job: ranks retry when they like, with their own settings.
-        is_retry = retry_number(self.root.name) is not None
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
         finished = is_finished(folder)
         unlocked = not (folder / LOCK).exists()
         lock = files.Lock(folder / LOCK)
-        with ExitStack() as undo:
-            # A refused run leaves a finished rank finished, and no new folder.
-            refused = undo.enter_context(ExitStack())
+        with ExitStack() as refused:
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
             refused.callback(lock.release, remove=unlocked)
             claim = RunClaim(folder, self.identity, self.accept_changes)
+            scanned = None
             if claim.before:  # first of all: an earlier owner's commits may be lost
                 scanned = scan_complete_commits(folder, finished, claim.before)
-            else:
-                scanned = None
-                self.before_first()
-            old = None if finished else self.old_answers()
+            yield LockedRank(self, lock, claim, scanned, finished, refused)
+
+
+@dataclass(frozen=True)
+class LockedRank:
+    """A rank that no other process can take now, unless its file system has no locks.
+
+    Attributes:
+        scanned: what ``scan_commits`` has returned; None before the first start.
+    """
+
+    settings: CheckpointManager
+    lock: files.Lock
+    claim: RunClaim
+    scanned: tuple[dict[int, Commit], int] | None
+    is_finished: bool
+    refused: ExitStack
+
+    @property
+    def is_first(self) -> bool:
+        return not self.claim.before
+
+    def take(
+        self,
+        check_moved: Callable[[], None],
+        old: RequestCache | None = None,
+    ) -> RankLease:
+        """Takes the rank: identity of the job, fence, recovery.
+
+        Args:
+            check_moved: see ``join_job``.
+            old: the answers of an old run, see ``open_old_answers``.
+
+        Raises:
+            CheckpointError: another job, damage, or refused by the disk.
+        """
+        settings = self.settings
+        folder = settings.folder
+        # A retry of dead letters is no job: ranks retry when they like, with their own settings.
+        job: AbstractContextManager[None] = nullcontext()
+        if retry_number(settings.root.name) is None:
+            job = join_job(
+                settings.root,
+                settings.rank,
+                settings.identity,
+                settings.accept_changes,
+                check_moved,
+            )
+        with ExitStack() as undo:
             if old is not None:
                 undo.callback(old.close)
-            job = self.root, self.rank, self.identity, self.accept_changes, self.before_move
-            with nullcontext() if is_retry else join_job(*job):
-                refused.pop_all()
-                undo.callback(lock.release)
+            with job:
+                self.refused.pop_all()
+                undo.callback(self.lock.release)
                 interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
-                fence, cache = self._take_over(lock, claim, len(scanned[0]) if scanned else 0, undo)
-            log = CommitLog(folder / COMMITS, scanned if lock.works else None)
-            if self.retry_errors:
+                fence, cache = self._take_over(undo)
+            log = CommitLog(folder / COMMITS, self.scanned if self.lock.works else None)
+            if settings.retry_errors:
                 cache.forget_errors()
-            point = recover(folder, log, cache, self.records_per_chunk)
-            point.interrupted = interrupted and bool(claim.before)
-            rank_files = RankFiles(
-                folder, cache, log, fence, Interval(self.sync_seconds, SYNC_TUNING), point, old
-            )
+            point = recover(folder, log, cache, settings.records_per_chunk)
+            point.interrupted = interrupted and not self.is_first
+            interval = Interval(settings.sync_seconds, SYNC_TUNING)
+            rank_files = RankFiles(folder, cache, log, fence, interval, point, old)
             rank_files.start_history()
             undo.pop_all()
-        return RankLease(lock, rank_files, self.mirror)
+        return RankLease(self.lock, rank_files, settings.mirror)
 
-    def _take_over(
-        self, lock: files.Lock, claim: RunClaim, commits: int, undo: ExitStack
-    ) -> tuple[Fence, RequestCache]:
-        if not claim.before and (last_chunk := last_chunk_of(self.folder)).exists():
+    def _take_over(self, undo: ExitStack) -> tuple[Fence, RequestCache]:
+        claim = self.claim
+        folder = self.settings.folder
+        commits = 0
+        if self.scanned is not None:
+            commits = len(self.scanned[0])
+        if self.is_first and (last_chunk := last_chunk_of(folder)).exists():
             # The file of a removed folder would name chunks that are not committed.
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
-        if lock.works and claim.before:
+        if self.lock.works and not self.is_first:
             # SQLite has its own lock, whose holder must not be fenced off: open the cache first.
             cache = self._open_cache(undo)
-            if self.placed_later:
+            if self.settings.placed_later:
                 # On a full disk run.json needs this room. Staged files are made again from the
                 # journals.
-                files.disk.remove_tree(self.folder / STAGING)
+                files.disk.remove_tree(folder / STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)
         # An earlier owner may still have these files open, until it checks the fence.
-        if not lock.works:
-            journals = [journal_name(index) for index in journal_indices(self.folder)]
+        if not self.lock.works:
+            journals = [journal_name(index) for index in journal_indices(folder)]
             for name in (*journals, *CACHE_FILES, COMMITS, HISTORY):
-                files.disk.detach(self.folder / name)
+                files.disk.detach(folder / name)
         return fence, self._open_cache(undo)
 
     def _open_cache(self, undo: ExitStack) -> RequestCache:
-        cache = RequestCache(
-            self.folder / CACHE, self.folder / KEPT_ANSWERS if self.keep_answers else None
-        )
+        folder = self.settings.folder
+        kept = folder / KEPT_ANSWERS if self.settings.keep_answers else None
+        cache = RequestCache(folder / CACHE, kept)
         undo.callback(cache.close)
         return cache

@@ -15,11 +15,11 @@ from functools import partial
 from typing import Protocol
 
 from datatrove_ckpt.checkpoint.chunks import Chunk
-from datatrove_ckpt.checkpoint.commits import DocumentCounts, OutputFile
-from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished, Took
+from datatrove_ckpt.checkpoint.commits import OutputFile
+from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Took, WorkStats
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
-from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -161,6 +161,6 @@ class _WrittenDocuments:
         self.lease.check()
 
     def _count(self, took: list[Took]) -> None:
-        self.chunk.counts.count(took)
-        self.chunk.work.count(took)
+        self.chunk.counts += DocumentCounts.of(took)
+        self.chunk.work += WorkStats.of(took)
         took.clear()

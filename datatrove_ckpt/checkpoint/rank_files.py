@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -37,6 +37,7 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.process.slurm_job import job_id
@@ -138,14 +139,14 @@ class RankFiles:
 
     def __post_init__(self) -> None:
         point = self.point
-        self.counts = replace(point.counts)
+        self.counts = point.counts
         """What all attempts of the rank committed."""
         self.work = point.work
         """What the committed documents took.
 
         It has the last chunk's numbers once ``committed`` has counted it.
         """
-        self.finished = replace(point.finished)
+        self.finished = point.finished
         """The documents that all attempts finished: those in commits and those in journals."""
         self.seconds = point.seconds
         """What the rank took until the last commit."""
@@ -195,7 +196,7 @@ class RankFiles:
             group[0].seconds = self.clock.now()
             journal.append(group)
             self._dirty[journal.path] = journal
-            self.finished.count([finished.took for finished in group])
+            self.finished += DocumentCounts.of([finished.took for finished in group])
 
     def answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""
@@ -257,14 +258,14 @@ class RankFiles:
             position=chunk.position(),
             last_input=chunk.last_input,
             dead_letters_size=self._dead_letters.size,
-            work=chunk.work.to_json(),
+            work=chunk.work.fields(),
             seconds=seconds,
             at=unix_seconds(),
         )
         self.log.append(commit)
         self._forget(chunk)
-        self.counts.add(chunk.counts)
-        self.work.add(chunk.work)
+        self.counts += chunk.counts
+        self.work += chunk.work
         self.seconds = seconds
         # Last, because the event loop may then take the rank for finished.
         self.committed += 1
@@ -319,7 +320,7 @@ class RankFiles:
             position = position._replace(done=position.total)
         progress.position = position
         progress.seconds = self.clock.now()
-        progress.documents = replace(self.finished)
+        progress.documents = self.finished
         progress.chunks = self._chunks_before + self.committed
 
     # the mirror ----------------------------------------------------------------------------------

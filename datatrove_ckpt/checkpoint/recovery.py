@@ -32,7 +32,6 @@ from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
     CommitLog,
-    DocumentCounts,
     read_last_chunk,
     sum_work,
 )
@@ -44,8 +43,8 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
 )
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkStats
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
-from datatrove_ckpt.checkpoint.work_stats import WorkStats
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 
@@ -122,11 +121,10 @@ def recover(
     for chunk_index, first_ordinal, end in uncommitted_journals(
         folder, log.commits, records_per_chunk
     ):
-        journal = ChunkJournal(
-            journal_path(folder, chunk_index), first_ordinal, end, point.finished.count
-        )
+        journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end)
         if journal.file.size:
             point.journals[chunk_index] = journal
+            point.finished += journal.counts
         else:
             journal.remove()  # a kill came before its first line was written
     finished = set[int]()
@@ -154,7 +152,7 @@ def _resume_point(log: CommitLog) -> ResumePoint:
         point.position = commit.position
         point.milestones[commit.next_ordinal - 1] = commit.last_input
     point.counts, point.work, point.seconds = sum_work(log.commits.values())
-    point.finished.add(point.counts)
+    point.finished = point.counts
     point.done = {
         index: commit for index, commit in log.commits.items() if index >= point.next_chunk
     }

@@ -43,14 +43,10 @@ from datatrove_ckpt.claims.stores import (
     is_run,
     open_here,
 )
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import CkptError
 
-LAUNCH = "DATATROVE_CKPT_LAUNCH"
-"""The environment variable whose value all workers of a launch share.
-
-The next launch tries again what one gives up.
-"""
 _KILLS = 3  # so many kills count as one attempt: mostly the machine is the cause, and not the rank
 _LOCKED_SECONDS = 30.0  # until a rank is tried again whose lock another process holds
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal, rank_folder
 from datatrove_ckpt.mirror.job import newest_manifest
 
 Progress = tuple[int, int, int]
@@ -15,8 +15,9 @@ Earlier ones count more: a commit drops the others.
 """
 
 
-def mirrored_progress(urls: Iterable[str]) -> Progress:
+def mirrored_progress(mirrors: Iterable[str], rank: int) -> Progress:
     commits = journals = answers = 0
+    urls = [f"{url}/{rank:05d}" for url in mirrors]
     for manifest in filter(None, map(newest_manifest, urls)):
         sizes = manifest.sizes
         commits += sizes.get(COMMITS, 0)
@@ -25,9 +26,9 @@ def mirrored_progress(urls: Iterable[str]) -> Progress:
     return commits, journals, answers
 
 
-def local_progress(folders: Iterable[Path]) -> Progress:
+def local_progress(roots: Iterable[Path], rank: int) -> Progress:
     commits = journals = answers = 0
-    for path in [path for folder in folders for path in folder.glob("*")]:
+    for path in [path for root in roots for path in rank_folder(root, rank).glob("*")]:
         try:
             size = path.stat().st_size
         except FileNotFoundError:  # a journal whose chunk was committed

@@ -29,7 +29,7 @@ from fsspec.utils import get_protocol
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.object_store import ObjectStore, is_in_repository, refuse_repository
 
 _POLICY = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
 _OWNER = re.compile("[0-9a-f]{40}(-run)?")
@@ -65,6 +65,16 @@ class Look(NamedTuple):
         for mark in sorted(self.marks, key=lambda mark: (-mark.number, mark.owner)):
             found.setdefault(mark.rank, mark)
         return found
+
+
+def may_hold_claims(folder: str) -> bool:
+    return not is_in_repository(folder)
+
+
+def refuse_for_claims(setting: str, folder: str) -> None:
+    """Raises ConfigError if the folder is in a repository."""
+    if not may_hold_claims(folder):
+        refuse_repository(setting, folder, "each claim of a worker")
 
 
 def open_store(url: str, owner: str, options: Mapping[str, object]) -> DiskClaims | ObjectClaims:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
+from collections.abc import Sequence
 
 from datatrove.executor.base import PipelineExecutor
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.cli import slurm_submit
-from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.short_form import Node
@@ -30,19 +30,14 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WaitsForBatches,
 )
-from datatrove_ckpt.errors.doors import command, current
+from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import (
-    check_after_run,
-    check_before_run,
-    check_steps,
-    note_workers,
-)
-from datatrove_ckpt.preflight.doctor import check_rules_of_hub
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
+from datatrove_ckpt.run_folder.closing import closing_line
+from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
+from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
 
 
 def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
@@ -73,7 +68,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
-            advise(error, plan)
+            advise(error, plan, arguments.command)
             return fail(error, 1)
         note_workers(plan.workers, plan.tasks)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
@@ -114,21 +109,18 @@ def _checked_run(
                 )
             if arguments.retry_dead_letters:
                 plan = _retry_dead_letters(executor, plan)
-            # Complete ranks have dead letters, too.
-            executor.skip_completed = executor.skip_completed and not plan.retries
+            if plan.retries:  # datatrove's executors, and a flag, leave it as it was
+                executor.skip_completed = False
             if arguments.worker:
                 started = True
                 _work(executor)
                 return 0
-            if isinstance(executor, JobsPipelineExecutor):
-                executor.check(plan)
             with plan.with_mirrors() as seen:
                 check_before_run(seen)
-            _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            _note_command(plan, content)
+            _note_command(plan, content, shlex.join(arguments.command))
             dead = _execute(executor, plan, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(
@@ -136,7 +128,7 @@ def _checked_run(
                 )
                 return fail(left, 1)
     except KeyboardInterrupt:
-        return _interrupted(interruption)
+        return _interrupted(interruption, arguments.command)
     except SystemExit as exit:
         # datatrove's requeue handler exits with 15; a step may exit with 0.
         if exit.code:
@@ -152,13 +144,13 @@ def _checked_run(
             raise
         # The signal may have ended datatrove's own processes first.
         if interruption.number is not None:
-            return _interrupted(interruption)
+            return _interrupted(interruption, arguments.command)
         own: Exception | None = own_error(error)
         if own is None and isinstance(error, OSError):
             own = explain(error, plan)
         if own is None:
             raise
-        advise(own, plan)
+        advise(own, plan, arguments.command)
         code = 1  # scripts know it
         if arguments.worker or isinstance(own, WaitsForBatches):
             code = code_of_rank(own)
@@ -168,11 +160,11 @@ def _checked_run(
     return 0
 
 
-def _note_command(plan: RunPlan, content: Node) -> None:
+def _note_command(plan: RunPlan, content: Node, command: str) -> None:
     if plan.logging_dir.is_local():
         with plan.logging_dir.open(COMMAND_FILE, "w") as file:
-            file.write(FullConfig(content).redact(redact(command())))
-            if current().form:
+            file.write(FullConfig(content).redact(redact(command)))
+            if form():
                 file.write(f"\n{plan.logging_dir.path}")
 
 
@@ -180,13 +172,6 @@ def _work(executor: LocalPipelineExecutor) -> None:
     executor._quiet = QuietErrors(said_later=True)
     completed = executor.run_worker()
     say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
-
-
-def _warn_of_hub(plan: RunPlan) -> None:
-    for runner in plan.runners:
-        for finding in check_rules_of_hub(plan, runner.step):
-            if finding.state == "warning":
-                logger.warning(f"{finding.what}: {finding.message}")
 
 
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
@@ -197,50 +182,40 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]
-        say(slurm_submit.submit(executor, what, command()))
+        say(slurm_submit.submit(executor, what, shlex.join(arguments.command)))
         return 0
     is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
-    marked = {}
-    if not is_ours and not executor.skip_completed:
-        marked = plan.marked()
     if is_ours:
         executor.run_ranks()
     else:
+        plan.forget_completed()
         executor.run()
-        _refuse_what_is_left(plan, marked)
+        _refuse_what_is_left(plan)
     with plan.with_mirrors() as seen:
         jobs = check_after_run(seen)
         for runner, root in seen.kept:
-            say(closing_line(runner, root, jobs[root], started))
+            say(closing_line(runner, root, jobs[root], started, shlex.join(arguments.command)))
     return sum(job.counts.dead for job in jobs.values())
 
 
-def _interrupted(interruption: Interruption) -> int:
+def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     number = interruption.number or signal.SIGINT
     what = (
         f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: "
-        f"{command()}"
+        f"{shlex.join(words)}"
     )
     print(what, file=sys.stderr)
     return 128 + number
 
 
-def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
+def _refuse_what_is_left(plan: RunPlan) -> None:
     """Checks that all tasks are complete, because datatrove's executors hide failures.
-
-    Args:
-        marked: the markers before the run; a task that ran again has a new marker.
 
     Raises:
         CkptError: some tasks are not complete.
     """
-    now = {}
-    if marked:
-        now = plan.marked()
-    old = {name for name, time in marked.items() if now.get(name) == time}
-    anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
-    left = sorted({*plan.incomplete(skip_completed=True), *anew})
+    left = plan.incomplete(skip_completed=True)
     if left:
         raise CkptError(
             f"{len(left)} of {plan.tasks} tasks are not complete; task {left[0]} is the first. "

@@ -15,7 +15,6 @@ from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CkptError, ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 
 
@@ -55,9 +54,11 @@ def check(executor: PipelineExecutor) -> None:
         )
     if shutil.which("sbatch") is None:
         raise ConfigError(
-            f"{written.executor}: SlurmPipelineExecutor submits with sbatch, which is not on this "
-            f"machine's PATH. Run this on a login node of the cluster, or {written.run_here}. "
-            "--dry-run shows the script anywhere."
+            "SlurmPipelineExecutor submits with sbatch, which is not on this "
+            "machine's PATH. Run this on a login node of the cluster, or leave Slurm out "
+            "(class_path: LocalPipelineExecutor). "
+            "--dry-run shows the script anywhere.",
+            setting="executor",
         )
 
 

@@ -14,8 +14,8 @@ from datatrove_ckpt.checkpoint.identity import not_readable
 from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.common.retrying import hub_refusal
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.errors.doors import written
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.errors.names import setting_name
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -28,7 +28,7 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
     if refused:
         there = re.match("hf://[a-z]+s/([^/]+/[^/]+)", logs.resolve_paths(""))
         if there and there[1] in refused:
-            return StorageFailed(f"{written.logging_dir}: {refused}.")
+            return StorageFailed(f"{refused}.", setting="logging_dir")
         return StorageFailed(f"{refused}.")
     folders = {}
     if logs.is_local():
@@ -50,11 +50,9 @@ def explain(error: OSError, plan: RunPlan) -> Exception:
         if path.is_relative_to(folder) or folder.is_relative_to(path)
     )
     setting = next(near, "")
-    shown = written(setting)
+    shown = setting_name(setting)
     if setting == "checkpoints_local_dir" and error.errno != errno.EROFS:
-        return StorageFailed(
-            f"{not_readable(error.filename)}, or choose another {written.checkpoints_local_dir}."
-        )
+        return StorageFailed(f"{not_readable(error.filename)}, or choose another {shown}.")
     where = ""
     other = ", or mount it writable,"
     if setting:

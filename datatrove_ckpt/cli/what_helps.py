@@ -1,46 +1,67 @@
-"""The commands that help against an error, added to it as notes: each door prints its own."""
+"""The commands that help against an error, added to it as notes."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.errors.doors import ChangeSetting, StartOver, current
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.errors.names import form
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 
-def advise(error: Exception, plan: RunPlan) -> None:
-    """Adds complete commands to an error that names helpful settings."""
+def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
+    """Adds complete commands to an error that names what helps.
+
+    Args:
+        words: the command; without them the job was started in Python.
+    """
     if not isinstance(error, CkptError):
         return
-    settings = [remedy for remedy in error.remedies if isinstance(remedy, ChangeSetting)]
-    commands = [setting.command for setting in reversed(settings)]  # what helps first stands last
-    for number, command in enumerate(filter(None, commands)):
-        error.add_note(f"{'or' if number else 'The whole command'}: {command}")
-    if any(isinstance(remedy, StartOver) for remedy in error.remedies):
+    if words:
+        for number, changes in enumerate(error.changes):
+            command = _changed(words, changes, plan)
+            error.add_note(f"{'or' if number else 'The whole command'}: {command}")
+    if error.starts_over:
         folder = _run_folder(plan)
         if folder is not None:
             move = shlex.join(["mv", str(folder), str(files.free_name(folder, "."))])
             error.add_note(f"To start over, move what is there aside while no task runs: {move}")
 
 
-def _run_folder(plan: RunPlan) -> Path | None:
-    """Returns the run folder of a job in the short form, if it is on this machine and has nothing
-    else.
+def _changed(words: Sequence[str], changes: Mapping[str, object], plan: RunPlan) -> str:
+    """Returns the command with other settings; as a run of all tasks, which can do more than a
+    worker.
     """
-    folders = [
-        plan.logging_dir,
-        *(runner.step.output_writer.output_folder for runner in plan.runners),
-    ]
-    if not current().form or not all(folder.is_local() for folder in folders):
+    changed = [word for word in words if word != "--worker"]
+    runner = f"pipeline.{plan.runners[0].index}"
+    places = {
+        "tasks": "executor.tasks",
+        "max_tokens": f"{runner}.config.default_generation_params.max_tokens",
+    }
+    for name, value in changes.items():
+        text = str(value)
+        if isinstance(value, bool):
+            text = text.lower()
+        flag = f"--{name.replace('_', '-')}"
+        added = [flag, text]
+        if not form():
+            flag = f"--{places.get(name, f'{runner}.{name}')}"
+            added = [f"{flag}={text}"]
+        changed = [*without_flag(changed, flag), *added]
+    return shlex.join(changed)
+
+
+def _run_folder(plan: RunPlan) -> Path | None:
+    """Returns the run folder of a job in the short form, if it is on this machine and does not hold
+    the input.
+    """
+    if not form() or not plan.logging_dir.is_local():
         return None
-    below = [Path(folder.resolve_paths("")).absolute() for folder in folders]
-    below += [root for _, root in plan.kept]
-    found = {path.parent for path in below}
-    folder = found.pop()
-    holds_input = any(path.is_relative_to(folder) for path in plan.inputs)
-    if found or holds_input or not folder.is_dir():
+    folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent
+    if not folder.is_dir() or any(path.is_relative_to(folder) for path in plan.inputs):
         return None
     return folder

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 
@@ -202,3 +203,25 @@ def no_bars_in_logs() -> None:
         # HF_HUB_DISABLE_PROGRESS_BARS=0 asks for them.
         with warnings.catch_warnings(action="ignore"):
             disable_progress_bars()
+
+
+def without_flag(words: Sequence[str], flag: str) -> list[str]:
+    """Returns a command without a flag and its value: ``--tasks=2``, ``--tasks 2``."""
+    kept: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        name, equals, _ = word.partition("=")
+        if name != flag:
+            kept.append(word)
+        elif not equals:
+            next(remaining, None)
+    return kept
+
+
+def repair_command(*what: str, logging_dir: str | None = None, output: str | None = None) -> str:
+    command = ["datatrove-ckpt", "repair", *what]
+    if output is not None:
+        command += ["--output", output]
+    if logging_dir is not None:
+        command += ["--logging-dir", logging_dir]
+    return shlex.join(command)

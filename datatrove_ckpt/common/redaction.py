@@ -27,7 +27,6 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.errors import ConfigError, printable
-from datatrove_ckpt.errors.doors import written
 
 HIDDEN = "***"
 MIRROR_KEY_VARIABLE = "DATATROVE_CKPT_MIRROR_KEY"
@@ -477,8 +476,9 @@ def refuse_variables(setting: str, path: str) -> None:
     """
     if match := VARIABLE.search(path):
         raise ConfigError(
-            f"{setting}: {path!r} contains {match[0]}, which nothing expands here: there would be "
-            f"a folder of that name. Write the path out.{written.may_hold_variables}"
+            f"{path!r} contains {match[0]}, which nothing expands here: there would be a folder of "
+            "that name. Write the path out.",
+            setting=setting,
         )
     if not path.startswith("~"):
         refuse_tilde(setting, path, Path(path))
@@ -488,5 +488,5 @@ def refuse_tilde(setting: str, path: str, found: Path) -> None:
     """Refuses a ``~`` that no shell would expand."""
     if "~" in found.parts:
         raise ConfigError(
-            f"{setting}: {path!r}: only a ~ at the beginning of a path means a home folder."
+            f"{path!r}: only a ~ at the beginning of a path means a home folder.", setting=setting
         )

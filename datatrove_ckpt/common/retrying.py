@@ -41,7 +41,6 @@ from datatrove_ckpt.errors import (
     WaitsForBatches,
     causes,
 )
-from datatrove_ckpt.errors.doors import written
 
 T = TypeVar("T")
 
@@ -162,7 +161,7 @@ def naming_hub() -> Iterator[None]:
     except OSError as error:
         if (refused := hub_refusal(error)) is None:
             raise
-        raise StorageFailed(f"{written.logging_dir}: {refused}.") from error
+        raise StorageFailed(f"{refused}.", setting="logging_dir") from error
 
 
 def library_line(error: BaseException) -> str:

@@ -15,7 +15,6 @@ from loguru import logger
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -69,21 +68,21 @@ def merged(
     for extra in _EXTRAS:
         given = body.pop(extra, None) or {}
         if not isinstance(given, dict):
-            raise ConfigError(f"{written(f'{key}.{extra}')}: must be a mapping.")
+            raise ConfigError("must be a mapping.", setting=f"{key}.{extra}")
         extras[extra] = given
     body |= extras.pop("extra_body")
     if body.get("stream"):
         raise ConfigError(
-            f"{written(f'{key}.extra_body.stream')}: answers are read as a whole. Remove stream."
+            "answers are read as a whole. Remove stream.", setting=f"{key}.extra_body.stream"
         )
     for extra, fields in extras.items():
         for name, value in fields.items():
             if not isinstance(value, str):
-                raise ConfigError(f"{written(f'{key}.{extra}.{name}')}: must be a text.")
+                raise ConfigError("must be a text.", setting=f"{key}.{extra}.{name}")
             if extra == "extra_headers" and not _FIELD.fullmatch(f"{name}: {value}"):
                 raise ConfigError(
-                    f"{written(f'{key}.{extra}.{name}')}: must be a text that can be sent as a "
-                    "header field."
+                    "must be a text that can be sent as a header field.",
+                    setting=f"{key}.{extra}.{name}",
                 )
     if not any(extras.values()):
         extras.clear()
@@ -100,11 +99,11 @@ def refuse_unsendable(
         for name, part in value.items():
             refuse_unsendable(part, f"{key}.{name}", default)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{written(key)}: JSON has no {value}, and null would be sent.")
+        raise ConfigError(f"JSON has no {value}, and null would be sent.", setting=key)
     try:
         orjson.dumps(value, option=PAYLOAD_JSON, default=default)
     except TypeError as error:
-        raise ConfigError(f"{written(key)}: cannot be sent as JSON ({error}).") from None
+        raise ConfigError(f"cannot be sent as JSON ({error}).", setting=key) from None
 
 
 def warn_of_unknown(params: dict[str, object]) -> None:
@@ -133,25 +132,25 @@ def check_generation_params(key: str, params: object) -> None:
         ConfigError: no request can succeed with these parameters.
     """
     if not isinstance(params, dict):
-        raise ConfigError(f"{written(key)}: {params!r} is not a mapping of payload keys to values.")
+        raise ConfigError(f"{params!r} is not a mapping of payload keys to values.", setting=key)
     params, _ = merged(params, key)
     refuse_unsendable(params, key)
     if params.get("stream"):
-        raise ConfigError(f"{written(f'{key}.stream')}: answers are read as a whole; remove it.")
+        raise ConfigError("answers are read as a whole; remove it.", setting=f"{key}.stream")
     tiers = params.get("service_tier") or ""
     if not isinstance(tiers, str | list) or not all(isinstance(tier, str) for tier in tiers):
-        raise ConfigError(f"{written(f'{key}.service_tier')}: takes a tier, or a list of tiers.")
+        raise ConfigError("takes a tier, or a list of tiers.", setting=f"{key}.service_tier")
     for name in TOKEN_LIMITS:
         value = params.get(name)
         if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):
             raise ConfigError(
-                f"{written(f'{key}.{name}')}: {value!r} is not a whole number of tokens, 1 or more."
+                f"{value!r} is not a whole number of tokens, 1 or more.", setting=f"{key}.{name}"
             )
     for name, (least, most) in _RANGES.items():
         value = params.get(name)
         if value is not None and not (_is_number(value) and least <= value <= most):
             raise ConfigError(
-                f"{written(f'{key}.{name}')}: {value!r} is not a number from {least:g} to {most:g}."
+                f"{value!r} is not a number from {least:g} to {most:g}.", setting=f"{key}.{name}"
             )
 
 

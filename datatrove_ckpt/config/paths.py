@@ -10,7 +10,6 @@ from pathlib import Path
 
 from datatrove_ckpt.common.redaction import VARIABLE, refuse_tilde
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 
 COMMAND_FILE = "command.txt"
 """In the ``logging_dir``: the last command of ``run``."""
@@ -28,16 +27,17 @@ def expand_path(setting: str, path: str) -> Path:
         name = match[1] or match[2]
         if name not in os.environ:
             raise ConfigError(
-                f"{written(setting)}: {path!r}: the environment variable {name} is not set here "
-                f"({socket.gethostname()}). Export it where the tasks run, or write the path out."
+                f"{path!r}: the environment variable {name} is not set here "
+                f"({socket.gethostname()}). Export it where the tasks run, or write the path out.",
+                setting=setting,
             )
     try:
         found = Path(os.path.expandvars(path)).expanduser().absolute()
     except RuntimeError:
         raise ConfigError(
-            f"{written(setting)}: {path!r}: there is no such home folder. Write the path out."
+            f"{path!r}: there is no such home folder. Write the path out.", setting=setting
         ) from None
-    refuse_tilde(written(setting), path, found)
+    refuse_tilde(setting, path, found)
     return found
 
 

@@ -41,10 +41,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
-from datatrove_ckpt.errors.doors import Remedy
+from datatrove_ckpt.errors.names import setting_name, start_over
 
 # Control characters except line break and tab, bidirectional marks, line separators, lone
 # surrogates.
@@ -76,16 +77,35 @@ class CkptError(Exception):
     """Base of every error of this package. Raised itself, it means that tasks of a cluster are not
     complete.
 
-    Its arguments are the parts of its message: texts, and what helps as objects (see ``doors``).
     Messages quote servers, documents and files. Python prints them when a script ends with one.
+
+    Args:
+        parts: of the message.
+        setting: what the message is about. Its name stands before the message, as the user wrote
+            it.
+        changes: settings with which the same command continues. Each mapping is one way, the best
+            way first. The command line prints them as whole commands.
+        starts_over: a run from the beginning helps, which may take over the old results. The
+            message ends with how to start it.
     """
+
+    def __init__(
+        self,
+        *parts: object,
+        setting: str = "",
+        changes: Sequence[Mapping[str, object]] = (),
+        starts_over: Literal["", "anew", "with old results"] = "",
+    ) -> None:
+        if setting:
+            parts = (f"{setting_name(setting)}: ", *parts)
+        if starts_over:
+            parts = (*parts, f" {start_over(starts_over == 'with old results')}")
+        Exception.__init__(self, *parts)
+        self.changes = changes
+        self.starts_over = starts_over
 
     def __str__(self) -> str:
         return printable("".join(map(str, self.args)))
-
-    @property
-    def remedies(self) -> list[Remedy]:
-        return [part for part in self.args if isinstance(part, Remedy)]
 
 
 def _message_in(body: str) -> str:

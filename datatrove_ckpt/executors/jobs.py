@@ -37,7 +37,9 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common import datatrove_arguments
+from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
@@ -55,14 +57,12 @@ from datatrove_ckpt.common.retrying import (
 )
 from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
     given_up_error,
     stats_of_complete,
 )
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
 from datatrove_ckpt.process.signals import Interruption
@@ -71,7 +71,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims
-    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -134,14 +134,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def __init__(
         self,
         pipeline: list[PipelineStep | Callable[..., object]],
-        tasks: int,
-        workers: int = -1,
+        tasks: Count,
+        workers: CountOrAll = -1,
         logging_dir: DataFolderLike = None,
         flavor: str = "cpu-basic",
         image: str | None = None,
         dependencies: list[str] | None = None,
         timeout: int | float | str | None = None,
-        tasks_per_job: int = 1,
+        tasks_per_job: Count = 1,
         depends: DatatroveExecutor | None = None,
         skip_completed: bool = True,
         randomize_start_duration: int = 0,
@@ -151,11 +151,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         token: str | None = None,
         secrets: dict[str, str | None] | None = None,
         env: dict[str, str] | None = None,
-        max_retries: int = 1,
+        max_retries: CountFromZero = 1,
         poll_interval: float = 15.0,
         run_on_dependency_fail: bool = False,
         job_name: str = "data_processing",
     ) -> None:
+        check(JobsPipelineExecutor, locals())
         given = datatrove_arguments(locals())
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
@@ -164,6 +165,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise ConfigError(
                 str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")
             ) from None
+        if any(runner.retry_dead_letters for runner in self._runners):
+            self.skip_completed = False  # complete ranks have dead letters
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
@@ -171,8 +174,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         # An image may contain its engine.
         engines = [] if image else [config.server_type for config in configs]
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
-        if max_retries < 0:
-            raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
         check_depends(depends, DatatroveExecutor)
         for key, name, value in _kept(
             env=env, labels=labels, dependencies=dependencies, image=image
@@ -185,7 +186,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
-                check_mirror(self._folder, "logging_dir")  # the mirror is in it
+                refuse_for_claims("logging_dir", self._folder)
                 mirror = default_mirror(self._folder, index)
                 mirrored = runner.changed(checkpoints_remote_dir=mirror)
                 self.pipeline = [mirrored if step is runner else step for step in self.pipeline]
@@ -208,12 +209,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on.
         """
-        from datatrove_ckpt.preflight.before_run import run_checked
+        from datatrove_ckpt.run_folder.findings import run_checked
 
         if job_launch.LAUNCH in os.environ:
             self._work()
         else:
-            run_checked(self, self.check)
+            run_checked(self)
 
     def _work(self) -> None:
         try:
@@ -232,21 +233,24 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _as_worker(self) -> LocalPipelineExecutor:
         attempts = self.max_retries + 1
-        return LocalPipelineExecutor(
+        worker = LocalPipelineExecutor(
             self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts
         )
+        worker.skip_completed = True  # the markers of ranks that run again are gone
+        return worker
 
     def check(self, plan: RunPlan) -> None:
         """Raises:
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
-        from datatrove_ckpt.preflight.before_run import lost_with_disk
+        from datatrove_ckpt.run_folder.run_plan import lost_with_disk
 
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
-                f"{written.executor}: a job of Hugging Face starts with an empty disk, which goes "
-                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}."
+                "a job of Hugging Face starts with an empty disk, which goes "
+                f"with it. Set to a URL (hf://buckets/ORG/NAME/..., s3://...): {'; '.join(lost)}.",
+                setting="executor",
             )
         self._secrets()
         own_files()
@@ -318,7 +322,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return
         logger.warning(
             f"{plural(len(jobs), 'job')} go on: {_shown(jobs)}. The same command waits for them. "
-            f"To cancel them: {written.cancel}."
+            "To cancel them: run --cancel, or cancel() of the executor."
         )
 
     def _run_dependency(self) -> None:
@@ -397,7 +401,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise CheckpointMismatch(
                 f"{plural(len(others), 'job')} of an earlier start still run, with other settings, "
                 f"rollout code or package: {_shown(others)}. Wait for them with what they were "
-                f"started with, or cancel them ({written.cancel}), and run this again."
+                "started with, or cancel them (run --cancel, or cancel() of the executor), and run "
+                "this again."
             )
         return running
 
@@ -617,8 +622,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 else:
                     how = "Export"
                 raise ConfigError(
-                    f"{written.executor}: secrets: {name} is not set here, and the jobs need it. "
-                    f"{how} it."
+                    f"secrets: {name} is not set here, and the jobs need it. {how} it.",
+                    setting="executor",
                 )
         return found
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -33,7 +33,6 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     causes,
 )
-from datatrove_ckpt.errors.doors import ChangeSetting, LowerMaxTokens, written
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
 from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
@@ -98,7 +97,7 @@ class Failures:
                 f"{plural(self.dead, 'document')} of this task failed, more than "
                 f"max_dead_letters={limit} allows. The last one, {name}: {cause}. Fix the "
                 "cause and run the same command again. When the task is finished, "
-                f"{written.retry_dead_letters} processes the dead letters again."
+                "retry_dead_letters processes the dead letters again."
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(source, slot.ordinal, error, payload_hashes)
@@ -113,23 +112,26 @@ class Failures:
     def _stop(self, name: str, cause: str, error: BaseException, document: Document) -> NoReturn:
         if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
             raise error
-        way = _way_out(error)
-        corrected: list[object] = []
+        way, *changes = _way_out(error)
+        corrected = ""
         if self.are_kept and not self.step.accept_changes:
             corrected = correction(self.step.rollout_fn)
         if corrected:
             way += corrected
+            changes.insert(0, _ACCEPTED)
         elif self.are_kept and any(isinstance(one, InvalidAnswer) for one in causes(error)):
-            way = [
-                "These answers are saved, too, so the same command fails again. To go on without "
-                "such documents, as dead letters, ",
-                ChangeSetting("on_document_error", "dead_letter"),
-                ". A new run drops them with invalid_answer: drop.",
-            ]
-        message = [f"D{name[1:]} failed: {cause}. The answers of other documents are saved. ", *way]
+            way = (
+                "These answers are saved, too, so the same command fails again. "
+                f"{_WITHOUT_SUCH} A new run drops them with invalid_answer: drop."
+            )
+            changes = [_AS_DEAD_LETTERS]
+        message = f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {way}"
+        payload = None
+        raised: str | BaseException = error
         if isinstance(error, InferenceError):
-            raise DocumentFailed(message, document, error.error, error.payload) from error
-        raise DocumentFailed(message, document, error) from error
+            payload = error.payload
+            raised = error.error
+        raise DocumentFailed(message, document, raised, payload, changes) from error
 
 
 # How datatrove's own errors begin.
@@ -163,18 +165,22 @@ def _named(doc_id: str, slot: ChunkSlot) -> str:
     return f"document {safe_repr(doc_id)} (number {slot.ordinal} of this task)"
 
 
-def correction(rollout_fn: object) -> list[object]:
-    """Returns advice on correcting this rollout, as parts of a message; none for ready-made
-    rollouts.
-    """
+_ACCEPTED = {"accept_changes": True}
+_AS_DEAD_LETTERS = {"on_document_error": "dead_letter"}
+_WITHOUT_SUCH = (
+    "To go on without such documents, as dead letters, set on_document_error to dead_letter."
+)
+
+
+def correction(rollout_fn: object) -> str:
+    """Returns advice on correcting this rollout; "" for ready-made rollouts."""
     if type(rollout_fn).__module__ == InvalidAnswer.__module__:
-        return []
-    return [
-        f" If you change the code of the rollout {name_of(rollout_fn)} for that, ",
-        ChangeSetting("accept_changes"),
-        ": what is done and paid is kept, and the new code works on the documents that are not "
-        "done.",
-    ]
+        return ""
+    return (
+        f" If you change the code of the rollout {name_of(rollout_fn)} for that, set "
+        "accept_changes: what is done and paid is kept, and the new code works on the documents "
+        "that are not done."
+    )
 
 
 # As vLLM, SGLang, llama.cpp and OpenAI word it. The words only choose a hint.
@@ -201,24 +207,20 @@ def offer_skipping(error: BaseException) -> None:
     rejected = any(isinstance(cause, RequestRejected) for cause in causes(error))
     if isinstance(error, DocumentFailed) and rejected:
         error.args += (
-            " To go on without each document whose request is rejected, as a dead letter, ",
-            ChangeSetting("skip_bad_requests"),
-            ".",
+            " To go on without each document whose request is rejected, as a dead letter, set "
+            "skip_bad_requests.",
         )
+        error.changes = [{"skip_bad_requests": True}, *error.changes]
 
 
-def _way_out(error: BaseException) -> list[object]:
-    """Returns what to do about a document that failed, as parts of a message."""
+def _way_out(error: BaseException) -> tuple[str, Mapping[str, object]] | tuple[str]:
+    """Returns what to do about a document that failed, and the settings that do it."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
     if rejected is None and any(isinstance(cause, RequestFailed) for cause in causes(error)):
-        return [
-            f"{_RUN_AGAIN} To go on without such documents, as dead letters, ",
-            ChangeSetting("on_document_error", "dead_letter"),
-            ".",
-        ]
+        return f"{_RUN_AGAIN} {_WITHOUT_SUCH}", _AS_DEAD_LETTERS
     if rejected is None:
-        return [_RUN_AGAIN]
-    way: list[object] = []
+        return (_RUN_AGAIN,)
+    way = ""
     if too_long := _TOO_LONG.search(rejected.body):
         context = int(too_long[1] or 0)
         asked = max_tokens_of(getattr(error, "payload", None) or {})
@@ -226,18 +228,20 @@ def _way_out(error: BaseException) -> list[object]:
         if found := _PROMPT_TOKENS.search(rejected.body):
             prompt = int(found[1])
         if asked + prompt > context > prompt:
-            way.append(
+            lower = min(context // 2, context - prompt)
+            way = (
                 f"max_tokens is {asked}, and the model's context, which holds the prompt, too, "
-                f"{context}. To continue: "
+                f"{context}. To continue, lower it, to {lower} for example, and set accept_changes."
             )
-            return [*way, LowerMaxTokens(min(context // 2, context - prompt))]
-        way.append(
+            return way, {"max_tokens": lower, **_ACCEPTED}
+        way = (
             "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
         )
     fault = "If the server was at fault, correct it"
     if rejected.remembered:
         fault = "The server was not asked this time"
-    return [*way, f"{fault}; to send the request again, ", ChangeSetting("retry_errors"), "."]
+    way += f"{fault}; to send the request again, set retry_errors."
+    return way, {"retry_errors": True}
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError, others: int) -> CkptError:
@@ -256,15 +260,14 @@ def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError, others: int) -> C
         return ServerUnavailable(f"{error} One of the requests that wait is that of {document}.")
     elif not isinstance(error, RequestFailed):
         return error
-    message = [
+    message = (
         f"A request of {document} has no answer. {facts} This does not show that the document is "
         "at fault, so it makes no dead letter. If the server is, correct it, and run the same "
         "command again. To go on without this document, let the rollout return None for it before "
-        "any request, and ",
-        ChangeSetting("accept_changes"),
-        ".",
-    ]
+        "any request, and set accept_changes."
+    )
     if isinstance(error, RequestFailed):
-        return DocumentFailed(message, error=error)
-    error.args = tuple(message)
+        return DocumentFailed(message, error=error, changes=[_ACCEPTED])
+    error.args = (message,)
+    error.changes = [_ACCEPTED]
     return error

@@ -21,7 +21,9 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.batch_log import ANSWER, FAILURE, OF_BATCH
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
-from datatrove_ckpt.checkpoint.journal import Finished, Outcome, Work
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.numbers import Outcome, Work
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.common import BATCH, JsonObject
 from datatrove_ckpt.common.formatting import plural
@@ -48,10 +50,8 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
@@ -131,7 +131,7 @@ class RankContext(Protocol):
 
     models: dict[str, Model]
     model: Model
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     observer: RankReporter
     drain: Drain
     parking: Parking | None
@@ -351,7 +351,7 @@ class Requests:
     def _refused(self, wrong: str) -> Asked[NoReturn]:
         if self._answers.have_ended:
             return wait_until_cancelled()
-        error = ConfigError(f"{written.rollout_fn}: {wrong}{called_at()}.")
+        error = ConfigError(f"{wrong}{called_at()}.", setting="rollout_fn")
         self._answers.fail(error)
         raise error
 
@@ -603,9 +603,10 @@ class Requests:
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
             "servers that never give one. So answers without one may be cut off. This attempt has "
             f"taken {believed} of them as complete, and earlier ones may have taken more. Remove "
-            f"the setting, and use another {written.folders}, so that everything is asked again. "
+            "the setting, and start over, so that everything is asked again. "
             "(Or continue here with accept_changes: then look for null among the finish_reasons "
-            "of documents that are finished already, because those stay as they are.)"
+            "of documents that are finished already, because those stay as they are.)",
+            starts_over="anew",
         )
         return self._stopped(error)
 
@@ -630,8 +631,8 @@ class Requests:
                 f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before "
                 f"with {before}{first}, for the same params. So its servers have, or had, "
                 "different models. This answer is not kept; when all servers have the model of "
-                "the first one, run the same command again. If that is the wrong one, start over "
-                f"with another {written.folders}."
+                "the first one, run the same command again. If that is the wrong one, start over.",
+                starts_over="anew",
             )
             raise self._stopped(error)
 

@@ -11,7 +11,6 @@ from itertools import count
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import ChangeSetting
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.rollouts.settings import value_of
@@ -24,15 +23,16 @@ def check_answer(step: Step, document: Document) -> None:
     names = {step.answer: "answer", step.metadata_key: "metadata_key"}
     taken = [name for name in names if name in document.metadata]
     if taken:
-        others = []
+        others = {}
         for name in taken:
             numbered = (f"{name}_{number}" for number in count(2))
             other = next(each for each in numbered if each not in document.metadata)
-            others.append(ChangeSetting(names[name], other).setting)
+            others[names[name]] = other
         raise ConfigError(
             f"{names[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
             "in its metadata already, perhaps of an earlier run, and this run would replace "
-            f"that. Give other names: {' and '.join(others)}."
+            f"that. Give other names: {' and '.join(map(' '.join, others.items()))}.",
+            changes=[others],
         )
 
 

@@ -105,7 +105,7 @@ class Parking:
 
     def __init__(self, checkpoint: OpenCheckpoint, run: str, next_number: int) -> None:
         self._checkpoint = checkpoint
-        self._run = run
+        self.run = run
         self._next_number = next_number
         self._files: list[_RequestFile] = []
         self._open: dict[tuple[str, str], _RequestFile] = {}
@@ -155,7 +155,7 @@ class Parking:
             self._checkpoint.change_later(partial(self._filled, file))
 
     def _filled(self, file: _RequestFile, rank: RankFiles) -> None:
-        rank.batches.filled(file.number, file.model, file.path, file.requests, self._run)
+        rank.batches.filled(file.number, file.model, file.path, file.requests, self.run)
 
     def _hand_over(self, file: _RequestFile) -> None:
         block = bytes(file.block)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import CodeType
@@ -31,7 +31,7 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
     """See ``errors.DocumentFailed``.
 
     Args:
-        message: as one text, or as parts with what helps.
+        changes: see ``CkptError``.
 
     Attributes:
         document: the document; None if one of its requests was not answered.
@@ -41,34 +41,36 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
 
     def __init__(
         self,
-        message: str | Sequence[object],
+        message: str,
         document: Document | None = None,
         error: str | BaseException = "",
         payload: JsonObject | None = None,
+        changes: Sequence[Mapping[str, object]] = (),
     ) -> None:
-        Exception.__init__(self, *([message] if isinstance(message, str) else message))
+        errors.CkptError.__init__(self, message, changes=changes)
         self.document = document
         self.error = error
         self.payload = payload
 
     def __reduce__(
         self,
-    ) -> tuple[type[DocumentFailed], tuple[Sequence[object], None, str], dict[str, object]]:
+    ) -> tuple[type[DocumentFailed], tuple[str, None, str], dict[str, object]]:
         return (
             type(self),
-            (self.args, None, str(self.error)),
-            {"__notes__": list(getattr(self, "__notes__", ()))},
+            ("".join(self.args), None, str(self.error)),
+            {"__notes__": list(getattr(self, "__notes__", ())), "changes": self.changes},
         )
 
 
-class _OfServer(types.InferenceError, types.ServerError):
+class _OfServer(errors.CkptError, types.InferenceError, types.ServerError):
     """Both of datatrove's errors, because datatrove raises either for one failure of a server."""
 
+    document: None = None
+    payload: None = None
+
     def __init__(self, message: str) -> None:
-        Exception.__init__(self, message)
-        self.document = None
+        errors.CkptError.__init__(self, message)
         self.error = message
-        self.payload = None
 
 
 class ServerStartFailed(errors.ServerStartFailed, _OfServer):

@@ -24,8 +24,10 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.commits import WHY_DROPPED
-from datatrove_ckpt.checkpoint.journal import Finished, Outcome
+from datatrove_ckpt.checkpoint.journal import Finished
+from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -38,14 +40,12 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.dead_letters import RetriedDocument
 from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
@@ -54,9 +54,9 @@ from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
+from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
-from datatrove_ckpt.process.memory import ByteBudget
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
@@ -185,7 +185,7 @@ class Scheduler:
 
     step: Step
     rollout_fn: Rollout
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     connect: Connect
     observer: RankReporter
     failures: Failures
@@ -193,8 +193,7 @@ class Scheduler:
     check_document: Callable[[Document, int], None]
     media: ByteBudget
     parking: Parking | None = None
-    run_digest: str = ""
-    check_writable: Callable[[bytes, str], bool] | None = None
+    trial: WriterTrial | None = None
     drop_media: Callable[[Document], None] | None = None
 
     def __post_init__(self) -> None:
@@ -204,7 +203,7 @@ class Scheduler:
         self.has_ended = False
         self.parked = 0
         self._dropped = 0
-        self._takes_vectors = False  # not known yet
+        self._takes_usual = False  # not known yet
         self._document_limit = DocumentLimit(first, *others, media=self.media)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -427,9 +426,13 @@ class Scheduler:
                 put_answer(self.step, document, kept)
                 self.check_document(document, slot.chunk.index)
                 data = encode_finished(document, self.step.metadata_key)
-            if self.check_writable is not None and not is_plain(data, self._takes_vectors):
-                self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
-                self._raise_if_stopping(answers)
+            trial = self.trial
+            if trial is not None and not is_plain(data, self._takes_usual):
+                if trial.is_quick:
+                    self._takes_usual = trial(data, source.id)
+                else:
+                    self._takes_usual = await asyncio.to_thread(trial, data, source.id)
+                    self._raise_if_stopping(answers)
         except (Exception, asyncio.CancelledError) as raised:
             self._raise_if_stopping(answers)
             error: BaseException = raised
@@ -456,15 +459,16 @@ class Scheduler:
             raise asyncio.CancelledError
         if answers.failure is not None:
             raise answers.failure
-        if answers.parked and answers.is_repeatable(self.run_digest):
+        if self.parking is not None and answers.parked and answers.is_repeatable(self.parking.run):
             raise Parked
 
     def _not_repeatable(self) -> ConfigError:
         return ConfigError(
-            f"{written.rollout_fn}: {name_of(self.rollout_fn)} did not use an answer of its last "
+            f"{name_of(self.rollout_fn)} did not use an answer of its last "
             "pass, and sent other requests, so each pass would be paid for. With "
             "provider_batches, a rollout must send the same requests for a document each time: "
-            "no random numbers, no time in its prompts (a seed may come from document.id)"
+            "no random numbers, no time in its prompts (a seed may come from document.id)",
+            setting="rollout_fn",
         )
 
     async def _run_rollouts(self, document: Document, requests: Sequence[Requests]) -> list[object]:
@@ -596,7 +600,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     with shutdown.closing():
         await asyncio.wait(serving)
         checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
-        await asyncio.to_thread(checkpoint.close)
+        await asyncio.to_thread(checkpoint.close, False, rank.observer.last_records)
     # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -17,14 +17,14 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
+from datatrove_ckpt.common.declared import Count, NotNegative, Seconds, check
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import Door, current, written
+from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.run_identity import (
@@ -50,7 +50,6 @@ from datatrove_ckpt.rollouts.interface import FIELDS
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.step_records import StepRecord
 
-OnDocumentError = Literal["stop", "dead_letter"]
 _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 
@@ -63,22 +62,22 @@ class Step(PipelineStep):
     output_writer: DiskWriter
     shared_context: SharedContext = None
     checkpoints_local_dir: str | None = None
-    records_per_chunk: int = 6000
+    records_per_chunk: Count = 6000
     metadata_key: str = "rollout_results"
     skip_bad_requests: bool = False
-    on_document_error: OnDocumentError = "stop"
+    on_document_error: Literal["stop", "dead_letter"] = "stop"
     max_dead_letters: int | None = None
     retry_dead_letters: bool = False
     seek: bool | None = None
     sync_seconds: Seconds = 1.0
-    drain_seconds: float = DRAIN_SECONDS
+    drain_seconds: NotNegative = DRAIN_SECONDS
     drain_signals: Sequence[str] = SIGNALS
     retry_errors: bool = False
     accept_changes: bool = False
     checkpoints_remote_dir: str | None = None
     mirror_seconds: Seconds = 60.0
-    hub_commit_seconds: float = 300.0
-    hub_commits_per_hour: int = 112
+    hub_commit_seconds: NotNegative = 300.0
+    hub_commits_per_hour: Count = 112
     monitoring: MonitoringConfig = None  # type: ignore[assignment]  # None until it is checked
     keep_answers: bool = False
     finished_from: str | Sequence[str] | None = None
@@ -88,7 +87,7 @@ class Step(PipelineStep):
     answer: str | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
-    door: Door = field(default=Door(), init=False)
+    form: str = field(default="", init=False)
     no_wait: bool = field(default=False, init=False)
 
     named_models = Veiled()  # of a ``config`` with names; else there is none
@@ -97,7 +96,8 @@ class Step(PipelineStep):
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
-        self.door = current()
+        check(Step, vars(self))
+        self.form = form()
         names = isinstance(self.config, Mapping) and "server_type" not in self.config
         if not names and not hasattr(self.config, "server_type"):
             kind = type(self.config).__name__
@@ -122,19 +122,7 @@ class Step(PipelineStep):
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
-        if self.records_per_chunk < 1:
-            raise ConfigError(
-                f"records_per_chunk: must be positive; it is {self.records_per_chunk}."
-            )
-        check_seconds("sync_seconds", self.sync_seconds)
-        check_seconds("mirror_seconds", self.mirror_seconds)
         check_notice(self.preemption_notice, self.drain_signals)
-        if not self.drain_seconds >= 0:
-            raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
-        if self.on_document_error not in get_args(OnDocumentError):
-            raise ConfigError(
-                f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter."
-            )
         self.rollout_fn = for_config(self.rollout_fn, self.model)
         if isinstance(self.rollout_fn, BatchRollout) and self.model.rollouts_per_document > 1:
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
@@ -165,14 +153,14 @@ class Step(PipelineStep):
     def _check_folders(self, local: str) -> None:
         if get_protocol(local) not in ("file", "local"):
             raise ConfigError(
-                f"{written.checkpoints_local_dir}: {local!r} must be a local directory."
+                f"{local!r} must be a local directory.", setting="checkpoints_local_dir"
             )
         check_output_folder(self.output_writer, local)
         folder = Path(local).absolute()
         answers = self.answers_from
         if answers is not None and Path(answers).absolute() == folder:
             raise ConfigError(
-                f"answers_from: is {written.checkpoints_local_dir}. Name the checkpoints of "
+                "answers_from: is this run's own checkpoints_local_dir. Name the checkpoints of "
                 "another run."
             )
         remote = self.checkpoints_remote_dir
@@ -181,8 +169,8 @@ class Step(PipelineStep):
         check_mirror(remote)
         if Path(remote.removeprefix("file://")).absolute() == folder:
             raise ConfigError(
-                f"checkpoints_remote_dir: is {written.checkpoints_local_dir}, so it would be no "
-                "copy."
+                "checkpoints_remote_dir: is the folder of the checkpoints itself, so it would be "
+                "no copy."
             )
 
     def _check_without_checkpoints(self) -> None:
@@ -276,7 +264,7 @@ class Step(PipelineStep):
         made = self._code_when_made.made
         if made is not None and made.left and self.checkpoints_local_dir is not None:
             logger.warning(
-                f"{written.rollout_fn}: a resume does not notice when these change: "
+                "rollout: a resume does not notice when these change: "
                 f"{'; '.join(made.left)}. They differ at each start or machine, or cannot be known."
             )
 
@@ -372,7 +360,7 @@ def _refuse_secrets(state: dict[str, object]) -> None:
         return
     if places:
         raise ConfigError(
-            f"{written.rollout_fn}, shared_context or config: what is pickled with the job holds "
+            "rollout, shared_context or config: what is pickled with the job holds "
             f"what looks like a secret: {', '.join(places)}. It would be in a file that others may "
             "read, so nothing was written. Leave it out, and let the rollout read it where the "
             "task runs, from an environment variable, for example."

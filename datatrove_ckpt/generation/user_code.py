@@ -19,7 +19,6 @@ import orjson
 from datatrove.data import Document
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA, media_key
@@ -52,18 +51,18 @@ def check_rollout(rollout_fn: Rollout, context: SharedContext) -> None:
     """
     if not callable(rollout_fn):
         raise ConfigError(
-            f"{written.rollout_fn}: {rollout_fn!r} is not callable; give an async function."
+            f"{rollout_fn!r} is not callable; give an async function.", setting="rollout_fn"
         )
     if inspect.isclass(rollout_fn):
         raise ConfigError(
-            f"{written.rollout_fn}: {rollout_fn.__name__} is a class; give an object of it: "
-            f"{rollout_fn.__name__}(...)."
+            f"{rollout_fn.__name__} is a class; give an object of it: {rollout_fn.__name__}(...).",
+            setting="rollout_fn",
         )
     code = getattr(_function(rollout_fn), "__code__", None)
     # types.coroutine makes generators that can be awaited.
     if code and code.co_flags & _YIELDS and not code.co_flags & inspect.CO_ITERABLE_COROUTINE:
         raise ConfigError(
-            f"{written.rollout_fn}: {_shown(rollout_fn)} must not yield; return the result."
+            f"{_shown(rollout_fn)} must not yield; return the result.", setting="rollout_fn"
         )
     _check_call(
         rollout_fn,
@@ -119,8 +118,8 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         if not inspect.isawaitable(result):
             kind = type(result).__name__
             raise NotAwaitable(
-                f"{written.rollout_fn}: {_shown(rollout_fn)} is not async: it returned a {kind}. "
-                f"{_ADVICE}."
+                f"{_shown(rollout_fn)} is not async: it returned a {kind}. {_ADVICE}.",
+                setting="rollout_fn",
             )
         return result
 
@@ -254,9 +253,10 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
         call = ", ".join(["document", "generate", *(f"{name}=..." for name in shared)])
         where = " (shared_context gives the names)" if shared else ""
         raise ConfigError(
-            f"{written.rollout_fn}: {_shown(rollout_fn)} cannot be called as "
+            f"{_shown(rollout_fn)} cannot be called as "
             f"rollout({call}){where}: {error}. Its parameters must be document, generate, and the "
-            "names that shared_context gives."
+            "names that shared_context gives.",
+            setting="rollout_fn",
         ) from None
 
 

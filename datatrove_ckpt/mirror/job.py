@@ -21,7 +21,6 @@ from datatrove_ckpt.checkpoint.identity import (
     parse_run,
     refusal,
     stamped,
-    way_back,
 )
 from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import (
@@ -70,7 +69,7 @@ def join_mirrored_job(
                 f"The checkpoints of other tasks on the mirror {url} "
                 f"({name_tasks(others.ranks)}) were"
             )
-            raise refusal(what, others.changes, *way_back(others.changes))
+            raise refusal(what, others.changes)
         return job_content(identity, job, others)
     except OSError as error:  # the rank has its folder, else it would not have come so far
         logger.warning(

@@ -237,12 +237,12 @@ def _written_at(entry: Json) -> float:
     return math.inf
 
 
-def bucket_for(url: str) -> str | None:
-    """Returns the bucket to use in place of a repository of the hub; None if the URL is in no
-    repository.
-    """
-    if get_protocol(url) != "hf" or url.startswith("hf://buckets/"):
-        return None
+def is_in_repository(url: str) -> bool:
+    """Whether each write would be a commit on the hub."""
+    return get_protocol(url) == "hf" and not url.startswith("hf://buckets/")
+
+
+def _bucket_for(url: str) -> str:
     return _REPOSITORY.sub(r"hf://buckets/\1", url)
 
 
@@ -254,14 +254,24 @@ def check_mirror(url: str, key: str = "checkpoints_remote_dir") -> None:
         ConfigError: see ``check_url``; or it is a repository on the Hugging Face hub.
     """
     check_url(key, url)
-    bucket = bucket_for(url)
-    if bucket is not None:
-        raise ConfigError(
-            f"{key}: {url} is in a repository, where each of the mirror's writes would be a "
-            f"commit; the hub allows 128 an hour. Set it to a bucket: {bucket} (`hf buckets create "
-            "OWNER/NAME --private` makes one). If an earlier version made a mirror here, copy it "
-            f"first: hf cp {url}/ {bucket}/"
+    if is_in_repository(url):
+        refuse_repository(
+            key,
+            url,
+            "each of the mirror's writes",
+            f" If an earlier version made a mirror here, copy it first: hf cp {url}/ "
+            f"{_bucket_for(url)}/",
         )
+
+
+def refuse_repository(key: str, url: str, writes: str, advice: str = "") -> None:
+    """Raises ConfigError for a setting that names a repository. ``writes``: would be commits."""
+    raise ConfigError(
+        f"{url} is in a repository, where {writes} would be a commit; the hub allows 128 an hour. "
+        f"Set it to a bucket: {_bucket_for(url)} (`hf buckets create OWNER/NAME --private` makes "
+        f"one).{advice}",
+        setting=key,
+    )
 
 
 def check_url(key: str, url: str) -> None:

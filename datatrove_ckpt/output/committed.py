@@ -34,10 +34,9 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.job import recorded_output
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
-from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import OutputMismatch
-from datatrove_ckpt.errors.doors import Repair, written
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_output
 from datatrove_ckpt.output.names import fields_of_documents, output_pattern, plain, rank_and_chunk
@@ -67,7 +66,7 @@ def other_content(where: str, names: Sequence[str]) -> OutputMismatch:
         f"{where} has other content, which this task has not published, under these names: "
         f"{some(names)}. Nothing was overwritten. Probably another job writes to the same folder "
         "with the same output_filename. Stop one of the jobs, and start it anew with "
-        f"{written.own_folders}. The other one goes on with the same command, once files that are "
+        "folders of its own. The other one goes on with the same command, once files that are "
         "not its own are deleted from the folder. If there is no other job (a file was copied "
         "there, or the checkpoint is older than the output), move that content out of the folder, "
         "and run the same command again."
@@ -239,7 +238,8 @@ class OutputCheck:
                     f"{self.where}: {one.path} was written by {other.place} and by {one.place}. "
                     f"One overwrote the other's documents: output_filename {self._template!r} "
                     "gives both the same name. Choose one that begins with "
-                    f"${{rank}}/${{chunk_index}}/, and another {written.folders}, and start again."
+                    "${rank}/${chunk_index}/.",
+                    starts_over="anew",
                 )
         return committed
 
@@ -305,15 +305,12 @@ class OutputCheck:
         shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong]
         moved = ""
         if not found.sizes:
-            moved = (
-                f"The folder is empty: was it moved? Set {written.output_folder} to its new place. "
-            )
+            moved = "The folder is empty: was it moved? Set the output folder to its new place. "
         raise OutputMismatch(
             f"{self.where}: output files differ from what was committed ({len(wrong)} of "
-            f"{len(committed)}): {some(shown)}. {moved}Put them back, or have them made again: ",
-            self._repair(found, wrong),
-            ". Files that nobody touched were not read: datatrove-ckpt verify "
-            f"{shlex.quote(str(self.root))} --full does that.",
+            f"{len(committed)}): {some(shown)}. {moved}Put them back, or have them made again: "
+            f"{self._repair(found, wrong)}. Files that nobody touched were not read: "
+            f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
         )
 
     def _refuse_other_folder(self, one: CommittedFile) -> None:
@@ -323,7 +320,7 @@ class OutputCheck:
             raise OutputMismatch(
                 f"{self.where} lacks output files that were committed, such as {one.path} "
                 f"({one.place}). They were written to {recorded}, and that folder still exists. "
-                f"Nothing was changed. Set {written.output_folder} back to it; or copy all its "
+                "Nothing was changed. Set the output folder back to it; or copy all its "
                 "files to the new folder, and run the same command again."
             )
 
@@ -341,7 +338,7 @@ class OutputCheck:
                 f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows "
                 "none of them. Another run wrote them (datatrove's own InferenceRunner, or one "
                 "whose checkpoint was deleted), and they would be overwritten, or stand beside "
-                f"the new ones. Choose another {written.output_folder}, bring the checkpoint back, "
+                "the new ones. Choose another output folder, bring the checkpoint back, "
                 "or delete these files to have everything made again. To continue a run of "
                 "datatrove's own, choose other folders, and set finished_from to the old ones."
             )
@@ -429,16 +426,18 @@ class OutputCheck:
         (root, _), chunk_index = rank_and_chunk(match)
         return (root, chunk_index) in commits.unfinished
 
-    def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> Repair:
+    def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> str:
+        """Returns the command that repairs, and what to do then."""
         retry = ""
         if all(file.root for file in wrong):
-            retry = "now"
+            retry = ", with retry_dead_letters"
         elif any(file.root for file in wrong):
-            retry = "later"
+            retry = ", and with retry_dead_letters when it is done"
         output = None
         if not found.sizes:
             output = self.where  # the folder may be gone, and then repair wants it named
-        return Repair(str(self.root), self._logging_dir, output, retry)
+        command = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
+        return f"{command}, then run the same command again{retry}"
 
 
 def some(names: Sequence[str], most: int = _SHOWN) -> str:

@@ -21,7 +21,7 @@ from fsspec.utils import glob_translate
 from datatrove_ckpt.checkpoint.layout import RETRIES
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import step_name, step_place, written
+from datatrove_ckpt.errors.names import setting_name, step_name, step_place
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.names import plain
 
@@ -57,7 +57,7 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
             raise ConfigError(
                 f"{other_place} writes the same files as {place}: "
                 f"{_path(writer.output_folder)}/{_sample(writer)}, for "
-                f"example. Choose another {written.output_folder} or output_filename for one of "
+                "example. Choose another output folder or output_filename for one of "
                 "them."
             )
     seen: dict[Path, int] = {}
@@ -68,8 +68,8 @@ def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
         first = seen.setdefault(Path(folder).absolute(), index)
         if first != index:
             raise ConfigError(
-                f"{step_place(index, step)}: {written.checkpoints_local_dir} {folder!r} is that of "
-                f"pipeline[{first}], too. Each step needs a folder of its own."
+                f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} is "
+                f"that of pipeline[{first}], too. Each step needs a folder of its own."
             )
 
 
@@ -92,7 +92,7 @@ def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str)
         raise ConfigError(
             f"{place}: {_path(writer.output_folder)!r} is inside the folder that {reader} reads, "
             f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
-            f"Choose another {written.output_folder}, or a glob_pattern that leaves out "
+            "Choose another output folder, or a glob_pattern that leaves out "
             f"{_sample(writer)}."
         )
 

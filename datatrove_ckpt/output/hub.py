@@ -22,7 +22,6 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.checkpoint.commits import stamp_of
 from datatrove_ckpt.common.retrying import http_status
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, MadeCommit
 
 if TYPE_CHECKING:
@@ -179,10 +178,7 @@ class HubFolder:
                 "there."
             )
         if status == 404 or isinstance(error, FileNotFoundError):
-            return (
-                "Restore or make the repository and the branch, or correct "
-                f"{written.output_folder}."
-            )
+            return "Restore or make the repository and the branch, or correct the output folder."
         if isinstance(error, ImportError) or isinstance(error.__cause__, ImportError):
             return "Install the extra hub."
         return "Check the network, HF_ENDPOINT and https://status.huggingface.co."

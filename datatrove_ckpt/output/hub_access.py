@@ -24,7 +24,6 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import redact, remember
 from datatrove_ckpt.common.retrying import failure_line, http_status
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub import HubFolder, get
 from datatrove_ckpt.output.stoppable import StoppableCalls
 
@@ -68,10 +67,9 @@ def repository_is_gone(folder: HubFolder, committed: int) -> str:
     return (
         f"{folder.url}: {_no_repository(folder)}, but this job has committed "
         f"{plural(committed, 'file')} there. It was deleted or renamed, or the token is another "
-        f"one. Restore it or rename it back, or set {written.output_folder} to its new name and "
+        "one. Restore it or rename it back, or set the output folder to its new name and "
         "accept_changes to true, or set HF_TOKEN to a token that may see it, and run again. If "
-        f"the files are lost, start anew with another {written.folders}: everything is generated "
-        "again."
+        "the files are lost, start over in other folders: everything is generated again."
     )
 
 

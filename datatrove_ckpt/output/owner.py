@@ -44,7 +44,6 @@ from datatrove_ckpt.checkpoint.layout import HOME, OWNER
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status, is_taken
 from datatrove_ckpt.errors import OutputMismatch
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
 
@@ -188,10 +187,14 @@ class OutputOwnership:
     def claim(self, is_unused: Callable[[], bool]) -> None:
         """Makes this run the owner, unless another run is. A second call only compares.
 
+        A run without checkpoints cannot own a folder.
+
         Raises:
             OutputMismatch: another run owns the folder.
             OSError: the record can be neither read nor written.
         """
+        if self._homes.run is None:
+            return
         try:
             is_owned, owner = self._compare(is_unused)
             if is_owned and owner is not None:
@@ -220,7 +223,7 @@ class OutputOwnership:
         return OutputMismatch(
             f"{where} belongs to another run, with checkpoints in {owner.home} (host "
             f"{owner.host}): both runs would write files that output_filename {self._template!r} "
-            f"names. Nothing was written. Choose another {written.output_folder} for this run. If "
+            "names. Nothing was written. Choose another output folder for this run. If "
             "the other run is no more, or its output was moved away, remove its files there, and "
             f"the file that names it, {shlex.quote(self._record.place)}; then run again."
         )

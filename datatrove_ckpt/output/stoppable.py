@@ -19,7 +19,6 @@ from datatrove_ckpt.common.retrying import (
     lacks_credentials,
 )
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.errors.doors import written
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ def storage_advice(error: BaseException) -> str:
             "s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
         )
     if isinstance(error, FileNotFoundError) or http_status(error) == 404:
-        return f"Make the bucket, or correct {written.output_folder} (on S3 also AWS_ENDPOINT_URL)."
+        return "Make the bucket, or correct the output folder (on S3 also AWS_ENDPOINT_URL)."
     return "Check the network and the server."
 
 

@@ -8,7 +8,6 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.common.redaction import check_no_secrets, refuse_variables
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.output.file_managers import missing_codec
 
 
@@ -26,7 +25,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
             "output_filename)."
         )
     check_no_secrets(writer.output_folder, "output_writer")
-    refuse_variables(f"output_writer: {written.output_folder}", writer.output_folder.path)
+    refuse_variables("output_folder", writer.output_folder.path)
     compression = writer.output_mg.compression
     advice = missing_codec(compression, template)
     if advice:
@@ -45,7 +44,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
         )
     if template.startswith("/") or ".." in template.split("/"):
         raise ConfigError(f"output_writer: output_filename {template!r} leaves the output folder.")
-    if checkpoints and not _template_uses(writer, "chunk_index"):
+    if checkpoints and not template_uses(writer, "chunk_index"):
         raise ConfigError(
             "output_writer: with checkpoints each chunk is one file, so output_filename "
             f"{template!r} needs ${{chunk_index}}. Example: '{_example(template)}'."
@@ -54,7 +53,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
 
 def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
     """Refuses a writer by which several tasks would write one file. Raises ConfigError."""
-    if world_size > 1 and not _template_uses(writer, "rank"):
+    if world_size > 1 and not template_uses(writer, "rank"):
         template = writer.output_filename.template
         raise ConfigError(
             f"output_writer: {world_size} tasks would write the same files, so output_filename "
@@ -68,6 +67,6 @@ def _example(template: str) -> str:
     return "${rank}_chunk_${chunk_index}" + "".join(endings)
 
 
-def _template_uses(writer: DiskWriter, name: str) -> bool:
+def template_uses(writer: DiskWriter, name: str) -> bool:
     template = writer.output_filename
     return bool(template.safe_substitute({name: "0"}) != template.safe_substitute({name: "1"}))

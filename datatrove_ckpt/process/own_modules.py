@@ -23,7 +23,6 @@ from pathlib import Path
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 
 _ENVIRONMENT = {"pyvenv.cfg", "conda-meta"}
 _NO_CODE = {"__pycache__", "site-packages"}
@@ -138,10 +137,11 @@ def own_files() -> dict[str, bytes]:
     if (total := sum(sizes.values())) > _MOST_BYTES:
         largest = max(sizes, key=lambda path: sizes[path])
         raise ConfigError(
-            f"{written.executor}: the imported modules and packages beside the script or in the "
+            "the imported modules and packages beside the script or in the "
             f"working folder have {byte_size(total)}, and at most {byte_size(_MOST_BYTES)} go "
             f"along with the jobs. The largest file is {largest} ({byte_size(sizes[largest])}). "
-            "Move data out of the packages; what jobs need of it, to a URL."
+            "Move data out of the packages; what jobs need of it, to a URL.",
+            setting="executor",
         )
     contents = {name: path.read_bytes() for name, path in files.items()}
     for name, data in contents.items():

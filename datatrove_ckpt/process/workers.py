@@ -36,8 +36,8 @@ from multiprocess import forkserver, resource_tracker
 from multiprocess.context import BaseContext
 
 from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.memory import WORKERS_VARIABLE
 from datatrove_ckpt.errors import Preempted, WorkerDied
-from datatrove_ckpt.process.memory import WORKERS_VARIABLE
 from datatrove_ckpt.process.screen import TICK_SECONDS, Screen
 from datatrove_ckpt.process.shutdown import SAME_EVENT
 from datatrove_ckpt.process.signals import Handlers, in_main_thread, may_handle, raise_again

@@ -10,9 +10,9 @@ each run forgets where the previous run ended.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike
@@ -23,20 +23,18 @@ from tqdm import tqdm
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     ConfigError,
     DocumentNotSerializable,
     InputError,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
     Digest,
     Inputs,
     list_input,
     metadata_hash,
+    misfit,
     record_reader,
-    remedy,
     shorten,
     shuffled_names,
 )
@@ -106,7 +104,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__(data_folder, **options)
         check_no_secrets(self.data_folder, "data_folder")
-        refuse_variables(written.data_folder, self.data_folder.path)
+        refuse_variables("data_folder", self.data_folder.path)
         if isinstance(self.paths_file, str):
             refuse_variables("paths_file", self.paths_file)
         if isinstance(self.paths_file, tuple):
@@ -142,13 +140,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         kind = type(self)
         if "format" not in vars(kind):
             return [kind.__name__]
-        if self._has_default_adapter():
+        if self.has_default_adapter():
             return []
         adapter = getattr(self.adapter, "__func__", self.adapter)
         name = getattr(adapter, "__qualname__", type(adapter).__name__)
         return [f"the adapter {name} of {kind.__name__}"]
 
-    def _has_default_adapter(self) -> bool:
+    def has_default_adapter(self) -> bool:
+        """Whether rows become documents as datatrove makes them."""
         # datatrove binds an adapter to its reader.
         return getattr(self.adapter, "__func__", None) is BaseDiskReader._default_adapter
 
@@ -177,10 +176,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if start.finished_digest is not None:
             count = int(start.finished_digest.partition(":")[0] or 0)
             if count > len(inputs.names) or str(inputs.digest(count)) != start.finished_digest:
-                raise CheckpointMismatch(
+                raise misfit(
                     f"One of the first {count} input files of {self.data_folder.path}, which were "
-                    "read before, is gone, new, renamed or resized. ",
-                    remedy(),
+                    "read before, is gone, new, renamed or resized."
                 )
             start.earlier.append(start.finished_digest)
             start.record = partial(record_reader, self, inputs, count)
@@ -200,11 +198,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 )
             return None
         # datatrove's Document and its statistics accept no such text.
-        if not hasattr(fields["text"], "__len__"):
+        if not hasattr(fields["text"], "__len__") or isinstance(fields["text"], bytes):
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
                 f"of type {type(fields['text']).__name__}, not str. Write it as a string, or set "
-                f"text_key{written.or_adapter} that gives one."
+                "a text_key that gives one, or write an adapter."
             )
         if fields.get("media"):
             try:
@@ -213,7 +211,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 raise DocumentNotSerializable(
                     f"The document {fields.get('id')!r} of the input file {source_file!r} has a "
                     "'media' that is no list of datatrove's media objects. Rename the "
-                    f"column{written.or_adapter}."
+                    "column, or write an adapter."
                 ) from None
         document = PositionedDocument(**fields)
         if self.default_metadata:
@@ -226,13 +224,17 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
+    def schemas(self, inputs: Inputs) -> Iterable[tuple[str, Any]]:
+        """Yields the name and Arrow schema of each file, if the format has schemas."""
+        return ()
+
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None, of_rank=True).names
         if not names and not self.paths_file:
             raise InputError(
                 f"The input {self.data_folder.resolve_paths('')!r} holds no files for this reader: "
                 "the folder does not exist there, or glob_pattern fits none. Correct "
-                f"{written.data_folder} or glob_pattern."
+                "the path or the pattern."
             )
         tasks = min(len(names), world_size)
         names = names[rank::world_size]
@@ -351,11 +353,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             return None
         where = f"The saved position in {self.data_folder.path}"
         if (state.get("reader"), state.get("version")) != (self.format, READER_VERSION):
-            raise CheckpointMismatch(
+            raise misfit(
                 f"{where} was made by reader {state.get('reader')!r} (version "
                 f"{state.get('version')}), and this is {self.format!r} (version "
-                f"{READER_VERSION}). ",
-                remedy(),
+                f"{READER_VERSION})."
             )
         then = dict(state["options"])
         now = self._options()
@@ -369,18 +370,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if old == new or (key in USUAL_KEYS and "skipped" not in state):
                 continue
             if key != "default_metadata":
-                raise CheckpointMismatch(
-                    f"{where} was made with {key}={old!r}, now {new!r}. ", remedy()
-                )
+                raise misfit(f"{where} was made with {key}={old!r}, now {new!r}.")
             if old is not None:  # None: an earlier release made the state
-                raise CheckpointMismatch(
-                    f"{where} was made with another {key}, now {self.default_metadata}. ", remedy()
-                )
+                raise misfit(f"{where} was made with another {key}, now {self.default_metadata}.")
         documents = state.get("documents", 0)
         if 0 <= self.limit < documents:
-            raise CheckpointMismatch(
-                f"{where} comes after {documents} documents, and limit is now {self.limit}. ",
-                remedy(f"Set limit to at least {documents}"),
+            raise misfit(
+                f"{where} comes after {documents} documents, and limit is now {self.limit}.",
+                f"Set limit to at least {documents}",
             )
         return state if "file" in state else None
 
@@ -442,10 +439,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if not may_grow and self._check_read_part(name, file_position):
             return
         if kept:
-            raise CheckpointMismatch(f"The input file {name!r} has changed. ", remedy())
-        raise CheckpointMismatch(
-            f"The input file {name!r} had {then['size']} bytes, and has {size}. ", remedy()
-        )
+            raise misfit(f"The input file {name!r} has changed.")
+        raise misfit(f"The input file {name!r} had {then['size']} bytes, and has {size}.")
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
         refuse_file_without_documents(self, name, damaged)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 from datatrove.data import Document
@@ -22,7 +22,6 @@ from datatrove.pipeline.readers import huggingface
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common import JsonObject, datatrove_arguments, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.dataset_source import (
@@ -137,6 +136,12 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             document.metadata.setdefault("dataset", source_file)
         return document
 
+    def schemas(self, inputs: Inputs) -> Iterator[tuple[str, Any]]:
+        assert isinstance(inputs, DatasetInputs)
+        features = inputs.dataset.features
+        if features is not None:
+            yield self.dataset, features.arrow_schema
+
     def shares_rows(self, shards: int) -> bool:
         """Returns whether the tasks share a dataset of so many shards by rows instead of shards."""
         return self.load_from_disk or not self.streaming or shards <= 1
@@ -196,7 +201,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 yield from made
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
-        if not self._has_default_adapter():
+        if not self.has_default_adapter():
             raise NoDocument(
                 "This task's input holds no document: the adapter found no text in any row of "
                 f"{name!r}. Correct that, and run the same command again."
@@ -324,10 +329,10 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _check_columns(self, dataset: Dataset | IterableDataset) -> None:
         columns = dataset.column_names
-        if columns is None or not self._has_default_adapter() or self.text_key in columns:
+        if columns is None or not self.has_default_adapter() or self.text_key in columns:
             return
         shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
         raise NoDocument(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
-            f"{shown}. Set text_key to one of them{written.or_adapter}."
+            f"{shown}. Set text_key to one of them, or write an adapter."
         )

@@ -9,7 +9,6 @@ from datatrove.io import DataFolder
 
 from datatrove_ckpt.common.retrying import http_status, hub_refusal, library_line
 from datatrove_ckpt.errors import CkptError, InputError
-from datatrove_ckpt.errors.doors import written
 
 _OF_THE_CLIENT = ("huggingface_hub", "httpx")
 _OF_S3 = ("botocore", "aiobotocore")
@@ -27,7 +26,7 @@ def explain_hub_error(dataset: str, error: BaseException, commit: str | None = N
             f"The dataset {dataset!r} has no commit {commit} any more, with which this run began: "
             "its history was squashed or rewritten. A run keeps to the commit that it began with. "
             "Restore the commit (a branch or tag that holds it), or start from the beginning: "
-            f"with another {written.folders}."
+            "in other folders."
         )
     refused = hub_refusal(error)
     if refused:
@@ -117,10 +116,10 @@ def _explain_folder(what: str, error: BaseException) -> str:
     what += f" cannot be read: {one_line(error)}."
     kind = type(error).__name__
     if "Revision" in kind or "(revision not found)" in str(error):
-        return f"{what} Correct the branch, tag or commit after the @ in {written.data_folder}."
+        return f"{what} Correct the branch, tag or commit after the @ in the input's URL."
     if "EntryNotFound" in kind or isinstance(error, _MISSING) or http_status(error) == 404:
         return (
-            f"{what} Correct {written.data_folder}, or restore what is gone; for a private or "
+            f"{what} Correct the input's URL, or restore what is gone; for a private or "
             "gated repository, set HF_TOKEN to a token of an account that may read it."
         )
     return (

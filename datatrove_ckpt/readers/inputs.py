@@ -22,7 +22,6 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
-from datatrove_ckpt.errors.doors import StartOver, written
 from datatrove_ckpt.readers.input_errors import is_on_hub, naming_hub_input
 from datatrove_ckpt.readers.positions import ALL_ROWS, RowShard, State, in_pipeline
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord
@@ -46,14 +45,15 @@ _TAGS = (
 _Result = TypeVar("_Result")
 
 
-def remedy(verb: str = "Restore it") -> StartOver | str:
-    """Returns advice for a position that does not fit its input: other folders in a pipeline, no
-    state in a training.
+def misfit(problem: str, advice: str = "Restore it") -> CheckpointMismatch:
+    """Returns the error for a position that does not fit its input: the way out is other folders in
+    a pipeline, no state in a training.
     """
-    start = f"{verb}, or start from the beginning"
     if in_pipeline():
-        return StartOver(f"{start}: with ", f"{written.old_results}.")
-    return f"{start}, without the saved state."
+        return CheckpointMismatch(f"{problem} {advice}.", starts_over="with old results")
+    return CheckpointMismatch(
+        f"{problem} {advice}, or start from the beginning, without the saved state."
+    )
 
 
 class Inputs:
@@ -162,10 +162,9 @@ class Inputs:
         """Raises CheckpointMismatch unless a digest's state is of exactly these files."""
         now = self.digest(len(self.names))
         if not now.is_of(before):
-            raise CheckpointMismatch(
+            raise misfit(
                 f"The input has changed: there were {before['files']} files of {before['bytes']} "
-                f"bytes, and there are {now.files} of {now.bytes} bytes. ",
-                remedy(),
+                f"bytes, and there are {now.files} of {now.bytes} bytes."
             )
 
     def known_size(self, index: int) -> int:
@@ -173,9 +172,7 @@ class Inputs:
         try:
             return self.size(index)
         except FileNotFoundError as error:
-            raise CheckpointMismatch(
-                f"The input file {self.names[index]!r} is gone. ", remedy()
-            ) from error
+            raise misfit(f"The input file {self.names[index]!r} is gone.") from error
 
     def check_before(self, state: State) -> Digest:
         """Returns the digest of the files before the state's current one.
@@ -191,15 +188,13 @@ class Inputs:
             if digest.is_of(before):
                 return digest
         if current not in map(shorten, self.names):
-            raise CheckpointMismatch(
+            raise misfit(
                 f"The input has changed: the file {current!r}, which the position is in, is gone "
-                "or has another name. ",
-                remedy(),
+                "or has another name."
             )
-        raise CheckpointMismatch(
+        raise misfit(
             f"The input has changed: {before['files']} files of {before['bytes']} bytes were read "
-            f"before {current!r}, and the files before it now are not the same. ",
-            remedy(),
+            f"before {current!r}, and the files before it now are not the same."
         )
 
 

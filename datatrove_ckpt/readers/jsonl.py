@@ -33,7 +33,6 @@ from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     DocumentError,
     DocumentNotSerializable,
     InputError,
@@ -41,7 +40,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
-from datatrove_ckpt.readers.inputs import remedy
+from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row
 
@@ -237,16 +236,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         if with_head:
             seed = xxh3_64_intdigest(head)
         if xxh3_64_intdigest(line, seed) & PLAIN_INTEGER != line_hash:
-            raise CheckpointMismatch(
+            raise misfit(
                 f"The input file {name!r} has changed before byte {offset} of its content, the "
-                "saved position. ",
-                remedy(),
+                "saved position."
             )
         if following and not (is_plain and following in b"\n\r"):
-            raise CheckpointMismatch(
+            raise misfit(
                 f"The line of the input file {name!r} that starts at byte {start} was the last "
-                "one when it was read, and has grown. ",
-                remedy(),
+                "one when it was read, and has grown."
             )
         return bool(with_head)
 
@@ -305,9 +302,7 @@ def _opens_array(line: bytes) -> bool:
 def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     data = file.read(count)
     if len(data) < count:
-        raise CheckpointMismatch(
-            f"The input file {name!r} ends before the saved position. ", remedy()
-        )
+        raise misfit(f"The input file {name!r} ends before the saved position.")
     return data
 
 

@@ -21,7 +21,6 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.skipped import Skipped, SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.errors.doors import StartOver
 from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord
@@ -132,9 +131,8 @@ class Reading:
             raise CheckpointMismatch(
                 f"The saved position belongs to reader {(self.state or {})['number']} of the "
                 f"pipeline (counted from 0), but only {len(self.starts)} of its readers can seek. "
-                "Restore the pipeline, or start with ",
-                StartOver(),
-                ".",
+                "Restore the pipeline.",
+                starts_over="anew",
             )
         return self._resumed
 

@@ -11,7 +11,6 @@ from datatrove.data import Document
 
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.rollouts.interface import FIELDS, Generate, Payload
 from datatrove_ckpt.rollouts.prompt import filled_text
 from datatrove_ckpt.rollouts.settings import WholeText
@@ -40,7 +39,7 @@ class _NoText(WholeText):
     def _fit(self, config: InferenceConfig) -> None:
         lacks = config.engine.lacks(self._way)
         if lacks:
-            raise ConfigError(f"{written.rollout_fn}: {lacks}.")
+            raise ConfigError(f"{lacks}.", setting="rollout_fn")
         super()._fit(config)
 
 

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.readers.inputs import remedy
+from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
 from datatrove_ckpt.torch.batches import Parts, RowBatches, owned
@@ -71,16 +71,16 @@ class Index:
                     f"{key}={now[key]}. Use the same, or start without the state."
                 )
         if [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]:
-            raise CheckpointMismatch(
+            raise misfit(
                 "The input has changed: the files have the same names and sizes as when the state "
                 f"was made, but they had {then['rows']} rows, and have {now['rows']}, or their row "
-                f"groups have other sizes, or skip or limit is another one. {remedy()}"
+                f"groups have other sizes, or skip or limit is another one."
             )
         kept = then["content"]
         if kept != now["content"] and kept[0] == now["content"][0]:
-            raise CheckpointMismatch(
+            raise misfit(
                 "The input has changed: the files have the same names, sizes and numbers of rows "
-                f"as when the state was made, but the content of one is another. {remedy()}"
+                "as when the state was made, but the content of one is another."
             )
 
 

@@ -58,8 +58,9 @@ def run_once(server, run, latency, documents, package=ROOT):
     """One run in a fresh process, in an empty folder, of the package in the checkout
     ``package``.
     """
-    clear(run)
-    Path(run.folder).mkdir(parents=True, exist_ok=True)
+    # The folder holds the output, the checkpoints, and whose output it is.
+    shutil.rmtree(run.folder, ignore_errors=True)
+    Path(run.folder).mkdir(parents=True)
     server.reset(latency)
     # Dirty pages of the run before are not this one's business.
     subprocess.run(["sync"], check=True)
@@ -88,12 +89,6 @@ def run_once(server, run, latency, documents, package=ROOT):
         "lost": documents - counts["requests"],
         "counted_right": counts["by_times_asked"] == {"1": documents},
     }
-
-
-def clear(run):
-    for folder in (f"{run.folder}/output", run.checkpoints):
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def interleaved(names, repetitions, one):

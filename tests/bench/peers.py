@@ -43,22 +43,14 @@ _MARK = "DATATROVE_CKPT_BENCH_PEER"
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ANSWER = "An answer."
 PEERS = {
-    "ours": ("datatrove_ckpt", ["datatrove-ckpt", "datatrove"]),
-    "datatrove": (
-        "datatrove.pipeline.inference.run_inference, aiofiles, aiosqlite, httpx",
-        ["datatrove", "httpx"],
-    ),
-    "ray": ("ray.data.checkpoint, aiohttp", ["ray", "aiohttp", "pyarrow"]),
-    "curator": ("bespokelabs.curator", ["bespokelabs-curator", "litellm", "datasets"]),
+    "ours": "datatrove_ckpt",
+    "datatrove": "datatrove.pipeline.inference.run_inference, aiofiles, aiosqlite, httpx",
+    "ray": "ray.data.checkpoint, aiohttp",
+    "curator": "bespokelabs.curator",
 }
-"""What is imported, and the distributions whose versions count."""
-_VERSIONS = """\
-import {}, json, platform
-from importlib.metadata import version
-print(json.dumps([f"{{name}} {{version(name)}}" for name in {}] + ["Python " + platform.python_version()]))
-"""
+"""What is imported."""
 _HEAD = ["", "documents/s", "CPU s per 1000 documents", "s to the first request", "s to it after the kill",
-         "answers paid twice", "rows lost", "rows doubled", "MB on disk at the kill", "MB at the end"]  # fmt: skip
+         "answers paid twice", "rows lost", "rows doubled"]  # fmt: skip
 
 
 class Tree:
@@ -149,7 +141,6 @@ class Peer:
         }
         self._clear()
         self._killed_in_the_middle()
-        result["bytes_at_kill"] = self._bytes()
         self.server.restarted()
         again = self._to_its_end()
         rows = self._rows()
@@ -160,7 +151,6 @@ class Peer:
             "twice": counts["requests"] - counts["documents"],
             "lost": documents - len(rows),
             "doubled": rows.total() - len(rows),
-            "bytes": self._bytes(),
         }
 
     def _clear(self):
@@ -207,36 +197,21 @@ class Peer:
                     rows[json.loads(line)["id"]] += 1
         return rows
 
-    def _bytes(self):
-        """Of checkpoints and output.
-
-        Allocated, as ``du`` has it: a preallocated or small file is what it takes.
-        """
-        files = [
-            path for part in ("checkpoints", "output") for path in (self.folder / part).rglob("*")
-        ]
-        return sum(path.stat().st_blocks * 512 for path in files if path.is_file())
-
 
 class PeerError(Exception):
     """A run did not go as it must, so there is no figure."""
 
 
-def versions(name, python):
-    """Of what counts in the system's environment; or why it cannot be imported there."""
-    command = [python, "-c", _VERSIONS.format(*PEERS[name])]
+def import_error(name, python):
+    """The last line of what the interpreter says if it cannot import the system, else ""."""
+    command = [python, "-c", f"import {PEERS[name]}"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    lines = (process.stdout if not process.returncode else process.stderr).splitlines()
-    return list(json.loads(lines[-1])) if not process.returncode else lines[-1]
+    return process.stderr.splitlines()[-1] if process.returncode else ""
 
 
 def row(name, result):
-    sizes = [result[key] / 1e6 for key in ("bytes_at_kill", "bytes")]
-    return [
-        name,
-        *(result[key] for key in ("rate", "cpu", "start", "resume", "twice", "lost", "doubled")),
-        *sizes,
-    ]
+    keys = ("rate", "cpu", "start", "resume", "twice", "lost", "doubled")
+    return [name, *(result[key] for key in keys)]
 
 
 def main():
@@ -257,16 +232,13 @@ def main():
     )
     options = parser.parse_args()
     pythons = dict(item.split("=", 1) for item in options.python)
-    rows, found = [], []
+    rows = []
     with mock_server() as server:
         for name in options.systems:
             python = pythons.get(name, sys.executable)
-            installed = versions(name, python)
-            if isinstance(installed, str):
-                rows.append([name, f"not installed: {installed}"])
+            if error := import_error(name, python):
+                rows.append([name, f"not installed: {error}"])
                 continue
-            found.append(f"{name}: {', '.join(installed)}")
-            print(found[-1], file=sys.stderr, flush=True)
             try:
                 rows.append(row(name, Peer(name, python, server, options).measure()))
             except PeerError as error:
@@ -276,7 +248,6 @@ def main():
     print(
         f"{options.documents:,} documents of 2 kB, answers after {options.latency_ms:g} ms; {machine}\n"
     )
-    print("\n".join(found), end="\n\n")
     table(_HEAD, [[*cells, *[None] * (len(_HEAD) - len(cells))] for cells in rows])
 
 

@@ -1,34 +1,67 @@
-"""The table of docs/internals/benchmarks.md and README's figures: measured together, in some twelve
-minutes.
+"""The table of docs/internals/benchmarks.md and README's figures: ``python -m tests.bench.report``
+measures them together, in some twelve minutes.
 
-The table, and README's figures, which are taken from it, stand between two comments.
+The table, and README's figures, which are taken from it, stand between two comments. Figures of a
+busy machine are noise. What counts are ratios of runs that followed each other, so systems run in
+turn, each in a fresh process, several times, and medians are printed.
 """
 
 import os
+from pathlib import Path
 
 from tests.bench import tables
-from tests.bench.measure import ROOT, interleaved, median, ratio, wrong
+from tests.bench.measure import ROOT, interleaved, median, mock_server, ratio, run_once, wrong
+from tests.bench.systems import Run
+from tests.bench.workload import make_input
 
 TABLE = ROOT / "docs/internals/benchmarks.md"
 README = ROOT / "README.md"
 _NAMES = {"ours": "ours", "bare": "bare loop", "datatrove": "datatrove"}
 
 
-def write_report(bench):
-    # Fewer than 20,000 are for a try.
-    repetitions, count = bench.options.repetitions, bench.options.documents
-    flat = _compare(bench, 0.0, 256, count, ["ours", "datatrove", "bare"], repetitions)
+class Bench:
+    """Runs of systems against a server, with checkpoints on disk unless told otherwise."""
+
+    def __init__(self, server, options):
+        self._server = server
+        self._folder = Path(options.folder)
+        self._size = options.size
+
+    def run(self, system, documents, latency=0.0, **settings):
+        source = make_input(self._folder, "jsonl", documents, self._size)
+        work = f"{self._folder}/work"
+        settings = {"checkpoints": f"{work}/checkpoints", **settings}
+        run = Run(system, self._server.url, str(source), work, **settings)
+        return run_once(self._server, run, latency, documents)
+
+    def compare(self, systems, times, documents, latency, concurrency):
+        return interleaved(
+            systems,
+            times,
+            lambda system: self.run(system, documents, latency, concurrency=concurrency),
+        )
+
+    def cost(self, latency, documents, times):
+        """The same run without checkpoints, and with."""
+        settings = {"off": {"checkpoints": None}, "on": {}}
+        return interleaved(
+            settings, times, lambda way: self.run("ours", documents, latency, **settings[way])
+        )
+
+
+def write_report(bench, times, count):
+    flat = bench.compare(["ours", "datatrove", "bare"], times, count, 0.0, 256)
     waiting = {
         # An ideal minute for both: in ten seconds, how a run begins and ends is half of what is
         # missing.
-        256: _compare(bench, 0.2, 256, count * 384 // 100, ["ours", "bare"], 1)
-        | _compare(bench, 0.2, 256, count * 64 // 100, ["datatrove"], 1),
-        1024: _compare(bench, 0.2, 1024, count * 1536 // 100, ["ours", "bare"], 1),
-        5000: _compare(bench, 0.2, 5000, count * 625 // 100, ["ours", "bare"], 1),
+        256: bench.compare(["ours", "bare"], 1, count * 384 // 100, 0.2, 256)
+        | bench.compare(["datatrove"], 1, count * 64 // 100, 0.2, 256),
+        1024: bench.compare(["ours", "bare"], 1, count * 1536 // 100, 0.2, 1024),
+        5000: bench.compare(["ours", "bare"], 1, count * 625 // 100, 0.2, 5000),
     }
     cost = {
-        0.0: _cost(bench, 0.0, count, repetitions),
-        0.2: _cost(bench, 0.2, count * 64 // 100, 1),
+        0.0: bench.cost(0.0, count, times),
+        0.2: bench.cost(0.2, count * 64 // 100, 1),
     }
     grown = bench.run("ours", 5 * count, chunk=5 * count, concurrency=5000)
     watched = bench.run("ours-asyncio", count, watch_loop=True)["loop"]
@@ -37,20 +70,6 @@ def write_report(bench):
         name: wrong(runs) for results in (flat, *waiting.values()) for name, runs in results.items()
     }
     _write_table(rows, f"{os.cpu_count()} cores; requests lost or repeated: {_losses(lost)}")
-
-
-def _compare(bench, latency, concurrency, count, systems, times):
-    settings = {"concurrency": concurrency}
-    return interleaved(systems, times, lambda system: bench.run(system, count, latency, **settings))
-
-
-def _cost(bench, latency, count, times):
-    def one(place):
-        return bench.run(
-            "ours", count, latency, **({"checkpoints": None} if place == "off" else {})
-        )
-
-    return interleaved(("off", "on"), times, one)
 
 
 def _share(results, name, concurrency):
@@ -67,17 +86,15 @@ def _speed_rows(flat, waiting):
         return [what, *("" if value is None else f"{value:,.{digits}f}" for value in values)]
 
     names = ["ours", "datatrove", "bare"]
+    figures = [
+        ("documents/s, server answers at once", "rate", 0),
+        ("CPU s per 1000 documents", "cpu_per_1000", 3),
+        ("memory, MB", "memory", 0),
+        ("s from the last request to the end of the run", "tail", 2),
+    ]
     rows = [
-        row(
-            "documents/s, server answers at once", [median(flat[name], "rate") for name in names], 0
-        ),
-        row("CPU s per 1000 documents", [median(flat[name], "cpu_per_1000") for name in names], 3),
-        row("memory, MB", [median(flat[name], "memory") for name in names], 0),
-        row(
-            "s from the last request to the end of the run",
-            [median(flat[name], "tail") for name in names],
-            2,
-        ),
+        row(what, [median(flat[name], key) for name in names], digits)
+        for what, key, digits in figures
     ]
     for concurrency, results in waiting.items():
         shares = [_share(results, name, concurrency) for name in names]
@@ -91,30 +108,16 @@ def _speed_rows(flat, waiting):
 
 
 def _own_rows(cost, grown, watched):
-    cpu, wall = (
-        ratio(cost[0.0]["on"], cost[0.0]["off"], "us"),
-        ratio(cost[0.2]["on"], cost[0.2]["off"], "wall"),
-    )
-    return [
-        [
-            "checkpoints on, divided by off: CPU; time at 200 ms",
-            f"{cpu:.2f} x; {wall:.3f} x",
-            "",
-            "",
-        ],
-        [
-            "memory, MB: 100,000 documents, one chunk, 5,000 at once",
-            f"{grown['memory']:.0f}",
-            "",
-            "",
-        ],
-        [
-            "longest callback, ms: CPU; waiting for the GIL",
-            f"{watched['cpu_ms']:.0f}; {watched['gil_ms']:.0f}",
-            "",
-            "",
-        ],
-    ]
+    cpu = ratio(cost[0.0]["on"], cost[0.0]["off"], "us")
+    wall = ratio(cost[0.2]["on"], cost[0.2]["off"], "wall")
+    cells = {
+        "checkpoints on, divided by off: CPU; time at 200 ms": f"{cpu:.2f} x; {wall:.3f} x",
+        "memory, MB: 100,000 documents, one chunk, 5,000 at once": f"{grown['memory']:.0f}",
+        "longest callback, ms: CPU; waiting for the GIL": (
+            f"{watched['cpu_ms']:.0f}; {watched['gil_ms']:.0f}"
+        ),
+    }
+    return [[name, cell, "", ""] for name, cell in cells.items()]
 
 
 def _losses(lost):
@@ -193,3 +196,22 @@ def replace(path, text, name="measured"):
             f"{path} has no lines {start.strip()} and {end}; the table above is not written there."
         )
     path.write_text(before + found + text + found_end + after)
+
+
+def main():
+    parser = tables.parser(__doc__)
+    parser.add_argument(
+        "--folder",
+        default="/tmp/datatrove-ckpt-bench",
+        help="inputs and runs; on the disk to measure",
+    )
+    parser.add_argument("--documents", type=int, default=20_000, help="fewer are for a try")
+    parser.add_argument("--size", type=int, default=2000, help="characters per document")
+    parser.add_argument("--repetitions", type=int, default=3)
+    options = parser.parse_args()
+    with mock_server() as server:
+        write_report(Bench(server, options), options.repetitions, options.documents)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,8 +6,8 @@ is the peak above that of the imports and the opened input. A resume is exact if
 the saved state gives the rest of the rows. Libraries that are not installed are left out: ``pip
 install grain mosaicml-streaming``.
 
-Rows become numpy arrays and texts, except with "arrow". "loader": texts alone, row by row through a
-StatefulDataLoader without workers. grain and MosaicML read files of their own, made before.
+Rows become numpy arrays and texts, except with "(arrow)". MosaicML reads files of its own, made
+before.
 """
 
 import hashlib
@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import pickle
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.bench.measure import ROOT, interleaved
+from tests.bench.measure import ROOT, interleaved, median
 from tests.bench.systems import cpu_seconds, highest_memory
 from tests.bench.tables import markdown, parser
 
@@ -85,24 +84,20 @@ class Ours:
 
 
 class HuggingFace:
-    def __init__(self, folder, shuffled, kind, streaming):
+    def __init__(self, folder, shuffled, kind):
         import datasets
 
         files, cache = str(folder / "parquet/*.parquet"), str(folder / "cache")
         self.input = datasets.load_dataset(
-            "parquet", data_files=files, split="train", streaming=streaming, cache_dir=cache
+            "parquet", data_files=files, split="train", streaming=True, cache_dir=cache
         )
         if shuffled:
-            self.input = self.input.shuffle(
-                seed=1, **({"buffer_size": WINDOW} if streaming else {})
-            )
+            self.input = self.input.shuffle(seed=1, buffer_size=WINDOW)
         self.input = self.input.with_format(kind) if kind else self.input
-        if streaming:
-            self.state, self.load = self.input.state_dict, self.input.load_state_dict
+        self.state, self.load = self.input.state_dict, self.input.load_state_dict
 
     def epoch(self, number):
-        if hasattr(self, "state"):
-            self.input.set_epoch(number)
+        self.input.set_epoch(number)
         return iter(self.input.iter(BATCH))
 
 
@@ -182,21 +177,19 @@ class Mosaic:
         self.input.load_state_dict(state)
 
 
-class Loader:
-    def __init__(self, folder, shuffled, kind):
+class Documents:
+    """Texts alone, as documents, row by row through a StatefulDataLoader without workers."""
+
+    def __init__(self, folder, shuffled):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        if kind == "datasets":
-            self.input = HuggingFace(folder, shuffled, None, True).input.select_columns(["text"])
-        else:
-            from datatrove_ckpt.readers import ParquetReader
-            from datatrove_ckpt.torch import ReaderDataset
+        from datatrove_ckpt.readers import ParquetReader
+        from datatrove_ckpt.torch import ReaderDataset
 
-            self.input = ReaderDataset(
-                ParquetReader(str(folder / "parquet"), read_metadata=False),
-                shuffle_seed=1 if shuffled else None,
-                columns=["text"] if kind == "columns" else None,
-            )
+        self.input = ReaderDataset(
+            ParquetReader(str(folder / "parquet"), read_metadata=False),
+            shuffle_seed=1 if shuffled else None,
+        )
         self.loader = StatefulDataLoader(self.input, BATCH, collate_fn=list)
 
     def epoch(self, number):
@@ -212,17 +205,13 @@ def batched(rows):
 
 WAYS = {
     "`columns`": Ours,
-    "raw pyarrow": Raw,
-    "`datasets`, `iter(batch)`": partial(HuggingFace, kind=None, streaming=True),
-    "the same, numpy": partial(HuggingFace, kind="numpy", streaming=True),
-    "the same, arrow: no arrays": partial(HuggingFace, kind="arrow", streaming=True),
-    "`datasets`, map-style, numpy": partial(HuggingFace, kind="numpy", streaming=False),
+    "pyarrow": Raw,
+    "`datasets.iter(batch)`": partial(HuggingFace, kind=None),
+    "(numpy)": partial(HuggingFace, kind="numpy"),
+    "(arrow)": partial(HuggingFace, kind="arrow"),
     "grain": Grain,
     "MosaicML": Mosaic,
-    **{
-        f"loader, {kind}": partial(Loader, kind=kind)
-        for kind in ("columns", "documents", "datasets")
-    },
+    "documents": Documents,
 }
 NEEDS = {"grain": "grain", "MosaicML": "streaming"}
 
@@ -283,15 +272,9 @@ def run(way, folder, shuffled, task):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     if process.returncode:
-        print(
-            f"{way}, shuffled {shuffled}, {task}: {process.stderr.strip().splitlines()[-1]}",
-            file=sys.stderr,
-        )
-    return (
-        json.loads(process.stdout.splitlines()[-1])
-        if process.stdout.strip() and not process.returncode
-        else None
-    )
+        print(f"{way}, shuffled {shuffled}, {task}: {process.stderr}", file=sys.stderr)
+        return None
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def main():
@@ -314,30 +297,13 @@ def main():
             )
             for way in ways:
                 stop, rest = (run(way, folder, shuffled, task) for task in ("stop", "resume"))
-                exact = (
-                    None
-                    if None in (stop, rest)
-                    else "no state"
-                    if stop == "none"
-                    else "yes"
-                    if stop == rest
-                    else "no"
-                )
                 numbers = [one for one in found[way] if one]
-                rows[way] += [
-                    statistics.median(one[key] for one in numbers) if numbers else None
-                    for key in ("us", "mib")
-                ]
-                rows[way].append(exact)
-    header = [
-        "",
-        *(
-            f"{what}{how}"
-            for how in ("", ", shuffled")
-            for what in ("us per row", "MiB", "resume exact")
-        ),
-    ]
-    print(markdown(header, rows.values()))
+                if numbers:
+                    rows[way] += [median(numbers, key) for key in ("us", "mib")]
+                rows[way].append(stop == rest != "none")
+    header = ["us per row", "MiB", "resume exact"]
+    shuffled = [f"{name}, shuffled" for name in header]
+    print(markdown(["", *header, *shuffled], rows.values()))
 
 
 if __name__ == "__main__":

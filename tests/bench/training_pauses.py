@@ -2,10 +2,10 @@
 [--rounds 4]``. ``--device cuda`` measures a model on a GPU.
 
 The same tensors in the same folder, in one process: torch.save in line with fsync and rename;
-async_save of torch.distributed.checkpoint, plain, with the stager that it makes for pinned memory
-(DefaultStager), and with shared memory and a process that writes; TrainingCheckpoints. Each way has
-a process of its own, so that none finds the pinned memory of another. A pause is what the loop
-waits; written is when the next may begin. ``--seconds`` ends the rounds of a way early.
+async_save of torch.distributed.checkpoint, with the stager that it makes for pinned memory
+(DefaultStager); TrainingCheckpoints. Each way has a process of its own, so that none finds the
+pinned memory of another. A pause is what the loop waits; written is when the next may begin.
+``--seconds`` ends the rounds of a way early.
 """
 
 import argparse
@@ -47,48 +47,29 @@ def torch_save(folder, device):
 
 @contextmanager
 def dcp_async_save(folder, device):
-    def save(model, number):
-        return dcp.async_save(model.state_dict(), checkpoint_id=str(folder / str(number))).result
-
-    yield save
-
-
-@contextmanager
-def dcp_stager(folder, device, in_process=False):
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     on_gpu = device != "cpu"
     options = StagingOptions(
         use_pinned_memory=on_gpu,
-        use_shared_memory=in_process,
+        use_shared_memory=False,
         use_async_staging=False,
         use_non_blocking_copy=on_gpu,
     )
     stager = DefaultStager(options)
-    kind = AsyncCheckpointerType.PROCESS if in_process else AsyncCheckpointerType.THREAD
 
     def save(model, number):
         nonlocal stager
         if number and torch.__version__ < "2.12":  # there, a stager stages once
             stager = DefaultStager(options)
         response = dcp.async_save(
-            model.state_dict(),
-            checkpoint_id=str(folder / str(number)),
-            async_checkpointer_type=kind,
-            async_stager=stager,
+            model.state_dict(), checkpoint_id=str(folder / str(number)), async_stager=stager
         )
         future = getattr(response, "upload_completion", response)
         return future.result
 
     yield save
     stager.close()
-
-
-@contextmanager
-def dcp_stager_process(folder, device):
-    with dcp_stager(folder, device, in_process=True) as save:
-        yield save
 
 
 @contextmanager
@@ -104,9 +85,7 @@ def ours(folder, device):
 
 WAYS = {
     "torch.save": torch_save,
-    "dcp.async_save": dcp_async_save,
-    "dcp.async_save, DefaultStager": dcp_stager,
-    "dcp.async_save, DefaultStager, process": dcp_stager_process,
+    "dcp.async_save, DefaultStager": dcp_async_save,
     "TrainingCheckpoints": ours,
 }
 

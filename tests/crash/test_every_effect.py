@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint import files, history_log, storage
 from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
 from datatrove_ckpt.checkpoint.history_records import End
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager
+from datatrove_ckpt.checkpoint.open_checkpoint import LockedRank
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck
@@ -31,7 +31,7 @@ from tests.crash_points import (
 )
 from tests.disk_errors import assert_same_output_after_disk_errors
 from tests.histories import read_history
-from tests.jobs import documents, runner, the_first_last, writer
+from tests.jobs import documents, run_job, runner, the_first_last, writer
 from tests.mirrors import known_ordinals
 from tests.power_loss import PowerLossDisk
 
@@ -74,9 +74,7 @@ def out_of_order(server, number):
 
     def attempt(folder):
         shared = context(folder / "checkpoints" / "00000" / "commits.jsonl")
-        runner(folder, server, the_first_last, records_per_chunk=1, shared_context=shared).run(
-            documents(number)
-        )
+        run_job(folder, server, number, the_first_last, records_per_chunk=1, shared_context=shared)
 
     return attempt
 
@@ -175,7 +173,7 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step, num
         def attempt(folder):
             for server in servers:
                 server.asked.clear()
-            runner(folder, endpoints).run(documents(3))
+            run_job(folder, endpoints, 3)
             for server in servers:
                 assert not kept & server.asked, "re-requested answers that were on disk"
             kept.clear()
@@ -260,7 +258,7 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
         def attempt(folder):
             server.asked.clear()
             try:
-                runner(folder, server).run(documents(number))
+                run_job(folder, server, number)
             finally:
                 assert not kept & server.asked, "re-requested answers that were on disk"
                 kept.clear()
@@ -295,7 +293,7 @@ def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     with FakeServer(delay=slow_start) as server:
 
         def attempt(folder):
-            runner(folder, server).run(documents(1))
+            run_job(folder, server, 1)
             history, owner = read_history(path), read_run(path.with_name("run.json"))["owner"]
             assert history.damaged == 0
             assert history.last_attempt == owner["fence"]
@@ -333,7 +331,7 @@ def prove(folder, disk_type=CopyingDisk, counted=EFFECTS):
     with FakeServer(delay=slow_start) as server:
 
         def attempt(folder):
-            runner(folder, server).run(documents(3))
+            run_job(folder, server, 3)
 
         assert_same_output_after_every_crash(attempt, folder, disk_type=disk_type, counted=counted)
 
@@ -341,7 +339,7 @@ def prove(folder, disk_type=CopyingDisk, counted=EFFECTS):
 @pytest.mark.slow
 def test_committing_before_publishing_is_noticed(folder, monkeypatch):
     links = []
-    link, append, take = files.Disk.link, CommitLog.append, CheckpointManager.take
+    link, append, take = files.Disk.link, CommitLog.append, LockedRank.take
 
     def later(self, source, target):
         if target.parent.name != "output":
@@ -356,16 +354,16 @@ def test_committing_before_publishing_is_noticed(folder, monkeypatch):
             files.disk.make_dir(target.parent)  # an effect between the two
             link(files.disk, source, target)
 
-    def take_empty(self):
+    def take_empty(self, *arguments):
         links.clear()  # of an attempt that crashed
-        return take(self)
+        return take(self, *arguments)
 
     monkeypatch.setattr(files.Disk, "link", later)
     monkeypatch.setattr(LocalTarget, "_stamp", lambda self, name: 0)
     monkeypatch.setattr(LocalTarget, "_take_group", lambda self, path, folder: None)
     monkeypatch.setattr(files.Disk, "remove_tree", lambda self, path: None)
     monkeypatch.setattr(CommitLog, "append", commit_first)
-    monkeypatch.setattr(CheckpointManager, "take", take_empty)
+    monkeypatch.setattr(LockedRank, "take", take_empty)
     with pytest.raises((AssertionError, OutputMismatch), match="files"):
         prove(folder)
 
@@ -414,7 +412,7 @@ def prove_commits_are_durable(folder):
     checked = 0
     disk = CopyingPowerLossDisk(folder)
     with FakeServer(delay=slow_start) as server, disk_in_place(disk):
-        runner(folder, server).run(documents(3))
+        run_job(folder, server, 3)
     gone = set()
     for number, label in enumerate(disk.points):
         if gone:

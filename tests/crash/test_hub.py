@@ -16,7 +16,7 @@ from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
 from tests.hub.server import route
-from tests.jobs import documents, runner
+from tests.jobs import run_job
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -79,9 +79,7 @@ def _quick(tmp_path, monkeypatch, policy):
 
 def attempt(folder, server, seconds):
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}_${chunk_index}.parquet")
-    runner(folder, server, output_writer=writer, hub_commit_seconds=seconds).run(
-        documents(DOCUMENTS)
-    )
+    run_job(folder, server, DOCUMENTS, output_writer=writer, hub_commit_seconds=seconds)
 
 
 def wait_for_requests_in_flight():
@@ -93,8 +91,7 @@ def wait_for_requests_in_flight():
             thread.join(300)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("seconds", "lag", "each"),
     [(300.0, 0, 29), (300.0, 0, 1), (0.0, 0, 1), (300.0, 1, 1)],
     ids=["each 29th", "one commit", "several", "lag"],

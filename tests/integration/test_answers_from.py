@@ -11,7 +11,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
-from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
@@ -103,8 +103,7 @@ def first_requests(server):
     }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("per_chunk", [1, 2, 3, 100])
+@pytest.mark.matrix("per_chunk", [1, 2, 3, 100])
 def test_only_answers_to_equal_payloads_are_not_asked_again(per_chunk, old, tmp_path, server):
     new, fresh = tmp_path / "new", tmp_path / "fresh"
     before = kept(old)
@@ -120,8 +119,7 @@ def test_only_answers_to_equal_payloads_are_not_asked_again(per_chunk, old, tmp_
     assert kept(old) == before
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.matrix("finished", [True, False])
 def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     finished, tmp_path, server
 ):
@@ -230,8 +228,7 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(is_gone, old, tmp_p
     )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("number", [5, 9])
+@pytest.mark.matrix("number", [5, 9])
 def test_the_input_may_be_shorter_or_longer(number, old, tmp_path, server):
     start(
         tmp_path / "new", server, TwoSteps("Longer"), number=number, answers_from=checkpoints(old)
@@ -240,8 +237,7 @@ def test_the_input_may_be_shorter_or_longer(number, old, tmp_path, server):
     assert verify(place_at(tmp_path / "new/checkpoints"), full=True).problems == []
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("changes", "line"),
     [
         (
@@ -309,8 +305,7 @@ def test_damaged_answers_are_asked_again(old, tmp_path, server):
     assert kept(old) == before
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.matrix("name", NAMES)
 def test_answers_of_each_release_are_used(name, tmp_path, server):
     old, new = restored(name, tmp_path / "old"), tmp_path / "new"
     shutil.copytree(old / "input", new / "input")

@@ -16,7 +16,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of
-from tests.jobs import Budget, documents, letters, rows, runner, writer
+from tests.jobs import Budget, documents, letters, rows, run_job, runner, writer
 
 
 def texts_of(payload):
@@ -59,11 +59,11 @@ def asked(server):
 
 def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch):
     monkeypatch.setattr(batches, "_LONGEST", 1.0)  # the last requests are not full
-    runner(tmp_path / "alone", shared, embed).run(documents(10))
+    run_job(tmp_path / "alone", shared, 10, embed)
     assert sizes(shared) == [1] * 30
     shared.payloads.clear()
     config = {"texts_per_request": 8, "default_generation_params": {"temperature": 0.5}, "seed": 1}
-    runner(tmp_path, shared, embed, config=config).run(documents(10))
+    run_job(tmp_path, shared, 10, embed, config=config)
     assert output(tmp_path) == output(tmp_path / "alone")
     assert (sum(sizes(shared)), max(sizes(shared))) == (30, 8)
     assert len(shared.payloads) < 10
@@ -110,12 +110,11 @@ def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared
     assert sorted(sizes(shared)) == [1] * 8 + [4, 4]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("texts", [3, 1, 2, 8])
+@pytest.mark.matrix("texts", [3, 1, 2, 8])
 def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_path, texts):
     # One request at a time: of several in flight, some answers would be on their way at the kill.
     config = {"texts_per_request": texts, "max_concurrent_generations": 1}
-    runner(tmp_path / "other", shared, embed, config=config).run(documents(6))
+    run_job(tmp_path / "other", shared, 6, embed, config=config)
     shared.payloads.clear()
     budget = Budget()
     answered = Counter()
@@ -130,7 +129,7 @@ def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_
     for _ in range(30):
         budget.left = 1
         try:
-            runner(tmp_path, shared, embed, config=config).run(documents(6))
+            run_job(tmp_path, shared, 6, embed, config=config)
         except CkptError:
             continue
         break
@@ -179,7 +178,7 @@ def test_a_text_that_fails_again_and_again_beside_others_is_named(shared, tmp_pa
 
     config = {"texts_per_request": 8, "server_patience_seconds": 60.0, "request_max_attempts": 2}
     with pytest.raises(CkptError, match=r"id 5.*this request failed while others were answered"):
-        runner(tmp_path, shared, ask, config=config).run(documents(10))
+        run_job(tmp_path, shared, 10, ask, config=config)
     assert asked(shared)["text 4"] <= 16
     alone = [payload["input"] for payload in shared.payloads if texts_of(payload) == ["text 5"]]
     assert alone, "the bad text was never sent alone"
@@ -196,7 +195,7 @@ def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):
             return None
 
     with pytest.raises(CkptError, match="HTTP 401"):
-        runner(tmp_path, shared, ask, config={"texts_per_request": 4}).run(documents(4))
+        run_job(tmp_path, shared, 4, ask, config={"texts_per_request": 4})
     assert sizes(shared) == [4]
     assert not rows(tmp_path)
 
@@ -206,7 +205,7 @@ def test_what_differs_in_more_than_its_text_shares_no_request(shared, tmp_path):
         await generate.embed([document.text, "b"], user=document.id)
         return "done"
 
-    runner(tmp_path, shared, ask, config={"texts_per_request": 4}).run(documents(2))
+    run_job(tmp_path, shared, 2, ask, config={"texts_per_request": 4})
     found = sorted((payload["user"], *texts_of(payload)) for payload in shared.payloads)
     assert found == [("id 0", "text 0", "b"), ("id 1", "text 1", "b")]
 
@@ -234,7 +233,7 @@ def test_what_a_shared_request_in_flight_at_a_stop_answers_is_kept(tmp_path, tex
         assert asked(server) == {
             f"text {index}{end}": 1 for index in range(6) for end in ("", " again")
         }
-        runner(tmp_path / "other", server, one_after_the_other).run(documents(6))
+        run_job(tmp_path / "other", server, 6, one_after_the_other)
     assert output(tmp_path) == output(tmp_path / "other")
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,9 +66,8 @@ def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=1):
 
 
 @pytest.fixture
-def job(hub, server, here, monkeypatch):
+def job(hub, server, here):
     """A bucket with the input of a task, and job.yaml."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     hub.create_repo("org/job", kind="bucket")
     put_input(hub, 1, 3)
     write_yaml(server)
@@ -335,8 +333,7 @@ def test_a_mirror_whose_bucket_this_token_does_not_see_is_no_empty_mirror(
 # a node that is lost after its last upload -------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("place", [BUCKET, "hf://datasets/org/data"])
+@pytest.mark.matrix("place", [BUCKET, "hf://datasets/org/data"])
 def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced(
     hub, tmp_path, place
 ):

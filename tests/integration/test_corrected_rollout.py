@@ -37,7 +37,6 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
     capsys,
     server,
 ):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def run(*arguments):
@@ -57,7 +56,7 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
     code, said = run()
     assert code == 1
     assert (
-        f"the code of the rollout rollout for that, add {flag} to the command: what is done and paid"
+        "the code of the rollout rollout for that, set accept_changes: what is done and paid"
         in said
     )
     assert f"The whole command: {command} {flag}" in said

@@ -292,8 +292,7 @@ def test_all_damage_is_refused_or_does_not_matter(half, server, said):
     judge_all(half, server, said, mutations(half, 20, 0))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("file", "read", "advice"),
     [
         ("00000/run.json", read_run, "start this task over: move its folder away"),
@@ -335,8 +334,7 @@ def lost(job, name):
         path.write_bytes(LOGS[name](path.read_bytes()))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", [*LOGS, "no file"])
+@pytest.mark.matrix("name", [*LOGS, "no file"])
 def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(half, server, said, name):
     folder = half.restore(finished=True)
     lost(folder, name)
@@ -362,8 +360,7 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(half, serv
     }.get(name, 4)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize(("run_first", "step"), [(False, 3), (False, 1), (True, 1)])

@@ -43,11 +43,10 @@ def write_documents(folder):
 
 
 @pytest.fixture
-def folder(here, monkeypatch):
+def folder(here):
     """The current folder; it has documents, and small files of a model."""
     write_documents(here)
     write_tokenizer(here / "my-model")
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return here
 
 
@@ -141,8 +140,7 @@ def answer(payload, times):
     return str(3 + times) if rating else f"That is {times}."
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("block", blocks("yaml", "docs/rollouts.md"), ids=str)
+@pytest.mark.matrix("block", blocks("yaml", "docs/rollouts.md"), ids=str)
 def test_the_rollouts_of_the_docs_run(folder, command, block):
     content, rows = yaml.safe_load(block.text), []
     for number in range(2):

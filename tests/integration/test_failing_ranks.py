@@ -61,8 +61,7 @@ class OthersWait(FakeServer):
         return response
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("status", [None, 400, 401])
+@pytest.mark.matrix("status", [None, 400, 401])
 def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path, status):
     """Of an error in a rollout (a second one is ignored), a rejected request, and a server that
     refuses every request.

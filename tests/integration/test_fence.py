@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, read_run
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, runner
+from tests.jobs import run_job
 from tests.patience import until
 
 JOB = """
@@ -95,8 +95,7 @@ else:
 """
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"]
 )
 def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, module):
@@ -120,8 +119,7 @@ def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, 
     assert "\0" not in ended
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("locks", ["local", "none"])
+@pytest.mark.matrix("locks", ["local", "none"])
 @pytest.mark.parametrize("asleep", [True, False], ids=["stopped", "running"])
 def test_without_locks_the_process_that_started_first_stops_before_it_writes_anything_more(
     tmp_path, server, locks, asleep
@@ -160,5 +158,5 @@ def test_a_process_that_was_taken_over_while_it_looked_at_the_output_removes_not
 
     monkeypatch.setattr(LocalTarget, "prepare", prepare_and_lose)
     with pytest.raises(Fenced):
-        runner(tmp_path, server).run(documents(1))
+        run_job(tmp_path, server, 1)
     assert staged[0].exists()

@@ -53,8 +53,7 @@ async def sends_nothing(document, generate):
     raise InferenceError(document, FORGED, payload=PAYLOAD)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("rollout", [lets_out, quotes, sends_nothing])
+@pytest.mark.matrix("rollout", [lets_out, quotes, sends_nothing])
 @pytest.mark.parametrize("on_document_error", ["stop", "dead_letter"])
 def test_no_failure_shows_a_key_of_a_payload_or_speaks_to_the_terminal(
     tmp_path,

@@ -114,8 +114,7 @@ def test_another_revision_is_refused(hub):
     assert read(other) == documents
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("status", "code", "message"),
     [
         (
@@ -187,8 +186,7 @@ def kind(request, hub):
     return request.param
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("place", "advice"),
     [
         (
@@ -197,9 +195,9 @@ def kind(request, hub):
         ),
         (
             "org/input/other",
-            "the folder does not exist there, or glob_pattern fits none. Correct data_folder",
+            "the folder does not exist there, or glob_pattern fits none. Correct the path",
         ),
-        ("org/input@v2/part", "Correct the branch, tag or commit after the @ in data_folder."),
+        ("org/input@v2/part", "Correct the branch, tag or commit after the @ in the input's URL."),
     ],
 )
 def test_a_folder_that_is_not_there(kind, place, advice):

@@ -77,8 +77,7 @@ def test_a_finished_run_stays_finished_when_the_dataset_moves_on(job, hub, optio
     assert "revision" in job("run", other, code=1)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("options", "message"),
     [
         ("streaming: true, dataset_options: {split: validation}", "validation"),

@@ -178,8 +178,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("kind", "fault"), FAULTS)
+@pytest.mark.matrix(("kind", "fault"), FAULTS)
 def test_what_passes_is_tried_again_and_nothing_is_there_twice(hub, server, tmp_path, kind, fault):
     rule = hub.fail(kind, times=2, **fault)
     hub_runner(tmp_path, server).run(documents(5))
@@ -191,8 +190,7 @@ def test_what_passes_is_tried_again_and_nothing_is_there_twice(hub, server, tmp_
     assert committed(tmp_path) == [0, 1, 2]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("lag", [1, 3])
+@pytest.mark.matrix("lag", [1, 3])
 def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag, monkeypatch):
     monkeypatch.setattr(
         OutputOwnership, "claim", lambda self, is_unused: None
@@ -207,8 +205,7 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag
     assert set(server.asked.values()) == {1}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("kind", "fault", "message"),
     [
         (
@@ -238,8 +235,7 @@ def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it
     assert set(server.asked.values()) == {1}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("chunk", [0, 2])
+@pytest.mark.matrix("chunk", [0, 2])
 def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(hub, tmp_path, chunk):
     other = {names(3)[chunk]: b"PAR1 of another job"}
     arrived = []
@@ -358,7 +354,7 @@ def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(hub,
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)
-    with pytest.raises(OSError, match="403"):
+    with pytest.raises(OutputFailed, match="403"):
         step.run(documents(3))
     fault.stop()
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")

@@ -43,8 +43,7 @@ def test_files_to_redo_are_removed_in_one_commit(cli, hub):
     assert hub.files("org/data") == before
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])  # the second is in LFS
+@pytest.mark.matrix("ending", ["jsonl", "jsonl.gz"])  # the second is in LFS
 def test_content_that_was_altered_is_found_by_the_hash_in_the_listing(cli, hub, ending):
     job = Path("job.yaml")
     text = job.read_text().replace("${chunk_index}.jsonl", f"${{chunk_index}}.{ending}")
@@ -98,8 +97,7 @@ def make_incomplete():
 GONE = "there is no dataset repository org/data, or this token may not see it, but this job has committed 3 files there"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.matrix("complete", [True, False])
 def test_run_names_the_files_that_were_there_and_the_ways_out(
     cli, hub, server, monkeypatch, complete
 ):
@@ -117,9 +115,9 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(
     said = cli("run", "job.yaml", code=1)
     assert GONE in said
     assert (
-        "Restore it or rename it back, or set output_folder to its new name and accept_changes to true"
+        "Restore it or rename it back, or set the output folder to its new name and accept_changes to true"
         in said
     )
-    assert "start anew with another checkpoints_local_dir, output_folder and logging_dir" in said
+    assert "start over in other folders" in said
     assert "repos create" not in said
     assert len(server.payloads) == asked

@@ -88,8 +88,7 @@ def kept(folder, rank=0):
 # No documents ------------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+@pytest.mark.matrix("reader", ["JsonlReader", ORIGINAL])
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
@@ -118,8 +117,7 @@ def test_a_rank_without_documents_is_not_complete(
     assert len(outputs(tmp_path)) == 4
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("reader", ["JsonlReader", ORIGINAL])
+@pytest.mark.matrix("reader", ["JsonlReader", ORIGINAL])
 def test_ranks_without_files_and_files_without_rows_are_complete(job, tmp_path, reader):
     for number in range(1, 4):
         (tmp_path / f"documents/{number}.jsonl").write_text("\n" * number if number > 1 else "")
@@ -159,10 +157,7 @@ def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job, tmp_path):
     assert "The input file '0.jsonl' in " in (
         said := job("datatrove.pipeline.readers.CSVReader", code=1).err
     )
-    assert (
-        "is not UTF-8, or has a quote that is not closed: 'utf-8' codec can't decode byte 0xe9"
-        in said
-    )
+    assert "is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
 
 
 @pytest.mark.parametrize(
@@ -244,8 +239,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("reader", "change"),
     [*(("JsonlReader", change) for change in CHANGES), (ORIGINAL, "file edited")],
 )
@@ -307,8 +301,7 @@ def test_finished_ranks_refuse_what_unfinished_ones_may_see(job, tmp_path):
     assert sorted(outputs(tmp_path)) == [f"text {number}" for number in range(9)]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("limit", [-1, 4])
+@pytest.mark.matrix("limit", [-1, 4])
 def test_lines_that_come_while_a_file_is_read_are_part_of_the_finished_input(
     job, tmp_path, monkeypatch, limit
 ):

@@ -5,7 +5,6 @@ output.
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt import LocalPipelineExecutor as OurExecutor
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.preflight.input_checks import check_inputs_unchanged
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.run_folder.input_checks import check_inputs_unchanged
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import documents, rows, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_input, write_job
@@ -57,9 +56,8 @@ class Run:
 
 
 @pytest.fixture
-def run(here, monkeypatch, command, server):
+def run(here, command, server):
     """A job of three tasks with four documents each, in the working folder."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     write_job(
         here,
         JOB.replace("URL", server.url),
@@ -82,7 +80,7 @@ def test_the_markers_of_another_job_are_refused(run):
     assert re.search(
         r"logs/completions marks tasks 0, 1, 2 as complete, but .*/other holds no checkpoint", error
     )
-    assert "choose another logging_dir" in error
+    assert "choose another folder for the logs" in error
 
 
 def test_a_marked_task_whose_checkpoint_is_not_finished_runs(run):
@@ -308,8 +306,9 @@ def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_anoth
             nodes.run(rank, 4, accept_changes=True)
         assert not nodes.server.asked
     assert str(nodes.mirror) in str(refused.value)
-    assert "Go on with 1 task (tasks=1), or choose another checkpoints_local_dir" in str(
-        refused.value
+    assert (
+        "Go on with 1 task (tasks: 1). To start over, choose another checkpoints_local_dir"
+        in str(refused.value)
     )
     assert "set finished_from to the old output_folder and checkpoints_local_dir" in str(
         refused.value

@@ -17,7 +17,7 @@ from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
 from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
-from tests.jobs import documents, runner
+from tests.jobs import run_job
 from tests.kept import until_kept
 from tests.patience import Patience, until
 
@@ -114,8 +114,7 @@ class Script:
             assert left_of(self.popen.pid) == []
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("number", "code", "signalled"),
     [
         (signal.SIGTERM, 128 + signal.SIGTERM, "alone"),
@@ -231,7 +230,7 @@ def test_a_handler_that_exits_makes_no_document_of_a_pools_worker_a_dead_letter(
 
     def work():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
-        runner(tmp_path, server, signals, on_document_error="dead_letter").run(documents(1))
+        run_job(tmp_path, server, 1, signals, on_document_error="dead_letter")
 
     worker = multiprocess.get_context("fork").Process(target=work, name="ForkPoolWorker-1")
     worker.start()

@@ -33,8 +33,7 @@ def test_a_full_disk_below_the_logs_is_named(job, command):
     assert "Free some space and run the same command again" in message
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("call", ["pathlib.Path.exists", "builtins.open"])
+@pytest.mark.matrix("call", ["pathlib.Path.exists", "builtins.open"])
 def test_a_checkpoint_of_another_user_is_named(call, job, command, monkeypatch):
     command("run", "job.yaml")
     path = job / "checkpoints/00000/run.json"

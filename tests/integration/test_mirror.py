@@ -11,6 +11,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import orjson
 import pytest
@@ -33,15 +34,15 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
-from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.run_folder.findings import check_before_run
+from datatrove_ckpt.run_folder.run_plan import RunPlan
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
 from tests.mirrors import (
@@ -69,6 +70,35 @@ def expected():
     with tempfile.TemporaryDirectory() as folder, FakeServer() as server:
         Job(Path(folder)).run(server, checkpoints_remote_dir=None)
         return outputs(Path(folder) / "output")
+
+
+class Refusing(object_store.Effects):
+    """A remote that refuses what has this in its path."""
+
+    def __init__(self, error, part=""):
+        self._error, self._part = error, part
+
+    def put(self, fs, path, data):
+        if self._part in path:
+            raise self._error
+        super().put(fs, path, data)
+
+
+UNREACHABLE = Mock(side_effect=ConnectionError("no route to host"))
+
+
+@pytest.fixture
+def mirrors(monkeypatch):
+    """The mirrors that were started."""
+    found = []
+    start = mirror.RemoteMirror.start
+
+    def start_and_note(self, source):
+        found.append(self)
+        return start(self, source)
+
+    monkeypatch.setattr(mirror.RemoteMirror, "start", start_and_note)
+    return found
 
 
 def manifests(job):
@@ -108,8 +138,7 @@ def state(rank):
 # restoring ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("where", ["folder", "memory://"])
+@pytest.mark.matrix("where", ["folder", "memory://"])
 def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     job, expected, log, where, server
 ):
@@ -125,8 +154,7 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     MemoryFileSystem.store.clear()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
+@pytest.mark.matrix("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
 def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_by_the_command_that_is_named(
     job, expected, file, server
 ):
@@ -167,11 +195,7 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
     job, monkeypatch, log, server
 ):
     job.run_until("text 4 again")
-
-    def down(self, folder=""):
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(object_store.ObjectStore, "names", down)
+    monkeypatch.setattr(object_store.ObjectStore, "names", UNREACHABLE)
     job.run(server)
     assert any("Could not read the mirror" in line and "Continuing with" in line for line in log)
     job.lose_the_node()
@@ -442,21 +466,12 @@ def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_oth
         one.run(server)
 
 
-class WithoutVersions(object_store.Effects):
-    """A remote that can be owned, and takes no version."""
-
-    def put(self, fs, path, data):
-        if "/generation-" in path:
-            raise ConnectionError("503")
-        super().put(fs, path, data)
-
-
 def test_what_another_node_published_before_its_first_version_belongs_to_the_run(
     job, expected, monkeypatch, server
 ):
     job.run_until("text 4")
     with monkeypatch.context() as patched:
-        patched.setattr(object_store, "effects", WithoutVersions())
+        patched.setattr(object_store, "effects", Refusing(ConnectionError("503"), "/generation-"))
         job.on_another_node().run(server)
     assert outputs(job.folder / "output") == expected
     server.asked.clear()
@@ -552,10 +567,6 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
     job, expected, monkeypatch, log
 ):
     monkeypatch.setattr(mirror, "_SEEN_SECONDS", 0.001)
-
-    def down(self, folder=""):
-        raise ConnectionError("no route to host")
-
     with FakeServer(hold_after=7) as server:
         running = threading.Thread(target=lambda: job.run(server))
         running.start()
@@ -566,7 +577,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
             )
         )
         # In this order: no slow look of before may count as one without an answer.
-        monkeypatch.setattr(object_store.ObjectStore, "names", down)
+        monkeypatch.setattr(object_store.ObjectStore, "names", UNREACHABLE)
         monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
         server.release()
         running.join(300)
@@ -577,17 +588,11 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
     )
 
 
-class Missing(object_store.Effects):
-    """A bucket that does not exist, as fsspec's file systems report it."""
-
-    def put(self, fs, path, data):
-        raise FileNotFoundError("The specified bucket does not exist")
-
-
 def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_to_its_end(
     job, monkeypatch
 ):
-    monkeypatch.setattr(object_store, "effects", Missing())
+    missing = FileNotFoundError("The specified bucket does not exist")  # as fsspec reports it
+    monkeypatch.setattr(object_store, "effects", Refusing(missing))
     with FakeServer(hold_after=3) as server:  # it ends although the run could go on for ever
         with pytest.raises(
             ConfigError,
@@ -631,19 +636,15 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
 
 
 def test_an_object_that_may_not_be_replaced_stays(tmp_path, monkeypatch):
-    class Refusing(object_store.Effects):
-        def put(self, fs, path, data):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-
     store = object_store.ObjectStore(str(tmp_path))
     store.put("job.json", b"whole")
-    monkeypatch.setattr(object_store, "effects", Refusing())
+    monkeypatch.setattr(object_store, "effects", Refusing(PermissionError("Permission denied")))
     with pytest.raises(PermissionError):
         store.put("job.json", b"new")
     assert store.read("job.json", 9) == b"whole"
 
 
-def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch, policy):
+def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch, mirrors, policy):
     """It would fence the rank's next process, which may have started."""
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
     asked, put = threading.Event(), []
@@ -657,13 +658,6 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
 
     monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
     monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))
-    mirrors = []
-    start = mirror.RemoteMirror.start
-    monkeypatch.setattr(
-        mirror.RemoteMirror,
-        "start",
-        lambda self, source: mirrors.append(self) or start(self, source),
-    )
     policy("STORAGE", patience=0.2)
     with (
         FakeServer(delay=lambda payload, times: float(not asked.wait(300))) as server,
@@ -677,12 +671,10 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
 
 
 def test_the_files_of_a_rank_are_closed_once_its_mirror_reads_none_of_them(
-    job, monkeypatch, server, log
+    job, monkeypatch, mirrors, server, log
 ):
     """SQLite ends a process in which one thread reads what another one closes."""
     order = []
-    mirrors = []
-    start = mirror.RemoteMirror.start
     take, close = RankFiles.snapshot, RankFiles.close
 
     def slow(rank, since):
@@ -697,11 +689,6 @@ def test_the_files_of_a_rank_are_closed_once_its_mirror_reads_none_of_them(
         close(rank, completed)
 
     monkeypatch.setattr(mirror, "STOP_SECONDS", 0.1)
-    monkeypatch.setattr(
-        mirror.RemoteMirror,
-        "start",
-        lambda self, source: mirrors.append(self) or start(self, source),
-    )
     monkeypatch.setattr(RankFiles, "snapshot", slow)
     monkeypatch.setattr(RankFiles, "close", watched)
     job.run(server)
@@ -709,7 +696,7 @@ def test_the_files_of_a_rank_are_closed_once_its_mirror_reads_none_of_them(
 
 
 def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
-    job, monkeypatch, log
+    job, monkeypatch, mirrors, log
 ):
     job.rank.mkdir(parents=True)
     hanging = Hanging()
@@ -718,13 +705,6 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
     upload = mirror.RemoteMirror._upload
     monkeypatch.setattr(mirror.RemoteMirror, "_upload", lambda self: mirrored.append(upload(self)))
     with FakeServer(hold_after=3) as server:
-        shutdowns = []
-        start = mirror.RemoteMirror.start
-        monkeypatch.setattr(
-            mirror.RemoteMirror,
-            "start",
-            lambda self, source: shutdowns.append(self.shutdown) or start(self, source),
-        )
 
         def run():
             with suppress(Preempted):
@@ -733,7 +713,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         running = threading.Thread(target=run)
         running.start()
         until(lambda: len(mirrored) == 1 and server.asked.total() == 4)
-        shutdowns[0].request("SIGTERM")
+        mirrors[0].shutdown.request("SIGTERM")
         until(lambda: len(mirrored) == 2)
         restore(f"{job.remote}/00000", job.folder / "scratch")
         assert answered(job.folder / "scratch") == up_to("text 1 again")
@@ -979,18 +959,3 @@ def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(job, monkeypat
         "is not sealed" in line and "what it uploads from now on is sealed" in line for line in log
     )
     assert answered(restored_folder(job)) == up_to("text 4 again")
-
-
-def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(job, expected, server):
-    """However often it is tried, and on whichever node: it leaves no version that would make the
-    output its own.
-    """
-    job.run(server)
-    other = Job(job.folder, str(job.folder / "mirror of another job"))
-    for checkpoints in ("other", "next node"):
-        other.checkpoints = job.folder / checkpoints
-        with pytest.raises(OutputMismatch, match="belongs to another run"):
-            other.run(server, 3)
-    assert not Path(other.remote).exists()
-    assert server.asked.total() == 12
-    assert outputs(job.folder / "output") == expected

@@ -8,7 +8,7 @@ import pytest
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
 from tests.integration.test_whose_fault import all_of
-from tests.jobs import ask, documents, ids, letters, rows, runner
+from tests.jobs import ask, documents, ids, letters, rows, run_job, runner
 
 
 class Mute(Exception):
@@ -70,15 +70,14 @@ def spoils(spoil):
     return rollout
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", UNWRITABLE)
+@pytest.mark.matrix("name", UNWRITABLE)
 def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(tmp_path, server, name):
     rollout = spoils(UNWRITABLE[name])
     with pytest.raises((DocumentFailed, DocumentNotSerializable)) as stopped:
-        runner(tmp_path, server, rollout).run(documents(4))
+        run_job(tmp_path, server, 4, rollout)
     str(stopped.value).encode()
     for _ in range(2):  # the second time there is nothing to do
-        runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(4))
+        run_job(tmp_path, server, 4, rollout, on_document_error="dead_letter")
         assert ids(tmp_path) == ["id 0", "id 2", "id 3"]
         assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
     assert letters(tmp_path)[0]["document"] == {

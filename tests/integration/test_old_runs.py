@@ -13,7 +13,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.mirror.job import read_job
 from datatrove_ckpt.output import owner
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, documents, rows, runner
+from tests.jobs import Budget, ask, documents, rows, run_job, runner
 from tests.kept import edit
 
 NUMBER = 8
@@ -59,8 +59,7 @@ PLACES = (
 )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.matrix("chain", CHAINS)
 def test_results_of_another_run_are_refused_before_a_request_unless_they_are_accepted(job, chain):
     flag, difference = CHAINS[chain]
     job()
@@ -207,7 +206,7 @@ async def another(document, generate):
 
 @pytest.mark.parametrize("kept", [True, False], ids=["checkpoints", "no checkpoints"])
 def test_a_task_alone_compares_too(tmp_path, server, kept):
-    runner(tmp_path / "old", server).run(documents(3))
+    run_job(tmp_path / "old", server, 3)
     server.asked.clear()
     new = runner(tmp_path / "new", server, another, finished_from=tmp_path / "old/output")
     if not kept:

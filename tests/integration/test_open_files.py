@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 from datatrove_ckpt.process import open_files
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, run_job, runner
 from tests.yaml_jobs import ENDPOINT, job_yaml
 
 JOB = job_yaml(f"{ENDPOINT}, max_concurrent_generations: 200, request_max_attempts: 2")
@@ -69,7 +69,7 @@ def test_a_connection_that_cannot_be_opened_stops_the_rank_and_is_not_the_server
     ):
         step.run(documents(1))
     assert not (tmp_path / "checkpoints/00000/dead_letters.jsonl").exists()
-    runner(tmp_path, server, greedy_no_more, accept_changes=True).run(documents(1))
+    run_job(tmp_path, server, 1, greedy_no_more, accept_changes=True)
 
 
 async def greedy_no_more(document, generate):

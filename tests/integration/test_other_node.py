@@ -2,6 +2,8 @@
 mirror.
 """
 
+from unittest.mock import Mock
+
 import pytest
 from datatrove.io import get_datafolder
 
@@ -116,8 +118,7 @@ DONE = {
 """What the other node did."""
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("done", DONE)
+@pytest.mark.matrix("done", DONE)
 @pytest.mark.parametrize("where", ["local", "shared", "remote"])
 def test_a_node_goes_on_where_another_one_has_continued(
     here, command, server, bills, where, done, empty_memory_file_system
@@ -154,12 +155,9 @@ def test_a_mirror_that_cannot_be_read_costs_no_file_that_another_node_has_writte
     cluster.run_until("a", 5)
     cluster("b", "run")
     before = cluster.files()
-
-    def down(self, folder=""):
-        raise ConnectionError("no route to host")
-
     with monkeypatch.context() as patched:
-        patched.setattr(object_store.ObjectStore, "names", down)
+        unreachable = Mock(side_effect=ConnectionError("no route to host"))
+        patched.setattr(object_store.ObjectStore, "names", unreachable)
         error = cluster("a", "run", code=1).error
     assert "mirror could not be read, keep them until it can be" in error
     said = command("verify", cluster.disk("a"), code=1)

@@ -26,7 +26,7 @@ from datatrove_ckpt.process import preemption, shutdown
 from datatrove_ckpt.process.signals import raise_again
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
-from tests.jobs import ask, documents, runner, writer
+from tests.jobs import ask, documents, run_job, runner, writer
 from tests.patience import until_async
 
 DRAINS = "requests in flight have"
@@ -109,7 +109,7 @@ async def plain(document, generate):
 def expected(tmp_path, rollout, number):
     """The output of a run that nothing interrupted."""
     with FakeServer() as server:
-        runner(tmp_path / "undisturbed", server, rollout).run(documents(number))
+        run_job(tmp_path / "undisturbed", server, number, rollout)
     return outputs(tmp_path / "undisturbed/output")
 
 
@@ -184,9 +184,9 @@ def test_signals_the_user_names_and_no_others(tmp_path, server, reraised):
     only = {"drain_signals": ["SIGHUP"] * 2}
     number = signal.SIGHUP
     with pytest.raises(Preempted, match="SIGHUP"):
-        runner(tmp_path / "1", server, sends, **only).run(documents(1))
+        run_job(tmp_path / "1", server, 1, sends, **only)
     number = signal.SIGUSR1
-    runner(tmp_path / "2", server, sends, **only).run(documents(1))
+    run_job(tmp_path / "2", server, 1, sends, **only)
     assert reraised == [signal.SIGHUP, signal.SIGUSR1]
 
 
@@ -204,7 +204,7 @@ def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_fr
         raise RuntimeError("a bug")
 
     with FakeServer() as server, pytest.raises(DocumentFailed, match="a bug"):
-        runner(tmp_path, server, fails).run(documents(1))
+        run_job(tmp_path, server, 1, fails)
     assert reraised == [signal.SIGTERM]
     assert any("ERROR" in line and "a bug" in line for line in log)
 
@@ -249,7 +249,7 @@ def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
 
     with pytest.raises(Preempted):
         # Longer than a test may take.
-        runner(tmp_path, server, sleeps, drain_seconds=3600).run(documents(1))
+        run_job(tmp_path, server, 1, sleeps, drain_seconds=3600)
 
 
 def test_a_request_that_was_refused_and_waits_keeps_nobody_waiting(tmp_path, reraised, policy):
@@ -335,7 +335,7 @@ def test_while_the_users_context_is_entered_a_signal_raises_at_once(tmp_path, re
         return {}
 
     with pytest.raises(Preempted):
-        runner(tmp_path, server, plain, shared_context=slow).run(documents(2))
+        run_job(tmp_path, server, 2, plain, shared_context=slow)
     assert not after
     assert reraised == [signal.SIGTERM]
     assert not server.asked
@@ -352,7 +352,7 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
 ):
     """Restoring a checkpoint may take minutes, and a missing output folder is retried for five."""
     mirrored = {"checkpoints_remote_dir": str(tmp_path / "remote")}
-    runner(tmp_path, server, plain, **mirrored).run(documents(3))
+    run_job(tmp_path, server, 3, plain, **mirrored)
     shutil.rmtree(tmp_path / "checkpoints")
     still_here = []
 
@@ -365,10 +365,10 @@ def test_before_the_first_document_a_signal_does_not_wait_for_a_remote(
             *((ObjectStore, "read") if where == "restore" else (ChunkOutput, "prepare")), slow
         )
         with pytest.raises(Preempted):
-            runner(tmp_path, server, plain, **mirrored).run(documents(3))
+            run_job(tmp_path, server, 3, plain, **mirrored)
     assert not still_here
     assert reraised == [signal.SIGTERM]
-    runner(tmp_path, server, plain, **mirrored).run(documents(3))
+    run_job(tmp_path, server, 3, plain, **mirrored)
     assert set(server.asked.values()) == {1}
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 3)
 
@@ -394,8 +394,6 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
     with FakeServer(hold_after=0) as server:
         ends_once_asked(server, monkeypatch)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
-            runner(tmp_path, server, plain, config={"max_concurrent_generations": 1}).run(
-                documents(3)
-            )
+            run_job(tmp_path, server, 3, plain, config={"max_concurrent_generations": 1})
         assert sum(server.asked.values()) == 1
     assert reraised == [signal.SIGUSR1]

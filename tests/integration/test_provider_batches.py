@@ -29,7 +29,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import CrashReport
 from datatrove_ckpt.testing.disks import disk_in_place
 from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
-from tests.jobs import ask, documents, letters, rows, runner
+from tests.jobs import ask, documents, letters, rows, run_job, runner
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
 BATCHES = {"provider_batches": True}
@@ -42,6 +42,56 @@ def _soon(monkeypatch, policy):
     monkeypatch.setattr(provider_passes, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(provider_passes, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(provider_passes, "LIST_LAG_SECONDS", 0.3)
+
+
+def run(folder, provider, number=3, rollout=ask, **changes):
+    run_job(folder, provider, number, rollout, **{"config": BATCHES, **changes})
+
+
+def assert_paid_once(folder, provider, number=3, batches=None):
+    assert len(rows(folder)) == number
+    assert set(provider.billed.values()) == {1}
+    assert batches is None or len(provider.batches) == batches
+
+
+@pytest.fixture
+def provider():
+    with FakeProvider() as running:
+        yield running
+
+
+@pytest.fixture
+def job(here, monkeypatch):
+    """Returns the words of a job of four documents at a provider."""
+    monkeypatch.setenv("THE_KEY", "k")
+    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
+    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+
+    def words(provider, *more):
+        given = ["--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
+        return [
+            *given,
+            "--prompt={text}",
+            "--run-folder=job",
+            "--tasks=1",
+            "--api-key-env=THE_KEY",
+            *more,
+        ]
+
+    return words
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Moves the clock on which the rest of a batch is awaited."""
+    now = [1e9]
+
+    def move(seconds):
+        now[0] += seconds
+
+    for module in (batch_log, provider_passes):
+        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
+    return move
 
 
 async def three(document, generate):
@@ -69,14 +119,13 @@ async def two_in_a_row(document, generate):
     return await generate({"messages": [{"role": "user", "content": first.text}]})
 
 
-def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
+def test_a_run_with_batches_has_the_output_of_one_without(tmp_path, provider):
     """The first answer to a creation is lost, and the list does not show that batch yet."""
-    with FakeProvider() as provider:
-        provider.list_lag = 0.1
-        provider.lose["/v1/batches"] = 1
-        runner(tmp_path / "online", provider, three).run(documents(5))
-        online = len(provider.payloads)
-        runner(tmp_path / "batch", provider, three, config=BATCHES).run(documents(5))
+    provider.list_lag = 0.1
+    provider.lose["/v1/batches"] = 1
+    runner(tmp_path / "online", provider, three).run(documents(5))
+    online = len(provider.payloads)
+    run(tmp_path / "batch", provider, 5, three)
     assert len(provider.payloads) == online == 15
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(provider.billed) == 15
@@ -86,22 +135,21 @@ def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("lost", [502, 429])
-def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost):
+def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost, provider):
     """Expired, failed and unfinished requests, a lost answer to each path, a batch out of order."""
-    with FakeProvider() as provider:
-        draws = random.Random(0)
+    draws = random.Random(0)
 
-        def outcome(request):
-            if request["custom_id"].rpartition("-")[2] != "1":
-                return None
-            return draws.choice([None, "expired", FAILED, ["no response"]])
+    def outcome(request):
+        if request["custom_id"].rpartition("-")[2] != "1":
+            return None
+        return draws.choice([None, "expired", FAILED, ["no response"]])
 
-        provider.outcome = outcome
-        provider.list_lag = 0.1
-        provider.lost = lost
-        provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
-        runner(tmp_path / "online", provider).run(documents(15))
-        runner(tmp_path / "batch", provider, config=BATCHES).run(documents(15))
+    provider.outcome = outcome
+    provider.list_lag = 0.1
+    provider.lost = lost
+    provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
+    runner(tmp_path / "online", provider).run(documents(15))
+    run(tmp_path / "batch", provider, 15)
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(provider.payloads) == 15
     assert len(provider.billed) == 15
@@ -122,31 +170,8 @@ class LosesCreation(FakeProvider):
 
 def test_a_request_to_create_a_batch_that_is_late_finds_no_file(tmp_path):
     with LosesCreation() as provider:
-        runner(tmp_path, provider, config=BATCHES).run(documents(1))
+        run(tmp_path, provider, 1)
     assert [name for name in provider.files if name.startswith("file")] == ["file-2"]
-    assert set(provider.billed.values()) == {1}
-
-
-@pytest.mark.parametrize("status", [400, 404])
-def test_a_batch_whose_creation_is_refused_all_the_same_is_looked_for(tmp_path, status):
-    with FakeProvider() as provider:
-        provider.lost = status
-        provider.lose["/v1/batches"] = 1
-        runner(tmp_path, provider, config=BATCHES).run(documents(2))
-    assert set(provider.billed.values()) == {1}
-    assert len(provider.batches) == 1
-
-
-@pytest.mark.parametrize("status", ["expired", "cancelled"])
-def test_what_an_ended_batch_has_answered_is_kept(tmp_path, status):
-    """A request that was not sent uses up no attempt."""
-    late = ["expired"]
-    with FakeProvider() as provider:
-        provider.status = status
-        provider.outcome = lambda request: late.pop() if late else None
-        config = {**BATCHES, "request_max_attempts": 1}
-        runner(tmp_path, provider, config=config).run(documents(5))
-    assert len(rows(tmp_path)) == 5
     assert set(provider.billed.values()) == {1}
 
 
@@ -184,10 +209,9 @@ def test_answers_are_kept_when_the_file_of_errors_is_lost_once(tmp_path):
 
     with LosesErrors() as provider:
         provider.outcome = outcome
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+        run(tmp_path, provider)
     assert provider.has_lost
-    assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path, provider)
 
 
 def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
@@ -197,7 +221,7 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
     with FakeMessages() as provider:
         online = {"skip_bad_requests": True, "config": {"api_key": KEY}}
         provider._status = lambda payload, times: 400 if "text 3" in str(payload) else None
-        runner(tmp_path / "online", provider, message, **online).run(documents(6))
+        run(tmp_path / "online", provider, 6, message, **online)
         draws = random.Random(0)
 
         def outcome(request):
@@ -211,11 +235,11 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
         provider.list_lag = 0.1
         provider.lose["/v1/messages/batches"] = 2
         job = {"skip_bad_requests": True, "config": MESSAGES}
-        runner(tmp_path / "others", provider, two_messages, **job).run(documents(6))
+        run(tmp_path / "others", provider, 6, two_messages, **job)
         provider.billed.clear()
         provider.lose["/v1/messages/batches"] = 2
         provider.steps = 4
-        runner(tmp_path / "batch", provider, message, **job).run(documents(6))
+        run(tmp_path / "batch", provider, 6, message, **job)
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(rows(tmp_path / "batch")) == len(provider.billed) == 5
     assert set(provider.billed.values()) == {1}
@@ -223,27 +247,23 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
     assert "in the words of the provider" in letter["error"]
 
 
-def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tmp_path):
+def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tmp_path, provider):
     rejection = {"status_code": 400, "body": {"error": {"message": "too long for this model"}}}
-    with FakeProvider() as provider:
-        provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
-        runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True, retry_errors=True).run(
-            documents(3)
-        )
+    provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
+    run(tmp_path, provider, skip_bad_requests=True, retry_errors=True)
     (letter,) = letters(tmp_path)
     assert letter["id"] == "id 1"
     assert "too long for this model" in letter["error"]
     assert len(rows(tmp_path)) == 2
 
 
-def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
-    with FakeProvider() as provider:
-        errors = [{"code": "model_not_found", "message": "no such model"}]
-        provider.refuse = lambda batch: {"data": errors}
-        with pytest.raises(Exception, match="no such model"):
-            runner(tmp_path, provider, config=BATCHES, skip_bad_requests=True).run(documents(3))
-        provider.refuse = lambda batch: []
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path, provider):
+    errors = [{"code": "model_not_found", "message": "no such model"}]
+    provider.refuse = lambda batch: {"data": errors}
+    with pytest.raises(Exception, match="no such model"):
+        run(tmp_path, provider, skip_bad_requests=True)
+    provider.refuse = lambda batch: []
+    run(tmp_path, provider)
     assert len(rows(tmp_path)) == 3
     assert not letters(tmp_path)
     assert set(provider.billed.values()) == {1}
@@ -290,11 +310,11 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
             monkeypatch.setattr(module, "unix_seconds", lambda: 1e9 + 2 * len(looks))
         if not comes_back:
             with pytest.raises(ServerRefused, match="which were paid for"):
-                runner(tmp_path, provider, rollout, config=config).run(documents(3))
+                run(tmp_path, provider, rollout=rollout, config=config)
             provider._shown = shown
             provider.hidden = ""
             assert provider.reads < len(looks) / 2
-        runner(tmp_path, provider, rollout, config=config).run(documents(3))
+        run(tmp_path, provider, rollout=rollout, config=config)
     assert len(rows(tmp_path)) == 3
     twice = 0 if comes_back else {"file": 3, "id": 3, "half": 2, "end": 1}[hidden]
     assert sum(provider.billed.values()) == 3 + twice
@@ -303,11 +323,8 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
 @pytest.mark.matrix
 @FORMS
 def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
-    tmp_path, monkeypatch, form, rollout, config
+    tmp_path, later, form, rollout, config
 ):
-    now = [1e9]
-    for module in (batch_log, provider_passes):
-        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
     with form() as provider:
         provider.hidden = "half"
         step = runner(tmp_path, provider, rollout, config={**config, "server_patience_seconds": 60})
@@ -320,9 +337,9 @@ def test_the_wait_for_missing_answers_goes_on_in_the_next_process(
         while not provider.reads:
             waits()
         for _ in range(2):
-            now[0] += 29
+            later(29)
             waits()
-        now[0] += 2
+        later(2)
         with pytest.raises(ServerRefused, match="which were paid for"):
             step.run(documents(3))
 
@@ -335,7 +352,7 @@ def test_a_request_without_a_line_is_sent_as_often_as_one_that_fails(
         provider.outcome = lambda request: "lost" if "text 1" in str(request) else None
         config = {**config, "request_max_attempts": 3}
         with pytest.raises(Exception, match=r"after 3 batches.*no line for this request"):
-            runner(tmp_path, provider, rollout, config=config).run(documents(3))
+            run(tmp_path, provider, rollout=rollout, config=config)
     assert len(provider.batches) == 3
     assert set(provider.billed.values()) == {1}
 
@@ -346,10 +363,10 @@ def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, 
         provider.prefix = b"gateway/"
         for _ in range(2):
             with pytest.raises(ServerRefused, match="gateway/"):
-                runner(tmp_path, provider, rollout, config=config).run(documents(3))
+                run(tmp_path, provider, rollout=rollout, config=config)
         assert len(provider.batches) == 1
         config = {**config, "provider_batches": False}
-        runner(tmp_path, provider, rollout, config=config).run(documents(3))
+        run(tmp_path, provider, rollout=rollout, config=config)
     assert len(rows(tmp_path)) == 3
     assert len(provider.payloads) == 3
 
@@ -357,47 +374,28 @@ def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, 
 # what a provider forgets, and what it sends ------------------------------------------------------
 
 
-@pytest.fixture
-def later(monkeypatch):
-    """Moves the clock on which the rest of a batch is awaited."""
-    now = [1e9]
-
-    def move(seconds):
-        now[0] += seconds
-
-    for module in (batch_log, provider_passes):
-        monkeypatch.setattr(module, "unix_seconds", lambda: now[0])
-    return move
-
-
 def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
-    here, command, later, monkeypatch
+    here, command, later, job, provider
 ):
-    monkeypatch.setenv("THE_KEY", "k")
-    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
-    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        job = ["run", "--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
-        job += ["--prompt={text}", "--run-folder=job", "--tasks=1", "--api-key-env=THE_KEY"]
-        job += ["--server-patience-seconds=60", "--no-wait"]
-        batches = [*job, "--provider-batches=true"]
-        command(*batches, code=75)
-        provider.forgotten.add("batch_2")
-        assert "Run the same command again" in command("batches", "cancel", "job", code=1)
-        command(*batches, code=75)  # perhaps it is only missing for a while
-        later(61)
-        for more in (batches, [*batches, "--accept-changes=true"], job):
-            said = command(*more, code=1).error
-            assert "has no batch batch_2 (HTTP 404" in said
-            assert f"batches cancel {here / 'job' / 'checkpoints'}, then run" in said
-            assert "network" not in said
-        assert len(provider.batches) == 1
-        said = command("batches", "cancel", str(here / "job" / "checkpoints"))
-        assert "forgotten batch_2. It is given up" in said
-        assert "No batch is open" in command("batches", "list", "job")
-        provider.steps = 0
-        command(*batches)
+    provider.steps = 10**9
+    job = ["run", *job(provider, "--server-patience-seconds=60", "--no-wait")]
+    batches = [*job, "--provider-batches=true"]
+    command(*batches, code=75)
+    provider.forgotten.add("batch_2")
+    assert "Run the same command again" in command("batches", "cancel", "job", code=1)
+    command(*batches, code=75)  # perhaps it is only missing for a while
+    later(61)
+    for more in (batches, [*batches, "--accept-changes=true"], job):
+        said = command(*more, code=1).error
+        assert "has no batch batch_2 (HTTP 404" in said
+        assert f"batches cancel {here / 'job' / 'checkpoints'}, then run" in said
+        assert "network" not in said
+    assert len(provider.batches) == 1
+    said = command("batches", "cancel", str(here / "job" / "checkpoints"))
+    assert "forgotten batch_2. It is given up" in said
+    assert "No batch is open" in command("batches", "list", "job")
+    provider.steps = 0
+    command(*batches)
     assert len(rows(here / "job")) == 4
     assert len(provider.batches) == 2
     assert set(provider.billed.values()) == {2}
@@ -428,65 +426,62 @@ def test_a_batch_that_is_missing_for_a_while_is_awaited(tmp_path, later, form, r
         later(30)
         step.no_wait = False
         step.run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path, provider)
 
 
 @pytest.mark.slow
-def test_a_forgotten_batch_of_a_mirror_is_given_up_there(tmp_path, command, later):
+def test_a_forgotten_batch_of_a_mirror_is_given_up_there(tmp_path, command, later, provider):
     mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
     config = {**BATCHES, "server_patience_seconds": 60}
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        for number in range(3):
-            step = runner(tmp_path / str(number), provider, config=config, **mirror)
-            step.accept_changes = True  # another output folder
-            step.no_wait = True
-            with pytest.raises(ServerRefused if number == 2 else WaitsForBatches):
-                step.run(documents(3))
-            provider.forgotten |= provider.batches.keys()
-            later(61)
-        assert "It is given up" in command("batches", "cancel", str(tmp_path / "mirror"))
-        provider.steps = 0
-        step.run(documents(3))
+    provider.steps = 10**9
+    for number in range(3):
+        step = runner(tmp_path / str(number), provider, config=config, **mirror)
+        step.accept_changes = True  # another output folder
+        step.no_wait = True
+        with pytest.raises(ServerRefused if number == 2 else WaitsForBatches):
+            step.run(documents(3))
+        provider.forgotten |= provider.batches.keys()
+        later(61)
+    assert "It is given up" in command("batches", "cancel", str(tmp_path / "mirror"))
+    provider.steps = 0
+    step.run(documents(3))
     assert len(rows(tmp_path / "2")) == 3
     assert set(provider.billed.values()) == {2}
 
 
 @pytest.mark.slow
-def test_a_kill_while_a_batch_is_given_up_sends_nothing_twice(tmp_path, later):
+def test_a_kill_while_a_batch_is_given_up_sends_nothing_twice(tmp_path, later, provider):
     """A kill before each effect on the disk."""
     folder = tmp_path / "job"
     config = {**BATCHES, "server_patience_seconds": 60}
     reports = CrashReport()
-    with FakeProvider() as provider:
-        step = runner(folder, provider, config=config)
-        step.no_wait = True
-        provider.steps = 10**9
-        with pytest.raises(WaitsForBatches):
-            step.run(documents(2))
-        provider.forgotten.add("batch_2")
-        with pytest.raises(WaitsForBatches):
-            step.run(documents(2))
-        later(61)
-        provider.steps = 0
-        state = provider.state()
-        disk = CopyingDisk(folder)
-        rank = folder / "checkpoints" / "00000"
-        with disk_in_place(disk):
+    step = runner(folder, provider, config=config)
+    step.no_wait = True
+    provider.steps = 10**9
+    with pytest.raises(WaitsForBatches):
+        step.run(documents(2))
+    provider.forgotten.add("batch_2")
+    with pytest.raises(WaitsForBatches):
+        step.run(documents(2))
+    later(61)
+    provider.steps = 0
+    state = provider.state()
+    disk = CopyingDisk(folder)
+    rank = folder / "checkpoints" / "00000"
+    with disk_in_place(disk):
+        batch_log.give_up(rank, 1)
+    for _, where in disk.left():
+        if not reports.is_new(folder, 0):
+            continue
+        provider.restore(state)
+        if read_batches(rank)[0][1].is_open:
+            with pytest.raises(ServerRefused, match="batches cancel"):
+                step.run(documents(2))
             batch_log.give_up(rank, 1)
-        for _, where in disk.left():
-            if not reports.is_new(folder, 0):
-                continue
-            provider.restore(state)
-            if read_batches(rank)[0][1].is_open:
-                with pytest.raises(ServerRefused, match="batches cancel"):
-                    step.run(documents(2))
-                batch_log.give_up(rank, 1)
-            step.no_wait = False
-            step.run(documents(2))
-            assert len(rows(folder)) == 2, where
-            assert set(provider.billed.values()) == {2}, where
+        step.no_wait = False
+        step.run(documents(2))
+        assert len(rows(folder)) == 2, where
+        assert set(provider.billed.values()) == {2}, where
     assert len(reports.states) > 2
 
 
@@ -527,9 +522,8 @@ def test_a_batch_is_found_in_a_list_of_any_order(
 
         provider._list = count
         provider.lose["/v1/batches"] = loses is FakeProvider
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert set(provider.billed.values()) == {1}
+        run(tmp_path, provider)
+    assert_paid_once(tmp_path, provider)
     assert provider.effects.count("create") == 1
     repeated = asked[:pages]
     assert asked == repeated * (len(asked) // pages)
@@ -600,28 +594,58 @@ ODD = {
 }
 
 
+def ends_early(status, outcome):
+    """A batch in which the first request has this outcome."""
+
+    def set_up(provider):
+        outcomes = [outcome]
+        provider.status = status
+        provider.outcome = lambda request: outcomes.pop() if outcomes else None
+
+    return set_up
+
+
+def refuses_what_it_creates(status):
+    def set_up(provider):
+        provider.lost = status
+        provider.lose["/v1/batches"] = 1
+
+    return set_up
+
+
+IN_TWO = {
+    # A request that was not sent uses up no attempt.
+    "expired": (ends_early("expired", "expired"), 1),
+    "cancelled": (ends_early("cancelled", "expired"), 1),
+    "failed": (ends_early("failed", "lost"), 2),
+}
+PAID = [
+    *((set_up, 1, 1) for set_up in ODD.values()),
+    *((refuses_what_it_creates(status), 1, 1) for status in (400, 404)),
+    *((*case, 2) for case in IN_TWO.values()),
+]
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("odd", ODD)
-def test_what_was_paid_for_is_read_however_it_is_written(tmp_path, odd):
-    with FakeProvider() as provider:
-        ODD[odd](provider)
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert len(provider.batches) == 1
-    assert set(provider.billed.values()) == {1}
+@pytest.mark.parametrize(("set_up", "attempts", "batches"), PAID, ids=[*ODD, "400", "404", *IN_TWO])
+def test_what_was_paid_for_is_kept_however_a_batch_is_described_and_ends(
+    tmp_path, set_up, attempts, batches, provider
+):
+    set_up(provider)
+    run(tmp_path, provider, config={**BATCHES, "request_max_attempts": attempts})
+    assert_paid_once(tmp_path, provider, 3, batches)
 
 
-def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path):
+def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path, provider):
     """A server that dies may send one, too, so the requests are sent once more."""
 
     def other(line):
         line["response"]["body"] = {"output": "text"}
 
-    with FakeProvider() as provider:
-        provider.write = lambda content: changed(content, other)
-        for _ in range(2):
-            with pytest.raises(Exception, match=r"after 2 batches.*the answer has no choices"):
-                runner(tmp_path, provider, config=BATCHES).run(documents(6))
+    provider.write = lambda content: changed(content, other)
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"after 2 batches.*the answer has no choices"):
+            run(tmp_path, provider, 6)
     assert len(provider.batches) == 2
 
 
@@ -636,53 +660,40 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path):
     ],
     ids=["none", "text", "list", "dict"],
 )
-def test_why_a_batch_failed_is_shown_in_any_form(tmp_path, errors, cause):
-    with FakeProvider() as provider:
-        provider.refuse = lambda batch: ["no credit"]
-        provider.describe = lambda batch: {**batch, "errors": errors}
-        with pytest.raises(ServerRefused, match=cause):
-            runner(tmp_path, provider, config=BATCHES).run(documents(1))
+def test_why_a_batch_failed_is_shown_in_any_form(tmp_path, errors, cause, provider):
+    provider.refuse = lambda batch: ["no credit"]
+    provider.describe = lambda batch: {**batch, "errors": errors}
+    with pytest.raises(ServerRefused, match=cause):
+        run(tmp_path, provider, 1)
 
 
-def test_a_batch_that_failed_after_some_answers_keeps_them(tmp_path):
-    lost = ["lost"]
-    with FakeProvider() as provider:
-        provider.status = "failed"
-        provider.outcome = lambda request: lost.pop() if lost else None
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
-    assert len(rows(tmp_path)) == 3
-    assert len(provider.batches) == 2
-    assert set(provider.billed.values()) == {1}
-
-
-def test_what_a_provider_writes_is_one_line_without_the_key(here, command, later, monkeypatch):
+def test_what_a_provider_writes_is_one_line_without_the_key(
+    here, command, later, job, monkeypatch, provider
+):
     """Its ids, states and errors. An id that was changed by that is none, and nothing is paid for
     twice.
     """
     key = "the-key-of-a-test"
     monkeypatch.setenv("THE_KEY", key)
-    (here / "input.jsonl").write_bytes(b'{"text": "a", "id": "a"}\n')
-    with FakeProvider() as provider:
 
-        def describe(batch):
-            said = f"{batch['id']}\nchunks 9 of 9 {key}\x1b[2J"
-            return {**batch, "id": said, "status": f"in a\nmood {key}", "errors": said}
+    def describe(batch):
+        said = f"{batch['id']}\nchunks 9 of 9 {key}\x1b[2J"
+        return {**batch, "id": said, "status": f"in a\nmood {key}", "errors": said}
 
-        provider.describe = describe
-        job = ["run", "--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
-        job += ["--prompt={text}", "--run-folder=job", "--tasks=1", "--api-key-env=THE_KEY"]
-        job += ["--provider-batches=true", "--no-wait", "--server-patience-seconds=60"]
-        said = command(*job, code=75)
-        assert "batch_2 chunks 9 of 9 ***" in said
-        provider.batches["batch_2 chunks 9 of 9 ***\\u001b[2J"] = provider.batches.pop("batch_2")
-        command(*job, code=75)
-        status = command("status", "job")
-        assert "\nchunks 9 of 9" not in status
-        command("report", "job")
-        provider.batches.clear()
-        command(*job, code=75)
-        later(61)
-        assert "may have been paid for" in command(*job, code=1).error
+    provider.describe = describe
+    flags = ("--provider-batches=true", "--no-wait", "--server-patience-seconds=60")
+    job = ["run", *job(provider, *flags)]
+    said = command(*job, code=75)
+    assert "batch_2 chunks 9 of 9 ***" in said
+    provider.batches["batch_2 chunks 9 of 9 ***\\u001b[2J"] = provider.batches.pop("batch_2")
+    command(*job, code=75)
+    status = command("status", "job")
+    assert "\nchunks 9 of 9" not in status
+    command("report", "job")
+    provider.batches.clear()
+    command(*job, code=75)
+    later(61)
+    assert "may have been paid for" in command(*job, code=1).error
     for path in (here / "job").rglob("*"):
         assert path.is_dir() or key.encode() not in path.read_bytes()
     assert provider.effects.count("create") == 1
@@ -711,16 +722,15 @@ async def test_values_of_any_type_are_no_traceback():
     await provider.close()
 
 
-def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path):
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        step = runner(tmp_path, provider, config=BATCHES)
-        step.no_wait = True
-        with pytest.raises(WaitsForBatches):
-            step.run(documents(2))
-        other = {**BATCHES, "default_generation_params": {"temperature": 0.5}}
-        with pytest.raises(CheckpointMismatch, match="temperature"):
-            runner(tmp_path, provider, config=other).run(documents(2))
+def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path, provider):
+    provider.steps = 10**9
+    step = runner(tmp_path, provider, config=BATCHES)
+    step.no_wait = True
+    with pytest.raises(WaitsForBatches):
+        step.run(documents(2))
+    other = {**BATCHES, "default_generation_params": {"temperature": 0.5}}
+    with pytest.raises(CheckpointMismatch, match="temperature"):
+        run(tmp_path, provider, 2, config=other)
 
 
 async def unrepeatable(document, generate):
@@ -728,41 +738,37 @@ async def unrepeatable(document, generate):
     return await generate({"messages": [{"role": "user", "content": text}]})
 
 
-def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path):
-    with FakeProvider() as provider:
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="each pass would be paid for"):
-                runner(tmp_path, provider, unrepeatable, config=BATCHES).run(documents(3))
-        assert len(provider.billed) == 3
-        letter = {"on_document_error": "dead_letter"}
-        runner(tmp_path, provider, unrepeatable, config=BATCHES, **letter).run(documents(3))
+def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path, provider):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="each pass would be paid for"):
+            run(tmp_path, provider, rollout=unrepeatable, config=BATCHES)
+    assert len(provider.billed) == 3
+    letter = {"on_document_error": "dead_letter"}
+    run(tmp_path, provider, rollout=unrepeatable, **letter)
     assert len(provider.billed) == 3
     assert len(letters(tmp_path)) == 3
 
 
-def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch):
+def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch, provider):
     monkeypatch.setattr(provider_passes, "MOST_REQUESTS", 3)
     folder = tmp_path / "checkpoints" / "00000" / BATCHES_FOLDER
     folder.mkdir(parents=True)
     (folder / "00001.jsonl").write_bytes(b"of a kill before its line was written\n")
-    with FakeProvider() as provider:
-        runner(tmp_path, provider, config=BATCHES).run(documents(7))
-        sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]
+    run(tmp_path, provider, 7)
+    sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]
     assert sizes == [3, 3, 1]
-    assert len(rows(tmp_path)) == 7
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path, provider, 7)
 
 
-def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        step = runner(tmp_path, provider, three, config=BATCHES)
-        step.no_wait = True
-        for _ in range(2):
-            with pytest.raises(WaitsForBatches, match="batch_"):
-                step.run(documents(4))
-        provider.steps = 0
-        runner(tmp_path, provider, three).run(documents(4))
+def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path, provider):
+    provider.steps = 10**9
+    step = runner(tmp_path, provider, three, config=BATCHES)
+    step.no_wait = True
+    for _ in range(2):
+        with pytest.raises(WaitsForBatches, match="batch_"):
+            step.run(documents(4))
+    provider.steps = 0
+    runner(tmp_path, provider, three).run(documents(4))
     assert len(rows(tmp_path)) == 4
     assert len(provider.billed) == 8
     assert set(provider.billed.values()) == {1}
@@ -831,36 +837,30 @@ def test_no_kill_pays_for_an_answer_twice(
     assert len(reports) > 4
 
 
-def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, monkeypatch):
+def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job, provider):
     """And what a canceled batch has answered is kept."""
-    monkeypatch.setenv("THE_KEY", "k")
-    lines = [orjson.dumps({"text": f"text {index}", "id": str(index)}) for index in range(4)]
-    (here / "input.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        job = ["--input=input.jsonl", "--model=fake", f"--endpoint={provider.url}"]
-        job += ["--prompt={text}", "--run-folder=job", "--provider-batches=true", "--tasks=1"]
-        job += ["--api-key-env=THE_KEY", '--prices={"prompt": 2, "completion": 500000}']
-        job.append("--max-tokens=2")
-        said = command("doctor", *job, "--all")
-        assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
-        for _ in range(2):
-            said = command("run", *job, "--no-wait", code=75)
-            assert "batch_2" in said
-            assert "error" not in said.lower()
-            assert "No task needs attention" in command("status", "job")
-            log = (here / "job" / "logs" / "logs" / "task_00000.log").read_text()
-            assert "ERROR" not in log
-        assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
-        assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
-        assert "All are being canceled" in command("batches", "cancel", "job")
-        assert provider.batches["batch_2"]["status"] == "cancelled"
-        assert "0 sent in this run, 4 answered in batches" in command("run", *job, "--no-wait")
-        assert "No batch is open" in command("batches", "list", "job")
-        said = command("status", "job")
-        assert "4 answers in tier batch, cost 2.0" in said
-        assert "0 sent, 4 answered in batches, 0 answered from cache" in said
-        command("verify", "job")
+    provider.steps = 10**9
+    prices = '--prices={"prompt": 2, "completion": 500000}'
+    job = job(provider, "--provider-batches=true", prices, "--max-tokens=2")
+    said = command("doctor", *job, "--all")
+    assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
+    for _ in range(2):
+        said = command("run", *job, "--no-wait", code=75)
+        assert "batch_2" in said
+        assert "error" not in said.lower()
+        assert "No task needs attention" in command("status", "job")
+        log = (here / "job" / "logs" / "logs" / "task_00000.log").read_text()
+        assert "ERROR" not in log
+    assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
+    assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
+    assert "All are being canceled" in command("batches", "cancel", "job")
+    assert provider.batches["batch_2"]["status"] == "cancelled"
+    assert "0 sent in this run, 4 answered in batches" in command("run", *job, "--no-wait")
+    assert "No batch is open" in command("batches", "list", "job")
+    said = command("status", "job")
+    assert "4 answers in tier batch, cost 2.0" in said
+    assert "0 sent, 4 answered in batches, 0 answered from cache" in said
+    command("verify", "job")
     assert set(provider.billed.values()) == {1}
     assert len(provider.billed) == 4
     assert not provider.payloads
@@ -894,8 +894,7 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
         (tmp_path / "at the loss").rename(tmp_path / "mirror")
         second.accept_changes = True  # another output folder
         second.run(documents(3))
-    assert len(rows(tmp_path / "second")) == 3
-    assert set(provider.billed.values()) == {1}
+    assert_paid_once(tmp_path / "second", provider)
     assert len(provider.batches) == 1
 
 
@@ -906,22 +905,21 @@ async def test_another_batch_of_this_task_is_not_waited_for():
     await provider.close()
 
 
-def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
-    with FakeProvider() as provider:
-        shown = provider._shown
+def test_a_stop_leaves_batches_at_the_provider(tmp_path, log, provider):
+    shown = provider._shown
 
-        def stop(batch):
-            provider._shown = shown
-            os.kill(os.getpid(), signal.SIGINT)
-            return shown(batch)
+    def stop(batch):
+        provider._shown = shown
+        os.kill(os.getpid(), signal.SIGINT)
+        return shown(batch)
 
-        provider._shown = stop
-        with pytest.raises(KeyboardInterrupt):
-            runner(tmp_path, provider, config=BATCHES).run(documents(3))
-        assert "They stay there; the same command collects" in "".join(log)
-        assert "k requests in a row takes k passes" in "".join(log)
-        assert not rows(tmp_path)
-        runner(tmp_path, provider, config=BATCHES).run(documents(3))
+    provider._shown = stop
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, provider)
+    assert "They stay there; the same command collects" in "".join(log)
+    assert "k requests in a row takes k passes" in "".join(log)
+    assert not rows(tmp_path)
+    run(tmp_path, provider)
     assert len(rows(tmp_path)) == 3
     assert len(provider.batches) == 1
 
@@ -936,19 +934,18 @@ class WithoutTwo(PipelineStep):
                 yield document
 
 
-def test_each_pass_reads_the_pipeline_anew(tmp_path):
+def test_each_pass_reads_the_pipeline_anew(tmp_path, provider):
     """A seeking reader and a filter; what cannot be read again is refused before it is paid for."""
     lines = [orjson.dumps({"text": f"text {index}", "id": f"id {index}"}) for index in range(5)]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
-    with FakeProvider() as provider:
-        step = runner(tmp_path, provider, two_in_a_row, config=BATCHES)
-        for read in (iter(documents(3)), (one for one in documents(3))):
-            with pytest.raises(ConfigError, match="function or an iterator"):
-                step.run(read)
-        read = WithoutTwo().run(JsonlReader(str(tmp_path / "in")).run(), 0, 1)
-        step.run(read)
+    step = runner(tmp_path, provider, two_in_a_row, config=BATCHES)
+    for read in (iter(documents(3)), (one for one in documents(3))):
+        with pytest.raises(ConfigError, match="function or an iterator"):
+            step.run(read)
+    read = WithoutTwo().run(JsonlReader(str(tmp_path / "in")).run(), 0, 1)
+    step.run(read)
     assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 1", "id 3", "id 4"]
     assert len(provider.billed) == 8
     assert set(provider.billed.values()) == {1}

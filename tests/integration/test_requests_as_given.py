@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import Budget, ask, documents, rows, runner, writer
+from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner, writer
 
 KEY = "Bearer k3y-of-a-header"
 BODY = {"temperature": 0.5, "chat_template_kwargs": {"z": 1, "a": 2}, "top_k": 5}
@@ -93,7 +93,7 @@ def step_of(folder, url, rollout, **settings):
 
 def asking(payload):
     async def rollout(document, generate):
-        return await generate({"messages": [{"role": "user", "content": document.text}], **payload})
+        return await generate(chat(document.text, **payload))
 
     return rollout
 
@@ -109,7 +109,7 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, serv
         )
 
     settings = {"texts_per_request": 4, "max_concurrent_documents": 8}
-    runner(tmp_path, server, rollout, config=settings).run(documents(8))
+    run_job(tmp_path, server, 8, rollout, config=settings)
     found = {payload["user"]: payload["input"] for payload in server.payloads}
     assert found == {str(i): [f"text {n}" for n in range(i, 8, 2)] for i in range(2)}
 
@@ -185,7 +185,7 @@ def test_a_request_with_a_new_token_in_its_header_is_not_paid_again(
     monkeypatch.setenv("OF_THE_HOUR", "first-t0ken")
 
     async def rollout(document, generate):
-        message = {"messages": [{"role": "user", "content": "x"}]}
+        message = chat("x")
         token = os.environ["OF_THE_HOUR"]
         headers = {"extra_headers": {"Authorization": token}}
         texts = [(await generate({**message, **headers})).text]
@@ -232,7 +232,7 @@ UNSENDABLE = [
 @pytest.mark.parametrize(("payload", "problem"), UNSENDABLE, ids=map(str, range(len(UNSENDABLE))))
 def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(tmp_path, server, payload, problem):
     with pytest.raises(DocumentFailed) as raised:
-        runner(tmp_path, server, asking(payload)).run(documents(1))
+        run_job(tmp_path, server, 1, asking(payload))
     assert problem in str(raised.value)
     with pytest.raises(ConfigError) as refused:
         runner(tmp_path, server, config={"default_generation_params": payload})
@@ -258,7 +258,7 @@ def test_n_at_a_server_that_ignores_it_is_refused_wherever_it_stands(tmp_path, s
     server.most_choices = 1
     for index, payload in enumerate([{"n": 3}, {"extra_body": {"n": 3}}]):
         with pytest.raises(ServerRefused, match="n=3"):
-            runner(tmp_path / str(index), server, asking(payload)).run(documents(1))
+            run_job(tmp_path / str(index), server, 1, asking(payload))
 
 
 def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, server):
@@ -270,7 +270,7 @@ def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, se
         "max_concurrent_documents": 1,
     }
     with pytest.raises(ServerRefused):
-        runner(tmp_path, server, config=config).run(documents(4))
+        run_job(tmp_path, server, 4, config=config)
     budget.left = 99
     old = {**runner(tmp_path, server, config=config).identity(1).fields}
     assert old.pop("extra_body") == "merged"
@@ -278,17 +278,17 @@ def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, se
         if path.name in ("run.json", "job.json"):
             path.write_bytes(sealed_json({"format": FORMAT, **old}))
     with pytest.raises(CheckpointMismatch, match=r"extra_body: .*merged") as refused:
-        runner(tmp_path, server, config=config).run(documents(4))
+        run_job(tmp_path, server, 4, config=config)
     assert "as a key of that name" in str(refused.value)
-    runner(tmp_path, server, config=config, accept_changes=True).run(documents(4))
+    run_job(tmp_path, server, 4, config=config, accept_changes=True)
     assert len(rows(tmp_path)) == 4
 
 
 def test_the_payload_may_be_given_by_its_name(tmp_path, server):
     async def rollout(document, generate):
-        return await generate(payload={"messages": [{"role": "user", "content": document.text}]})
+        return await generate(payload=chat(document.text))
 
-    runner(tmp_path, server, rollout).run(documents(1))
+    run_job(tmp_path, server, 1, rollout)
     assert len(rows(tmp_path)) == 1
 
 
@@ -317,7 +317,7 @@ def test_a_result_may_stand_for_one_of_datatroves(tmp_path, server):
             result.content  # type: ignore[attr-defined]  # noqa: B018
         return {"copy": vars(result), **vars(result)}
 
-    runner(tmp_path, server, rollout).run(documents(1))
+    run_job(tmp_path, server, 1, rollout)
     (found,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert list(found) == ["copy", "text", "finish_reason", "usage", "reasoning"]
     assert list(found["copy"]) == list(found)[1:]
@@ -335,5 +335,5 @@ def test_a_payload_that_the_rollout_changes_while_it_waits_is_sent_as_it_was(tmp
             await asyncio.sleep(0)  # it begins
         return [answer.text for answer in await asyncio.gather(*waiting)]
 
-    runner(tmp_path, server, rollout).run(documents(1))
+    run_job(tmp_path, server, 1, rollout)
     assert server.asked == {"turn 0": 1, "turn 1": 1, "turn 2": 1}

@@ -5,6 +5,7 @@ on.
 import asyncio
 import copy
 import json
+import tempfile
 from contextlib import contextmanager
 
 import pytest
@@ -19,7 +20,19 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import ask, chat, config, documents, ids, make_server, rejects, rows, runner
+from tests.jobs import (
+    ask,
+    chat,
+    config,
+    documents,
+    fails_at,
+    ids,
+    make_server,
+    rejects,
+    rows,
+    run_job,
+    runner,
+)
 from tests.patience import until_async
 
 
@@ -39,7 +52,7 @@ async def until_journaled(folder, number):
 
 @pytest.mark.parametrize(("number", "chunks"), [(0, []), (3, [2, 1]), (4, [2, 2])])
 def test_one_file_per_chunk_holds_the_documents_in_input_order(tmp_path, server, number, chunks):
-    runner(tmp_path, server).run(documents(number))
+    run_job(tmp_path, server, number)
     assert ids(tmp_path) == [f"id {index}" for index in range(number)]
     names = [f"00000_chunk_{index:05d}.jsonl" for index in range(len(chunks))]
     assert sorted(outputs(tmp_path / "output")) == names
@@ -47,7 +60,7 @@ def test_one_file_per_chunk_holds_the_documents_in_input_order(tmp_path, server,
 
 
 def test_a_finished_rank_keeps_what_proves_it_and_nothing_else(tmp_path, server):
-    runner(tmp_path, server).run(documents(5))
+    run_job(tmp_path, server, 5)
     assert sorted(outputs(tmp_path / "checkpoints")) == [
         "00000/commits.jsonl",
         "00000/history.jsonl",
@@ -72,7 +85,7 @@ def test_results_of_several_rollouts_are_listed_and_none_is_left_out(tmp_path, s
         turns.append(len(turns))
         return {"turn": 1} if document.id == "id 0" and len(turns) == 1 else None
 
-    runner(tmp_path, server, rollout, config={"rollouts_per_document": 3}).run(documents(2))
+    run_job(tmp_path, server, 2, rollout, config={"rollouts_per_document": 3})
     assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"turn": 1}]
     assert ids(tmp_path) == ["id 0"], "a document all of whose rollouts are None is dropped"
     assert (
@@ -101,7 +114,7 @@ def test_shared_context_reaches_the_rollout_in_all_its_forms(tmp_path, server, c
     async def rollout(document, generate, word="default"):
         return word
 
-    runner(tmp_path, server, rollout, shared_context=context).run(documents(1))
+    run_job(tmp_path, server, 1, rollout, shared_context=context)
     assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [word]
 
 
@@ -173,13 +186,13 @@ def test_a_rejection_is_remembered_until_retry_errors_forgets_it(tmp_path):
     with FakeServer(status=rejects(bad)) as server:
         for says in (
             "'id 1'.*HTTP 400",
-            "The server was not asked this time; to send the request again, pass retry_errors=True",
+            "The server was not asked this time; to send the request again, set retry_errors",
         ):
             with pytest.raises(DocumentFailed, match=says):
-                runner(tmp_path, server, config=in_turn).run(documents(2))
+                run_job(tmp_path, server, 2, config=in_turn)
         assert server.asked["text 1"] == 1, "a permanent error is an answer"
         bad.clear()
-        runner(tmp_path, server, retry_errors=True, config=in_turn).run(documents(2))
+        run_job(tmp_path, server, 2, retry_errors=True, config=in_turn)
     assert ids(tmp_path) == ["id 0", "id 1"]
     assert server.asked == {"text 0": 1, "text 1": 2}
 
@@ -222,69 +235,44 @@ def test_a_rollout_beside_one_that_raised_has_ended_before_the_next_document_beg
         raise RuntimeError("bad")
 
     config = {"rollouts_per_document": 2, "max_concurrent_documents": 1}
-    runner(tmp_path, server, rollout, config=config, on_document_error="dead_letter").run(
-        documents(2)
-    )
+    run_job(tmp_path, server, 2, rollout, config=config, on_document_error="dead_letter")
     assert seen[:4] == ["id 0", "id 0", "ended", "id 1"]
 
 
 # without checkpoints -----------------------------------------------------------------------------
 
 
-def test_without_checkpoints_everything_is_written_and_nothing_is_kept(tmp_path, server):
-    output = JsonlWriter(str(tmp_path / "output"), "${rank}.jsonl", compression=None)
-    for number in (7, 5):  # started again, it starts over
-        InferenceRunner(ask, config(server), output).run(documents(number))
-        assert sorted(ids(tmp_path)) == [f"id {index}" for index in range(number)]
+@pytest.mark.parametrize("template", ["${rank}.jsonl", "${rank}_${chunk_index}.jsonl"])
+def test_without_checkpoints_everything_is_written_and_nothing_is_kept(
+    tmp_path, server, monkeypatch, template
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
+    for number in (7, 5, 6):  # started again, it starts over
+        InferenceRunner(ask, config(server), output, records_per_chunk=3).run(documents(number))
+        found = ids(tmp_path)
+        if "chunk" in template:  # the files of the first run that the later ones do not write
+            found = found[:number]
+        assert found == [f"id {index}" for index in range(number)], "in the order of the input"
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
-# refusals ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("template", "message"), [("${rank}.jsonl", "chunk_index"), ("out_${chunk_index}.jsonl", None)]
-)
-def test_a_template_that_would_lose_data_is_refused(tmp_path, server, template, message):
-    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
-    if message:
-        with pytest.raises(ConfigError, match=message):
-            runner(tmp_path, server, output_writer=output)
-        return
-    step = runner(tmp_path, server, output_writer=output)
-    step.run(documents(1))
-    with pytest.raises(ConfigError, match=r"2 tasks would write the same files.*\$\{rank\}"):
-        step.run(documents(1), rank=0, world_size=2)
-
-
-PROMPT = "say {}"
-
-
-async def ask_with_prompt(document, generate):
-    return await generate(chat(PROMPT.format(document.text)))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"config": {"rollouts_per_document": 2}}, "rollouts_per_document: 1 -> 2"),
-        ({"metadata_key": "other"}, 'metadata_key: "rollout_results" -> "other"'),
-        ({"rollout": ask}, "rollout_fn"),
-    ],
-)
-def test_another_run_on_the_same_checkpoint_is_refused_by_field_and_value(
-    tmp_path, server, change, field
+def test_a_failure_without_checkpoints_leaves_whole_files_and_no_temporary_ones(
+    tmp_path, server, monkeypatch
 ):
-    runner(tmp_path, server, ask_with_prompt).run(documents(3))
-    before = outputs(tmp_path)
-    changed = {"rollout": ask_with_prompt, **change}
-    with pytest.raises(CheckpointMismatch) as refused:
-        runner(tmp_path, server, **changed).run(documents(3))
-    assert field in str(refused.value)
-    after = outputs(tmp_path)
-    after.pop("checkpoints/00000/lock", None)
-    assert after == before
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output = JsonlWriter(str(tmp_path / "output"), "${chunk_index}.jsonl", compression=None)
+    step = InferenceRunner(fails_at({"id 5"}), config(server), output, records_per_chunk=3)
+    with pytest.raises(DocumentFailed) as failed:
+        step.run(documents(7))
+    assert failed.value.__notes__ == [
+        "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
+    ]
+    assert ids(tmp_path) in ([], ["id 0", "id 1", "id 2"])
+    assert {path.name for path in tmp_path.iterdir()} <= {"output"}
+
+
+# refusals ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -316,19 +304,6 @@ def test_a_secret_in_an_endpoint_url_comes_from_the_environment(
     assert isinstance(hidden, HiddenUrl)
     assert repr(hidden) == "http://127.0.0.1:1/"
     assert str(hidden.reveal()) == "http://127.0.0.1:1/?api-version=2024-10-21&code=hush"
-
-
-def test_what_cannot_change_an_answer_may_change(tmp_path, server):
-    runner(tmp_path, server).run(documents(2))
-    changes = {
-        "max_concurrent_generations": 3,
-        "request_timeout": 5,
-        "tp": 1,
-        "server_log_folder": "x",
-        "dp": 2,
-    }
-    runner(tmp_path, server, config=changes, sync_seconds=0).run(documents(3))
-    assert len(ids(tmp_path)) == 3
 
 
 def test_an_input_that_changed_under_finished_documents_is_refused(tmp_path, server):
@@ -372,11 +347,10 @@ def test_all_requests_of_a_document_go_to_one_replica(tmp_path):
 
 
 def test_accepted_changes_are_recorded(tmp_path, server):
-    runner(tmp_path, server).run(documents(2))
+    run_job(tmp_path, server, 2)
     for number, model in enumerate(("other", "third"), 3):
         config = {"model_name_or_path": model}
-        runner(tmp_path, server, config=config, accept_changes=True).run(documents(number))
-    runner(tmp_path, server, config=config).run(documents(5))
+        run_job(tmp_path, server, number, config=config, accept_changes=True)
     record = json.loads((tmp_path / "checkpoints/00000/run.json").read_text())["accepted_changes"]
     assert [(change["field"], change["old"], change["new"]) for change in record] == [
         ("model", "fake", "other"),

@@ -10,7 +10,7 @@ from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.jobs import documents, fails_at, rejects, runner
+from tests.jobs import fails_at, rejects, run_job, runner
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 _NAME = "${rank}_chunk_${chunk_index}"
@@ -50,9 +50,7 @@ def ids(said):
 @pytest.mark.usefixtures("empty_memory_file_system")
 def test_output_of_every_kind_is_shown(kind, tmp_path, server, show):
     folder = "memory://out" if kind == "gzip" else str(tmp_path / "output")  # a remote one
-    runner(tmp_path, server, output_writer=WRITERS[kind](folder), records_per_chunk=3).run(
-        documents(8)
-    )
+    run_job(tmp_path, server, 8, output_writer=WRITERS[kind](folder), records_per_chunk=3)
     said = show()
     assert ids(said) == [f"id {number}" for number in range(5)]
     assert ids(show("--n", 100)) == [f"id {number}" for number in range(8)], (
@@ -68,7 +66,7 @@ def test_output_of_every_kind_is_shown(kind, tmp_path, server, show):
 def test_dead_letters_are_shown_with_their_causes_until_a_retry_takes_them(tmp_path, server, show):
     assert not (tmp_path / "checkpoints").exists()
     settings = {"on_document_error": "dead_letter"}
-    runner(tmp_path, server, fails_at(["id 1", "id 3"]), **settings).run(documents(4))
+    run_job(tmp_path, server, 4, fails_at(["id 1", "id 3"]), **settings)
     assert ids(show()) == ["id 0", "id 2"]
     said = show("--dead")
     assert ids(said) == ["id 1", "id 3"]

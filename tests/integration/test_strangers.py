@@ -7,7 +7,7 @@ import pytest
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.testing import outputs
-from tests.jobs import ask, config, documents, runner, writer
+from tests.jobs import ask, config, documents, run_job, writer
 
 STRANGER = "00000_chunk_0.jsonl"
 """As datatrove's own runner names the file of its first chunk."""
@@ -49,7 +49,7 @@ def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(tmp_path, server
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with pytest.raises(CheckpointMismatch) as failed:
-        runner(tmp_path, server).run(documents(5))
+        run_job(tmp_path, server, 5)
     assert f"finished_from: [{tmp_path / 'checkpoints'}, OUTPUT]" in str(failed.value)
     assert outputs(tmp_path / "checkpoints") == {name: content.encode()}
     assert not server.asked

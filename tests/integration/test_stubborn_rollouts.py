@@ -17,7 +17,7 @@ from datatrove_ckpt.process import preemption
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_signals import Process
 from tests.integration.test_whose_fault import all_of
-from tests.jobs import ask, documents, ids, runner
+from tests.jobs import ask, ids, run_job
 from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 pytestmark = pytest.mark.slow
@@ -90,9 +90,9 @@ def test_a_rank_that_fails_leaves_stubborn_rollouts_behind(tmp_path, server, log
 
     good = []
     with pytest.raises(DocumentFailed, match="it fails"):
-        runner(tmp_path, server, rollout).run(documents(4))
+        run_job(tmp_path, server, 4, rollout)
     assert [line for line in log if "1 rollouts ignored their cancellation" in line]
-    runner(tmp_path, server, accept_changes=True).run(documents(4))
+    run_job(tmp_path, server, 4, accept_changes=True)
     assert ids(tmp_path) == all_of(4)
 
 

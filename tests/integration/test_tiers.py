@@ -13,7 +13,7 @@ from datatrove_ckpt.inference.client.answers import token_counts, token_details
 from datatrove_ckpt.inference.client.body import Body, in_tier
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, documents, rows, runner
+from tests.jobs import Budget, rows, run_job
 from tests.yaml_jobs import write_input
 
 TWICE = {"max_concurrent_generations": 1, "rollouts_per_document": 2}
@@ -40,7 +40,7 @@ AFTER = [
 @pytest.mark.parametrize("way", [of_config, of_prompt])
 def test_a_run_goes_on_in_another_tier_and_no_saved_answer_is_requested_again(tmp_path, way):
     def run(params):
-        runner(tmp_path, server, records_per_chunk=50, **way(params)).run(documents(10))
+        run_job(tmp_path, server, 10, records_per_chunk=50, **way(params))
 
     budget = Budget()
     with FakeServer(status=budget) as server:
@@ -57,10 +57,9 @@ def test_a_run_goes_on_in_another_tier_and_no_saved_answer_is_requested_again(tm
     assert len(rows(tmp_path)) == 10
 
 
-def test_a_run_goes_on_without_the_tier_that_was_its_only_parameter(tmp_path):
-    with FakeServer() as server:
-        runner(tmp_path, server, **of_prompt({"service_tier": "flex"})).run(documents(2))
-        runner(tmp_path, server, **of_prompt(None)).run(documents(2))
+def test_a_run_goes_on_without_the_tier_that_was_its_only_parameter(tmp_path, server):
+    run_job(tmp_path, server, 2, **of_prompt({"service_tier": "flex"}))
+    run_job(tmp_path, server, 2, **of_prompt(None))
 
 
 @pytest.mark.usefixtures("sleeps")
@@ -74,11 +73,12 @@ def test_a_request_takes_the_next_tier_when_the_first_one_is_full_for_half_of_th
     tiers = []
     params = {"service_tier": ["flex", "default"]}
     with FakeServer(status=full) as server:
-        runner(
+        run_job(
             tmp_path,
             server,
+            4,
             config={"default_generation_params": params, "server_patience_seconds": 1000.0},
-        ).run(documents(4))
+        )
     assert tiers[:4] == ["flex"] * 4
     assert tiers.count("default") == 4 == len(rows(tmp_path))
     assert list(server.payloads[-1])[-1] == "service_tier"

@@ -12,7 +12,7 @@ import pytest
 from datatrove_ckpt import Classification
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import CkptError, ConfigError
-from tests.jobs import Budget, documents, rows, runner
+from tests.jobs import Budget, rows, run_job
 
 DIMENSIONS = 4
 
@@ -104,7 +104,7 @@ def test_wrong_arguments_stop_the_rank_and_name_the_line(numbers, tmp_path):
 
     message = r"generate\.embed takes texts, and not a int, in .*test_typed_ways\.py, line"
     with pytest.raises(ConfigError, match=message):
-        runner(tmp_path, numbers, ask).run(documents(1))
+        run_job(tmp_path, numbers, 1, ask)
     assert not numbers.payloads
 
 
@@ -121,7 +121,7 @@ def test_a_way_that_an_engine_lacks_stops_the_rank(numbers, tmp_path, monkeypatc
     with pytest.raises(
         ConfigError, match=r"has no generate\.classify; these have: vllm, sglang, .*, in "
     ):
-        runner(tmp_path, numbers, ask).run(documents(1))
+        run_job(tmp_path, numbers, 1, ask)
     assert not numbers.payloads
 
 
@@ -152,7 +152,7 @@ def test_each_engine_is_asked_in_its_form(numbers, tmp_path, monkeypatch, name):
     if name == "sglang":
         numbers.paths = {**PATHS, "/v1/rerank": sglang_ranking}
         del numbers.paths["/score"], numbers.paths["/classify"]
-    runner(tmp_path, numbers, ask).run(documents(1))
+    run_job(tmp_path, numbers, 1, ask)
     assert len(rows(tmp_path)) == 1
 
 
@@ -165,7 +165,7 @@ def test_an_array_is_a_list_in_jsonl_that_reads_back_to_the_same_float32(numbers
         document.metadata["deep"] = {"vectors": [np.array([0.1, 1e-45, 3.4028235e38], np.float32)]}
         return np.array([[1, 2], [3, 4]], np.int16)
 
-    runner(tmp_path, numbers, ask).run(documents(1))
+    run_job(tmp_path, numbers, 1, ask)
     line = (tmp_path / "output/00000_chunk_00000.jsonl").read_bytes()
     assert (
         b'{"deep":{"vectors":[[0.1,1e-45,3.4028235e+38]]},"rollout_results":[[[1,2],[3,4]]]}'
@@ -195,9 +195,9 @@ def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
     with pytest.raises(
         CkptError, match=r"a vector of 3 numbers, and before with one of 4, .* same command again"
     ):
-        runner(tmp_path, numbers, ask, config=config).run(documents(2))
+        run_job(tmp_path, numbers, 2, ask, config=config)
     others = False
-    runner(tmp_path, numbers, ask, config=config).run(documents(2))
+    run_job(tmp_path, numbers, 2, ask, config=config)
     for row in rows(tmp_path):
         ((shorter, both),) = row["metadata"]["rollout_results"]
         assert [len(shorter), *map(len, both)] == [2, DIMENSIONS, DIMENSIONS]
@@ -213,11 +213,11 @@ def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_ra
     budget.left = 1
     config = {"max_concurrent_documents": 1}
     with pytest.raises(CkptError, match="401"):
-        runner(tmp_path, numbers, ask, config=config).run(documents(1))
+        run_job(tmp_path, numbers, 1, ask, config=config)
     budget.left = 9
     numbers.paths = {"/v1/embeddings": lambda payload: {"data": [{"index": 0, "embedding": [0.5]}]}}
     with pytest.raises(CkptError, match="a vector of 1 number, and before with one of 4"):
-        runner(tmp_path, numbers, ask, config=config).run(documents(1))
+        run_job(tmp_path, numbers, 1, ask, config=config)
     assert budget.left == 8
 
 
@@ -241,9 +241,9 @@ def test_other_classes_than_before_stop_the_rank_and_are_not_kept(numbers, tmp_p
     with pytest.raises(
         CkptError, match="with probabilities of classes: 3 numbers, and before with 2, for the same"
     ):
-        runner(tmp_path, numbers, ask, config=config).run(documents(2))
+        run_job(tmp_path, numbers, 2, ask, config=config)
     others = False
-    runner(tmp_path, numbers, ask, config=config).run(documents(2))
+    run_job(tmp_path, numbers, 2, ask, config=config)
     assert [len(row["metadata"]["rollout_results"][0]["scores"]) for row in rows(tmp_path)] == [
         2,
         2,

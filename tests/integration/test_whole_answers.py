@@ -10,10 +10,10 @@ from datatrove_ckpt.inference.client.answers import (
     as_asked,
     way_to,
 )
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.where import Place
 from tests.integration.test_ready_made_ways import in_pieces
-from tests.jobs import documents, rows, runner
+from tests.jobs import chat, rows, run_job
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 LOGPROBS = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
@@ -27,17 +27,15 @@ def whole(server):
 
 
 async def ask_whole(document, generate):
-    result = await generate({"messages": [{"role": "user", "content": document.text}], **QUESTION})
+    result = await generate(chat(document.text, **QUESTION))
     assert result.response_id == "fake"
     assert result.tool_calls == [CALL] == result.choices[1]["tool_calls"]
     assert result.logprobs == LOGPROBS == result.choices[1]["logprobs"]
-    return await generate(
-        {"messages": [{"role": "user", "content": f"again {document.text}"}], **QUESTION}
-    )
+    return await generate(chat(f"again {document.text}", **QUESTION))
 
 
 def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole, tmp_path):
-    runner(tmp_path / "other", whole, ask_whole).run(documents(2))
+    run_job(tmp_path / "other", whole, 2, ask_whole)
     refused = in_pieces(tmp_path, whole, ask_whole, config={"max_concurrent_documents": 1})
     assert rows(tmp_path) == rows(tmp_path / "other")
     (result,) = rows(tmp_path)[0]["metadata"]["rollout_results"]
@@ -60,9 +58,9 @@ async def ask_other_paths(document, generate):
         {"prompt_tokens": 3},
     )
     second = await generate(payload, path="/tokenize")
-    chat = {"messages": [{"role": "user", "content": document.text}]}
-    third = await generate(chat, path="/v1/chat/completions")
-    assert third.text == (await generate({**chat, "top_p": 1})).text
+    asked = chat(document.text)
+    third = await generate(asked, path="/v1/chat/completions")
+    assert third.text == (await generate({**asked, "top_p": 1})).text
     return [first, second.answer, third.text]
 
 
@@ -85,7 +83,7 @@ def test_any_path_of_the_server_is_cached_by_path_and_payload(server, tmp_path):
     server._answer = lambda payload, times: (
         f"at {payload['temperature']}, seeded: {'seed' in payload}"
     )
-    runner(tmp_path / "other", server, ask_other_paths, config=config).run(documents(2))
+    run_job(tmp_path / "other", server, 2, ask_other_paths, config=config)
     assert len(server.payloads) == 8
     others = [payload for payload in server.payloads if "input" in payload]
     assert others[0] == {"input": others[0]["input"], "model": "fake"}
@@ -107,13 +105,13 @@ def test_a_path_that_the_server_lacks_stops_the_run_and_is_named(server, tmp_pat
     with pytest.raises(
         ServerRefused, match=r"/v1/embeddings answered HTTP 404 .* have the path /v1/embeddings:"
     ):
-        runner(tmp_path, server, ask).run(documents(1))
+        run_job(tmp_path, server, 1, ask)
     server.paths = {"/v1/embeddings": lambda payload: {}}
     server._status, server.error = lambda payload, times: 404, "The model `fake` does not exist."
     with pytest.raises(
-        ServerRefused, match=r"Check model_name_or_path and endpoint_url\. The server's answer"
+        ServerRefused, match=r"Check the model's name and the endpoint's URL\. The server's answer"
     ):
-        runner(tmp_path, server, ask).run(documents(1))
+        run_job(tmp_path, server, 1, ask)
 
 
 def _with_choices(*choices):
@@ -150,7 +148,7 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path
     async def ask(document, generate):
         zeros = await generate.embed(document.text)
         result = await generate(
-            {"messages": [{"role": "user", "content": document.text}], "n": 3},
+            chat(document.text, n=3),
             path="/v1/chat/completions",
         )
         return [result, zeros]
@@ -170,7 +168,7 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path
             "data": [{"index": 0, "embedding": [0.0] * 2 if last else [0.0, 1.0]}]
         },
     }
-    runner(tmp_path, server, ask).run(documents(1))
+    run_job(tmp_path, server, 1, ask)
     counts = read_run_state(
         Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
     ).together.counts

@@ -3,8 +3,6 @@ never ends a run, and nobody's sys.exit ends a rank in success.
 """
 
 import asyncio
-import os
-import signal
 import threading
 from contextlib import contextmanager
 
@@ -22,7 +20,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
 from tests.histories import read_history
-from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, runner
+from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, run_job, runner
 from tests.patience import until
 
 
@@ -58,10 +56,10 @@ def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(tmp_path, 
         with pytest.raises(
             ServerUnavailable, match=rf"HTTP {status} .*that of document 'id \d' \(number"
         ):
-            runner(tmp_path, server, rollout, **settings).run(documents(8))
+            run_job(tmp_path, server, 8, rollout, **settings)
         assert letters(tmp_path) == ids(tmp_path) == []
         server._status = lambda payload, times: None
-        runner(tmp_path, server, rollout, **settings).run(documents(8))
+        run_job(tmp_path, server, 8, rollout, **settings)
     assert ids(tmp_path) == all_of(8)
 
 
@@ -83,10 +81,10 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path):
     with pytest.raises(
         ServerUnavailable, match=r"No request was answered .*ConnectionRefusedError.*'id 3'"
     ):
-        runner(tmp_path, server, rollout, **settings).run(documents(8))
+        run_job(tmp_path, server, 8, rollout, **settings)
     assert letters(tmp_path) == []
     with FakeServer() as another:
-        runner(tmp_path, another, rollout, **settings).run(documents(8))
+        run_job(tmp_path, another, 8, rollout, **settings)
         assert set(another.asked) == {f"text {number}" for number in range(3, 8)}
     assert ids(tmp_path) == all_of(8)
 
@@ -105,7 +103,7 @@ def test_an_endpoint_that_hangs_is_in_the_log_and_in_the_history(tmp_path, log, 
         return "hi"
 
     with FakeServer(answer) as server:
-        runner(tmp_path, server, config={"max_concurrent_generations": 1}).run(documents(4))
+        run_job(tmp_path, server, 4, config={"max_concurrent_generations": 1})
         assert server.asked.total() == 4
     assert "The server has not answered for " in "".join(log)
     assert ids(tmp_path) == all_of(4)
@@ -116,7 +114,7 @@ def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path, sta
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
     refused = pytest.raises(ServerRefused, match=f"HTTP {status}")
     with FakeServer(status=lambda payload, times: status) as server, refused:
-        runner(tmp_path, server, **settings).run(documents(8))
+        run_job(tmp_path, server, 8, **settings)
     assert letters(tmp_path) == []
 
 
@@ -164,11 +162,11 @@ def test_a_document_that_always_fails_while_others_are_answered_is_set_aside(tmp
     with refuses("text 1", fault) as server:
         named = r"'id 1' \(number 1 .* after \d attempts: .* as dead letters"
         with pytest.raises(DocumentFailed, match=named) as caught:
-            runner(tmp_path, server, rollout, config=AT_FAULT).run(documents(90))
+            run_job(tmp_path, server, 90, rollout, config=AT_FAULT)
         assert "Check the server" not in str(caught.value)
         before = asked()
         for settings in (dead, retry):
-            runner(tmp_path, server, rollout, **settings).run(documents(90))
+            run_job(tmp_path, server, 90, rollout, **settings)
         assert asked() == before + 4
         assert [letter["id"] for letter in letters(tmp_path)] == ["id 1"]
         assert [letter["attempts"] for letter in letters(tmp_path, "retry-00001")] == [2]
@@ -177,7 +175,7 @@ def test_a_document_that_always_fails_while_others_are_answered_is_set_aside(tmp
         server.paths["/v1/embeddings"] = lambda payload: {
             "data": [{"index": 0, "embedding": [0.5, 0.5]}]
         }
-        runner(tmp_path, server, rollout, **retry).run(documents(90))
+        run_job(tmp_path, server, 90, rollout, **retry)
     assert sorted(ids(tmp_path)) == sorted(all_of(90))
 
 
@@ -186,7 +184,7 @@ def test_if_too_many_documents_fail_the_server_is_at_fault(tmp_path):
     bad = {f"text {number}" for number in range(0, 200, 20)}
     config = {**AT_FAULT, "server_patience_seconds": 0.2}
     with FakeServer(status=rejects(bad, 500)) as server, pytest.raises(CkptError) as caught:
-        runner(tmp_path, server, on_document_error="dead_letter", config=config).run(documents(200))
+        run_job(tmp_path, server, 200, on_document_error="dead_letter", config=config)
     assert isinstance(caught.value, DocumentFailed | ServerUnavailable)
     assert len(letters(tmp_path)) <= 2
 
@@ -210,25 +208,10 @@ def test_a_document_that_fails_where_few_others_are_left_stops_the_run_by_name(t
         ServerUnavailable, match=r"'id 1' \(number 1 of this task\) has no answer"
     )
     with FakeServer(status=rejects(["text 1"], 500)) as server, failed as caught:
-        runner(tmp_path, server, rollout, **settings).run(documents(6))
+        run_job(tmp_path, server, 6, rollout, **settings)
     assert "5 other requests had answers" in str(caught.value)
     assert "Check the server and the network" not in str(caught.value)
     assert letters(tmp_path) == []
-
-
-def test_a_drain_ends_the_wait_for_a_server_at_once(tmp_path):
-    with FakeServer(status=lambda payload, times: 503) as server:
-        step = runner(tmp_path, server, config={"server_patience_seconds": 3600.0})
-
-        def interrupt():
-            until(lambda: server.asked.total() >= 6)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        timer = threading.Thread(target=interrupt)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            step.run(documents(4))  # sooner than a test may take
-        timer.join()
 
 
 # exits -------------------------------------------------------------------------------------------
@@ -267,12 +250,10 @@ def test_a_rollout_that_exits_fails_its_document(tmp_path, server, name, rollout
     with pytest.raises(
         DocumentFailed, match=r"'id 2' \(number 2 of this task\) failed: "
     ) as failed:
-        runner(tmp_path, server, exits(name), config=config).run(documents(6))
+        run_job(tmp_path, server, 6, exits(name), config=config)
     if name.startswith("SystemExit"):
         assert "the rollout exits.<locals>.leave called sys.exit(" in str(failed.value)
-    runner(tmp_path, server, exits(name), config=config, on_document_error="dead_letter").run(
-        documents(6)
-    )
+    run_job(tmp_path, server, 6, exits(name), config=config, on_document_error="dead_letter")
     assert ids(tmp_path) == [name for name in all_of(6) if name != "id 2"]
     assert [letter["id"] for letter in letters(tmp_path)] == ["id 2"]
 

@@ -218,7 +218,7 @@ def test_beside_a_plain_run_a_worker_is_refused(server):
     text = ended(worker(), 1)
     server.release()
     assert f"All tasks of this job are run by pid {run.pid} on " in text
-    assert "start every machine with --worker" in text
+    assert "start every machine as a worker" in text
     ended(run)
     assert list(Path("logs/claims/workers").iterdir()) == []
     assert set(server.asked.values()) == {1}
@@ -263,7 +263,7 @@ def test_a_task_that_runs_without_a_claim_ends_no_worker_well(server):
         text = ended(worker(), 1)
     finally:
         lock.release()
-    assert "1 task is run by processes that were started without --worker" in text
+    assert "1 task is run by processes that were started as one run of all tasks" in text
     assert complete() == {*range(TASKS)} - {1}
     ended(worker())
     assert complete() == {*range(TASKS)}

@@ -19,8 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.claims import stores
-from datatrove_ckpt.claims.claims import LAUNCH, Claims, claimants, given_up
+from datatrove_ckpt.claims.claims import Claims, claimants, given_up
 from datatrove_ckpt.claims.stores import DiskClaims, Mark, ObjectClaims, new_owner, open_reader
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import CheckpointLocked
 from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
 

@@ -85,8 +85,7 @@ def assert_resumes_everywhere(options, documents, rank, tasks, step=7):
         assert list(resumed.run(None, rank, tasks)) == documents[number:]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.matrix("streaming", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_and_resumes_are_those_of_datatrove(kind, streaming, tmp_path):
     options = arguments(write(tmp_path / "in", kind), kind, streaming=streaming)
@@ -119,8 +118,7 @@ def upper(self, data, path, id_in_file):
     }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "options",
     [
         {"skip": 5, "limit": 20, "id_key": "number", "text_key": "name", "batch_size": 7},
@@ -138,8 +136,7 @@ def test_arguments_mean_what_they_mean_in_datatrove(options, tmp_path):
     assert_resumes_everywhere(given, documents, 0, 2)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(("shuffle", "tasks"), [(True, 3), (False, 1), (False, 3)])
+@pytest.mark.matrix(("shuffle", "tasks"), [(True, 3), (False, 1), (False, 3)])
 def test_a_dataset_on_disk(shuffle, tasks, tmp_path):
     import datasets
 
@@ -209,8 +206,7 @@ def test_changed_files_of_a_stream_are_refused(tmp_path):
     assert resumed(**{"3.parquet": one}) == [100]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("on_disk", [True, False])
+@pytest.mark.matrix("on_disk", [True, False])
 def test_other_rows_of_a_map_style_dataset_are_refused(on_disk, tmp_path):
     import datasets
 

@@ -21,6 +21,7 @@ from datatrove_ckpt.inference.servers import sglang_launch
 from datatrove_ckpt.inference.servers.server import find_cause, redacted_command
 from datatrove_ckpt.inference.servers.sglang_launch import Hidden
 from datatrove_ckpt.rollouts import PromptRollout
+from tests.golden import hold
 
 SECRET = "the-secret-key"
 KEY = Secret(SECRET)
@@ -46,26 +47,8 @@ def launch(config, nodes=SINGLE_NODE):
     return config.engine.launch(config, 4321, KEY, nodes)
 
 
-# Of each engine what it needs of this machine, and its command line.
-COMMANDS = {
-    "vllm": (
-        "/bin/vllm",
-        "/bin/vllm serve org/model --host 127.0.0.1 --port 4321 --max-model-len 2048 --served-model-name org/model"
-        " --disable-uvicorn-access-log --shutdown-timeout 30 --a-b=3",
-    ),
-    "sglang": (
-        None,
-        f"{sys.executable} {sglang_launch.__file__} --model-path org/model --host 127.0.0.1 --port 4321"
-        " --context-length 2048 --served-model-name org/model --log-level-http warning --enable-metrics --a-b=3",
-    ),
-    "llamacpp": (
-        "/m.gguf",
-        f"{sys.executable} -m datatrove_ckpt.inference.servers.llamacpp --model /m.gguf --alias org/model --port 4321"
-        " --context 2048 --parallel 3 --threads 6 --a-b=3",
-    ),
-    "dummy": (None, f"{sys.executable} -m datatrove_ckpt.inference.servers.dummy --port 4321"),
-    "custom": ("/serve.py", f"{sys.executable} /serve.py --port 4321 --a_b=3"),
-}
+# What each engine needs of this machine.
+FOUND = {"vllm": "/bin/vllm", "llamacpp": "/m.gguf", "custom": "/serve.py"}
 LAUNCHED = [name for name in ENGINES if name != "endpoint"]
 
 
@@ -77,7 +60,13 @@ def any_command(engine, monkeypatch, **kwargs):
         "max_concurrent_generations": 3,
         "model_kwargs": {**script, **kwargs},
     }
-    return command_of(config(engine, **settings), COMMANDS[engine][0])
+    return command_of(config(engine, **settings), FOUND.get(engine))
+
+
+def hold_command(name, command):
+    """Holds a command line against tests/data/texts/engines.txt."""
+    names = {"SGLANG": sglang_launch.__file__, "PYTHON": sys.executable}
+    hold("engines", name, " ".join(command.argv), **names)
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)
@@ -85,7 +74,7 @@ def test_an_engine_is_started_on_localhost_with_its_key_in_the_environment_only(
     engine, monkeypatch
 ):
     started = any_command(engine, monkeypatch, a_b=3)
-    assert " ".join(started.argv) == COMMANDS[engine][1]
+    hold_command(engine, started)
     assert started.takes_key
     assert KEY in started.env.values()
     assert SECRET not in repr(started)
@@ -97,17 +86,6 @@ def test_an_engine_stands_everywhere_where_it_is_named():
     for name, engine in ENGINES.items():
         assert f"`{name}`" in page, "its row belongs into the table of docs/servers.md"
         assert engine.package in " ".join(extras.get(name, [])), "pyproject.toml lacks its extra"
-
-
-@pytest.mark.parametrize(
-    ("nodes", "arguments"),
-    [
-        (SINGLE_NODE, ("vllm.entrypoints.openai.api_server", "--model", "org/model")),
-        (Nodes(1, ("a", "b")), ("vllm.entrypoints.cli.main", "serve", "org/model")),
-    ],
-)
-def test_vllm_without_an_executable_is_started_as_a_module(nodes, arguments):
-    assert command_of(config(), None, nodes).argv[:5] == (sys.executable, "-m", *arguments)
 
 
 def test_sglang_with_several_tokenizers_takes_no_key():
@@ -124,26 +102,6 @@ def test_what_shows_sglangs_settings_or_passes_them_on_shows_no_key():
     assert pickle.loads(pickle.dumps(key)) == ""
 
 
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({}, "--parallel 8"),
-        ({"max_concurrent_generations": "auto"}, "--parallel 8"),
-        ({"replicas": 1}, "--threads 7"),
-        ({"replicas": 2}, "--threads 3"),
-        ({"replicas": 8}, "--threads 1"),
-        ({"replicas": 2, "model_kwargs": {"threads": 5}}, "--threads=5"),
-    ],
-)
-def test_llamacpp_has_at_most_eight_slots_and_replicas_divide_the_cores(
-    settings, flag, monkeypatch
-):
-    monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
-    argv = command_of(config("llamacpp", **settings), "/m.gguf").argv
-    assert f" {flag} " in f"{' '.join(argv)} "
-    assert "".join(argv).count("--threads") == 1
-
-
 def test_the_llamacpp_servers_of_all_models_divide_the_cores(
     monkeypatch,
 ):
@@ -158,38 +116,11 @@ def test_the_llamacpp_servers_of_all_models_divide_the_cores(
         assert ("--threads 2" in argv) == (name != "other")
 
 
-def test_llamacpp_embeds_each_text_in_one_batch():
-    """See tests/real/test_ways.py for what it answers otherwise."""
-    settings = config(
-        "llamacpp", model_max_context=700, model_kwargs={"embedding": True, "n_batch": 900}
-    )
-    argv = " ".join(command_of(settings, "/m.gguf").argv)
-    assert " --n-ubatch 700 --kv-unified " in argv
-    assert argv.count("--n-batch") == argv.count("--n-batch=900") == 1
-    assert "--kv-unified" not in command_of(config("llamacpp"), "/m.gguf").argv
-
-
 @pytest.mark.parametrize("name", ["host", "api_key"])
 @pytest.mark.parametrize("engine", [name for name in LAUNCHED if name != "dummy"])
 def test_model_kwargs_may_not_name_the_address_or_the_key(engine, name, monkeypatch):
     with pytest.raises(ConfigError, match=f"model_kwargs: '{name}'"):
         any_command(engine, monkeypatch, **{name: "x"})
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (True, ("--a-b",)),
-        (False, ("--no-a-b",)),
-        (None, ()),
-        (0.5, ("--a-b=0.5",)),
-        ("x y", ("--a-b=x y",)),
-        ({"k": [1]}, ('--a-b={"k": [1]}',)),
-    ],
-)
-def test_model_kwargs_become_flags(value, expected):
-    plain = command_of(config()).argv
-    assert command_of(config(model_kwargs={"a_b": value})).argv == (*plain, *expected)
 
 
 HEAD, WORKER = (Nodes(rank, ("10.0.0.1", "10.0.0.2")) for rank in (0, 1))
@@ -202,36 +133,47 @@ OF_OTHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("engine", "settings", "nodes", "end"),
-    [
-        (
-            "vllm",
-            {"tp": 2, "dp": 3},
-            SINGLE_NODE,
-            "--tensor-parallel-size 2 --data-parallel-size 3",
-        ),
-        ("sglang", {"tp": 2, "dp": 3, "pp": 4}, SINGLE_NODE, "--tp-size 2 --dp-size 3 --pp-size 4"),
-        ("vllm", {}, HEAD, "--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 9810"),
-        (
-            "vllm",
-            {},
-            WORKER,
-            "--nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 9810 --headless",
-        ),
-        ("sglang", {}, WORKER, "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:9810"),
-        (
-            "dummy",
-            {"model_kwargs": {**OF_OTHERS, "latency_ms": 5}},
-            SINGLE_NODE,
-            "--port 4321 --latency-ms=5",
-        ),
-    ],
-)
-def test_settings_become_the_flags_of_their_engine(engine, settings, nodes, end):
-    argv = " ".join(command_of(config(engine, **settings), None, nodes).argv)
-    assert argv.endswith(f" {end}")
-    assert "parallel" not in argv or "tp" in settings
+def flags(**kwargs):
+    return {"model_kwargs": kwargs}
+
+
+COMMANDS = {
+    "a module": ("vllm", {}, SINGLE_NODE),
+    "a module of the head node": ("vllm", {}, HEAD),
+    "a module of a worker node": ("vllm", {}, WORKER),
+    "sglang on a worker node": ("sglang", {}, WORKER),
+    "parts of vllm": ("vllm", {"tp": 2, "dp": 3}, SINGLE_NODE),
+    "parts of sglang": ("sglang", {"tp": 2, "dp": 3, "pp": 4}, SINGLE_NODE),
+    "flags of others": ("dummy", flags(**OF_OTHERS, latency_ms=5), SINGLE_NODE),
+    "a flag wins": ("vllm", {"tp": 2, **flags(tensor_parallel_size=4)}, SINGLE_NODE),
+    "remote code": ("vllm", {"trust_remote_code": True}, SINGLE_NODE),
+    "remote code of sglang": ("sglang", {"trust_remote_code": True}, SINGLE_NODE),
+    "values of flags": (
+        "vllm",
+        flags(a=True, b=False, c=None, d=0.5, e_f="x y", g={"k": [1]}),
+        SINGLE_NODE,
+    ),
+    "eight slots": ("llamacpp", {"max_concurrent_generations": "auto"}, SINGLE_NODE),
+    # See tests/real/test_ways.py for what it answers otherwise.
+    "each text in one batch": (
+        "llamacpp",
+        {"model_max_context": 700, **flags(embedding=True, n_batch=900)},
+        SINGLE_NODE,
+    ),
+    **{
+        f"cores of {replicas} replicas": ("llamacpp", {"replicas": replicas}, SINGLE_NODE)
+        for replicas in (1, 2, 8)
+    },
+    "threads": ("llamacpp", {"replicas": 2, **flags(threads=5)}, SINGLE_NODE),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_settings_become_the_flags_of_their_engine(name, monkeypatch):
+    engine, settings, nodes = COMMANDS[name]
+    monkeypatch.setattr(llamacpp, "usable_cores", lambda: 7)
+    found = "/m.gguf" if engine == "llamacpp" else None
+    hold_command(name, command_of(config(engine, **settings), found, nodes))
 
 
 def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():
@@ -280,17 +222,6 @@ def test_an_interpreter_of_another_environment_starts_the_engine(tmp_path):
     assert launch(config(**settings)).argv[:2] == (str(tmp_path / "bin" / "vllm"), "serve")
     with pytest.raises(ConfigError, match="server_python: '/nowhere/python' is no program"):
         launch(config(server_python="/nowhere/python"))
-
-
-def test_model_kwargs_win_over_our_flags():
-    argv = command_of(config(tp=2, model_kwargs={"tensor_parallel_size": 4})).argv
-    assert [part for part in argv if "tensor-parallel" in part] == ["--tensor-parallel-size=4"]
-
-
-def test_remote_code_is_off_unless_asked_for():
-    assert "--trust-remote-code" not in command_of(config()).argv
-    assert "--trust-remote-code" in command_of(config(trust_remote_code=True)).argv
-    assert "--trust-remote-code" in command_of(config("sglang", trust_remote_code=True)).argv
 
 
 def test_a_model_of_the_hub_is_fetched_as_a_gguf_file(hub):

@@ -2,22 +2,16 @@
 bounded.
 """
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 from datatrove_ckpt.checkpoint.clock import Seconds
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
 from datatrove_ckpt.checkpoint.history_log import HistoryLog, thinned
-from datatrove_ckpt.checkpoint.history_records import (
-    End,
-    InputPosition,
-    Progress,
-    Start,
-    Wait,
-    WorkCounts,
-)
+from datatrove_ckpt.checkpoint.history_records import End, InputPosition, Progress, Start, Wait
 from datatrove_ckpt.checkpoint.lines import seal
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.generation import progress
 from tests.histories import History, read_history
@@ -41,7 +35,7 @@ def test_what_a_later_release_writes_is_left_out_and_is_no_damage(tmp_path):
 
 
 def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
-    counts = WorkCounts(tiers={"flex\nall is well": 1})
+    counts = WorkCounts(tiers=Counter({"flex\nall is well": 1}))
     line = Progress(at=1.0, attempt=1, own=counts, total=counts, wait=Wait(document="a\nb\x1b[2J"))
     found = read_history(written(tmp_path / "history.jsonl", [line])).records[0]
     assert found.wait.document == "a b [2J"
@@ -54,7 +48,8 @@ def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
 def minute(number):
     """A line as long as that of a rank in the middle of a large run."""
     own = WorkCounts(
-        *(number * factor for factor in range(100, 110)), {"timeout": number, "HTTP 503": number}
+        *(number * factor for factor in range(100, 110)),
+        Counter(timeout=number, **{"HTTP 503": number}),
     )
     return Progress(
         at=1.8e9 + 60 * number + 0.123,

@@ -7,7 +7,6 @@ without descriptions, and strict, so that unknown fields are errors.
 """
 
 import json
-import re
 import signal
 import sys
 from pathlib import Path
@@ -18,11 +17,12 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from datatrove_ckpt import errors
-from datatrove_ckpt.claims.claims import LAUNCH
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.testing import FakeServer
+from tests.golden import hold
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 ROOT = Path(__file__).parents[2]
@@ -37,9 +37,8 @@ kubernetes:
 
 
 @pytest.fixture(autouse=True)
-def _here(here, monkeypatch):
+def _here(here):
     """No test leaves its modules to the next."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in [name for name in sys.modules if name.startswith("k8s_")]:
         del sys.modules[name]
@@ -61,10 +60,6 @@ def job_of(printed):
     return manifests(printed)[1]
 
 
-def pod_of(printed):
-    return job_of(printed)["spec"]["template"]["spec"]
-
-
 def on_volume(rollout=None, more=""):
     """Writes job.yaml, whose folders are on a volume; checkpoints are not."""
     given = {} if rollout is None else {"rollout": rollout}
@@ -79,26 +74,75 @@ def on_volume(rollout=None, more=""):
 # what is printed ---------------------------------------------------------------------------------
 
 
-def test_the_config_is_a_job_that_the_api_takes(command):
-    config_map, job = manifests(command("k8s", CONFIG))
-    spec = job["spec"]
-    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 8, 8)
-    assert (config_map["metadata"], job["metadata"]) == (
-        {"name": "summaries"},
-        {"name": "summaries"},
+def a_module():
+    Path("k8s_mine.py").write_text(
+        "import k8s_helper\nasync def rollout(document, generate): ...\n"
     )
-    pod = spec["template"]["spec"]
-    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 60)
-    (container,) = pod["containers"]
-    assert container["command"] == [
-        "datatrove-ckpt",
-        "run",
-        "/etc/datatrove-ckpt/job.yaml",
-        "--worker",
-    ]
-    assert container["env"][-1]["name"] == LAUNCH
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
-    assert container["envFrom"] == [{"secretRef": {"name": "s3-credentials"}}]
+    Path("k8s_helper.py").write_text("# é\n")
+    on_volume("k8s_mine.rollout")
+
+
+def a_module_elsewhere():
+    Path("elsewhere").mkdir()
+    Path("elsewhere/k8s_away.py").write_text("async def rollout(document, generate): ...\n")
+    sys.path.append("elsewhere")
+    on_volume("k8s_away.rollout")
+
+
+def packages(name="prompt.txt", content=b"text"):
+    for folder in ("k8s_package/deep", "k8s_odd"):
+        Path(folder).mkdir(parents=True)
+    Path("k8s_package/deep/x.py").write_text(
+        "import k8s_odd\nasync def rollout(document, generate): ...\n"
+    )
+    Path("k8s_odd/__init__.py").touch()
+    Path("k8s_odd", name).write_bytes(content)
+    on_volume("k8s_package.deep.x.rollout")
+
+
+def section():
+    on_volume(
+        more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n"
+    )
+
+
+def short_form():
+    data = Path("data").absolute()
+    (data / "input").mkdir(parents=True)
+    for name in "abc":
+        (data / "input" / f"{name}.jsonl").write_text('{"text": "x", "id": "x"}\n')
+    Path("job.yaml").write_text(
+        f"run_folder: {data}/run\ninput: {data}/input/*.jsonl\nprompt: 'Say {{text}}'\nmodel: org/model\n"
+        f"kubernetes: {{image: i, volumes: {{shared: {data}}}}}\n"
+    )
+
+
+PRINTED = {
+    "the config": (lambda: Path("job.yaml").write_bytes(Path(CONFIG).read_bytes()), ()),
+    "settings of the section": (
+        section,
+        ("--kubernetes.gpus=2", "--kubernetes.workers=9", "--kubernetes.cpu=500m"),
+    ),
+    "absolute checkpoints": (on_volume, ("--pipeline.1.checkpoints_local_dir=/tmp/c",)),
+    "modules beside the file": (a_module, ()),
+    "a module elsewhere": (a_module_elsewhere, ()),
+    "packages beside the file": (packages, ()),
+    "a package with bytes": (lambda: packages(content=b"\xff"), ()),
+    "a package that is too large": (lambda: packages(content=b"much" * 60_000), ()),
+    "a package with an odd name": (lambda: packages("a..b", b""), ()),
+    "the short form": (short_form, ()),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_what_is_printed_is_as_the_api_wants_it(command, log, name):
+    set_up, flags = PRINTED[name]
+    set_up()
+    printed = command("k8s", "job.yaml", *flags)
+    config_map, job = manifests(printed)
+    config_map["data"].pop("job.yaml")  # see below
+    held = yaml.safe_dump([config_map, job], allow_unicode=True)
+    hold("k8s", name, held + printed.err + "".join(log))
 
 
 def test_what_follows_from_an_exit_code(command):
@@ -131,165 +175,54 @@ def test_the_file_in_the_config_map_is_the_same_run(command):
     assert manifests(command("k8s", "job.yaml"))[0] == config_map
 
 
-def test_modules_beside_the_file_go_along_and_others_are_named(command):
-    Path("k8s_mine.py").write_text(
-        "import k8s_helper\nasync def rollout(document, generate): ...\n"
-    )
-    Path("k8s_helper.py").write_text("# é\n")
-    on_volume("k8s_mine.rollout")
-    printed = command("k8s", "job.yaml")
-    assert manifests(printed)[0]["data"].keys() == {"job.yaml", "k8s_mine.py", "k8s_helper.py"}
-    assert manifests(printed)[0]["data"]["k8s_helper.py"] == "# é\n"
-    assert not printed.err
-    assert "items" not in pod_of(printed)["volumes"][0]["configMap"]
-    Path("elsewhere").mkdir()
-    Path("elsewhere/k8s_away.py").write_text("async def rollout(document, generate): ...\n")
-    sys.path.append("elsewhere")
-    on_volume("k8s_away.rollout")
-    assert (
-        "k8s_away: is not in the ConfigMap: it must be in the image."
-        in command("k8s", "job.yaml").err
-    )
-
-
-def test_packages_beside_the_file_lie_where_pods_import_them(command):
-    for name in ("k8s_package/deep/x.py", "k8s_odd/__init__.py", "k8s_odd/prompt.txt"):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("é")
-    Path("k8s_package/deep/x.py").write_text(
-        "import k8s_odd\nasync def rollout(document, generate): ...\n"
-    )
-    Path("k8s_odd/__init__.py").write_text("")
-    on_volume("k8s_package.deep.x.rollout")
-    printed = command("k8s", "job.yaml")
-    assert not printed.err
-    data = manifests(printed)[0]["data"]
-    items = {
-        one["path"]: data[one["key"]] for one in pod_of(printed)["volumes"][0]["configMap"]["items"]
-    }
-    assert items.keys() == {
-        "job.yaml",
-        "k8s_package/deep/x.py",
-        "k8s_odd/__init__.py",
-        "k8s_odd/prompt.txt",
-    }
-    assert items["k8s_odd/prompt.txt"] == "é"
-    for name, content in (("prompt.txt", b"\xff"), ("prompt.txt", b"much" * 60_000), ("a..b", b"")):
-        Path("k8s_odd", name).write_bytes(content)
-        printed = command("k8s", "job.yaml")
-        assert "k8s_odd/__init__.py" not in str(pod_of(printed)["volumes"])
-        assert printed.err == "k8s_odd: is not in the ConfigMap: it must be in the image.\n"
-        Path("k8s_odd", name).unlink()
-
-
-def test_settings_of_the_section_are_settings_of_the_pod(command, log):
-    on_volume(
-        more="  namespace: ours\n  env: {HF_HOME: /data/hf}\n  pod: {nodeSelector: {spot: 'yes'}}\n"
-    )
-    printed = command(
-        "k8s", "job.yaml", "--kubernetes.gpus=2", "--kubernetes.workers=9", "--kubernetes.cpu=500m"
-    )
-    config_map, job = manifests(printed)
-    assert config_map["metadata"] == job["metadata"] == {"name": "job", "namespace": "ours"}
-    assert job["spec"]["parallelism"] == job["spec"]["completions"] == 4, "as many as tasks"
-    assert "workers is 9, but there is work for 4" in log[0]
-    pod = pod_of(printed)
-    assert pod["nodeSelector"] == {"spot": "yes"}
-    (container,) = pod["containers"]
-    assert container["resources"]["requests"]["cpu"] == "500m"
-    assert {"name": "HF_HOME", "value": "/data/hf"} in container["env"]
-    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
-    assert mounts == {
-        "/etc/datatrove-ckpt": "job",
-        "/work": "work",
-        "/data": "claim-0",
-        "/dev/shm": "shm",
-    }
-    named = {one["name"]: one for one in pod["volumes"]}
-    assert named["claim-0"]["persistentVolumeClaim"] == {"claimName": "shared"}
-    assert named["work"]["emptyDir"] == {}
-
-
-def test_absolute_checkpoints_are_on_the_empty_disk_too(command):
-    on_volume()
-    (container,) = pod_of(command("k8s", "job.yaml", "--pipeline.1.checkpoints_local_dir=/tmp/c"))[
-        "containers"
-    ]
-    assert {"name": "work", "mountPath": "/tmp/c", "subPath": "checkpoints-0"} in container[
-        "volumeMounts"
-    ]
-
-
-def test_the_short_form_runs_on_a_volume(command):
-    Path("data/input").mkdir(parents=True)
-    for name in "abc":
-        Path(f"data/input/{name}.jsonl").write_text('{"text": "x", "id": "x"}\n')
-    data = Path("data").absolute()
-    Path("short.yaml").write_text(
-        f"run_folder: {data}/run\ninput: {data}/input/*.jsonl\nprompt: 'Say {{text}}'\nmodel: org/model\n"
-        f"kubernetes: {{image: i, volumes: {{shared: {data}}}}}\n"
-    )
-    printed = command("k8s", "short.yaml")
-    assert job_of(printed)["spec"]["completions"] == 3, "one for each file"
-    assert pod_of(printed)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 1}
-    assert "server_type: vllm" in manifests(printed)[0]["data"]["job.yaml"], (
-        "whatever this machine has"
-    )
-    said = command("k8s", "short.yaml", "--kubernetes.imag=x", code=2).err
-    assert 'unknown key "imag", did you mean "image"?' in said
-    said = command("k8s", "short.yaml", "--run-folder=run", f"--input={data}/input", code=2).error
-    assert said.endswith(
-        "of kubernetes.volumes: run_folder; checkpoints_remote_dir (the mirror of run_folder)."
-    )
-    Path("data/input").rename("input")
-    assert command("k8s", "short.yaml", "--input=input", code=2).error.endswith("volumes: input.")
-
-
 # what is refused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("--executor.logging_dir=logs", r"a folder on a claim of kubernetes.volumes: logging_dir\."),
-        ("--pipeline.1.output_writer.output_folder=out", r"of pipeline\[1\] InferenceRunner: output_writer\."),
-        ("--pipeline.1.checkpoints_remote_dir=null", r": checkpoints_remote_dir \(the mirror"),
-        ("--kubernetes.grace_seconds=39", r"39 s are too few.* 20 s \(drain_seconds\).* least 40, or .* most 19"),
-        ("--pipeline.1.drain_seconds=41", "Set it to at least 61, or drain_seconds to at most 40"),
-        ("--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}", "depends: each worker"),
-        ("--kubernetes.env={AWS_SECRET_ACCESS_KEY: x}", "secrets: \\[NAME\\]"),
-        ("--kubernetes.env={PROXY: 'http://me:word@proxy'}", r"job.yaml: holds what may be a secret"),
-        ("--kubernetes.pod={schedulerName: hf_A1b2C3d4E5f6G7h8}", "job.yaml: holds what may be a secret"),
-        ("--pipeline.1.config.default_generation_params.extra_headers={X-Api-Key: abcdefgh}", "job.yaml: holds"),
-        ("--executor.logging_dir=hf://datasets/org/job/logs", "Set it to a bucket: hf://buckets/org/job/logs"),
-    ],
-)  # fmt: skip
-def test_what_cannot_work_is_refused(command, change, says):
-    on_volume()
-    assert re.search(says, command("k8s", "job.yaml", change, code=2).error)
-
-
-def test_a_step_that_writes_to_the_disk_of_the_pod_is_refused(command):
+def another_writer():
     on_volume()
     step = "      - {class_path: JsonlWriter, init_args: {output_folder: here}}\n"
-    Path("job.yaml").write_text(
-        Path("job.yaml").read_text().replace("kubernetes:", f"{step}kubernetes:")
-    )
-    assert (
-        "volumes: output_folder of pipeline[2] JsonlWriter."
-        in command("k8s", "job.yaml", code=2).error
-    )
+    text = Path("job.yaml").read_text()
+    Path("job.yaml").write_text(text.replace("kubernetes:", f"{step}kubernetes:"))
 
 
-def test_a_key_in_a_module_is_refused(command):
+def input_elsewhere():
+    short_form()
+    Path("data/input").rename("input")
+
+
+def a_key():
     Path("k8s_key.py").write_text(
         "KEY = 'hf_A1b2C3d4E5f6G7h8'\nasync def rollout(document, generate): ...\n"
     )
     on_volume("k8s_key.rollout")
-    assert (
-        "ConfigMap.k8s_key.py: holds what may be a secret"
-        in command("k8s", "job.yaml", code=2).error
-    )
+
+
+REFUSED = {
+    "logs on the disk of the pod": (on_volume, "--executor.logging_dir=logs"),
+    "output on it": (on_volume, "--pipeline.1.output_writer.output_folder=out"),
+    "no mirror": (on_volume, "--pipeline.1.checkpoints_remote_dir=null"),
+    "few seconds": (on_volume, "--kubernetes.grace_seconds=39"),
+    "a long drain": (on_volume, "--pipeline.1.drain_seconds=41"),
+    "depends": (on_volume, "--executor.depends={class_path: LocalPipelineExecutor, init_args: {pipeline: []}}"),
+    "a secret variable": (on_volume, "--kubernetes.env={AWS_SECRET_ACCESS_KEY: x}"),
+    "a secret in a value": (on_volume, "--kubernetes.env={PROXY: 'http://me:word@proxy'}"),
+    "a secret in the pod": (on_volume, "--kubernetes.pod={schedulerName: hf_A1b2C3d4E5f6G7h8}"),
+    "a secret in a request": (on_volume,
+        "--pipeline.1.config.default_generation_params.extra_headers={X-Api-Key: abcdefgh}"),
+    "a repository": (on_volume, "--executor.logging_dir=hf://datasets/org/job/logs"),
+    "another writer on it": (another_writer, "--kubernetes.gpus=1"),
+    "a key in a module": (a_key, "--kubernetes.gpus=1"),
+    "an unknown key": (short_form, "--kubernetes.imag=x"),
+    "a run folder on it": (short_form, "--run-folder=run"),
+    "an input on it": (input_elsewhere, "--input=input"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused(command, name):
+    set_up, flag = REFUSED[name]
+    set_up()
+    hold("k8s", name, command("k8s", "job.yaml", flag, code=2).error)
 
 
 # exit codes --------------------------------------------------------------------------------------
@@ -332,7 +265,7 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command
         raise from_network(errors.ConfigError("generation_config: the hub does not give it"))
 
     monkeypatch.setattr("datatrove_ckpt.cli.execution.check_before_run", check)
-    monkeypatch.setattr("datatrove_ckpt.preflight.before_run.check_before_worker", check)
+    monkeypatch.setattr("datatrove_ckpt.run_folder.findings.check_before_worker", check)
     write_job(Path(), job_yaml(ENDPOINT.replace("URL", "http://model")), ["a document"])
     command("run", "job.yaml", "--worker", code=1)
     command("run", "job.yaml", code=2)

@@ -27,7 +27,7 @@ ROOMS = {
     "common": "errors",
     "config": "errors common",
     "process": "errors common",
-    "rollouts": "errors common config process",
+    "rollouts": "errors common config",
     "checkpoint": "errors common process",
     "mirror": "errors common process checkpoint",
     "claims": "errors common checkpoint mirror",
@@ -39,10 +39,10 @@ ROOMS = {
     "generation": "errors common config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "common process generation",
-    "maintenance": "errors common config checkpoint mirror claims output",
-    "preflight": "errors common config process checkpoint mirror inference.servers output readers generation runner",
-    "executors": "errors common config process checkpoint mirror claims inference.servers generation runner preflight",
-    "cli": "errors common config process checkpoint output maintenance claims generation preflight executors",
+    "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
+    " runner",
+    "executors": "errors common config process claims inference.servers generation runner run_folder",
+    "cli": "errors common config process checkpoint output run_folder executors",
     "testing": "common checkpoint mirror",
 }
 

@@ -47,7 +47,7 @@ def metrics(rank=3, state="running", documents=7, run="my run"):
     return RankNow(run, rank, "node7", "4711_5", 1000.0, state, progress(documents), spread())
 
 
-METRICS = {PREFIX + metric.name: metric for metric in prometheus.METRICS}
+METRICS = {PREFIX + metric.name: metric for metric in prometheus.metrics(metrics())}
 
 
 def exposition(ranks):

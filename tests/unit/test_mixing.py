@@ -95,8 +95,7 @@ class JsonPack(ThroughJson, Pack):
     pass
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("at_end", ENDS)
+@pytest.mark.matrix("at_end", ENDS)
 def test_packs_of_mixes_and_mixes_of_packs_resume_from_every_stop_with_a_state_that_is_json(at_end):
     counts = ((1, 4), (2, 3), (3, 2))
     rows = [[[letter * 100 + i] * (i % 4) for i in range(count)] for letter, count in counts]

@@ -15,11 +15,12 @@ import pytest
 
 from datatrove_ckpt.checkpoint import identity, ledger, rank_files
 from datatrove_ckpt.checkpoint.chunks import ChunkTracker, no_position
-from datatrove_ckpt.checkpoint.commits import Commit, DocumentCounts, OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import Commit, OutputFile, read_commits
 from datatrove_ckpt.checkpoint.identity import RunIdentity, run_with_secrets
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import CACHE_FILES, journal_name
 from datatrove_ckpt.checkpoint.ledger import CHECKED, Want
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
@@ -86,11 +87,11 @@ def opened(
     **changes,
 ):
     identity = RunIdentity({"records_per_chunk": records_per_chunk, "tasks": 1})
-    settings = CheckpointManager(
-        folder, 0, records_per_chunk, identity, nothing, nothing, **changes
-    )
+    settings = CheckpointManager(folder, 0, records_per_chunk, identity, **changes)
     output = SimpleNamespace(write_chunk=write, placement=placement or Placement(), stop=nothing)
-    return OpenCheckpoint(settings, settings.take(), output)
+    with settings.look() as found:
+        lease = found.take(nothing)
+    return OpenCheckpoint(settings, lease, output)
 
 
 def run(checkpoint, number):

@@ -115,7 +115,7 @@ def test_temporary_errors_are_retried(files, folder, local, log):
         (PermissionError("Access Denied."), "Access Denied. Check the credentials"),
         (
             FileNotFoundError("The bucket does not exist"),
-            "Make the bucket, or correct output_folder",
+            "Make the bucket, or correct the output folder",
         ),
         (NoCredentialsError(), "Unable to locate credentials. Set AWS_ACCESS_KEY_ID"),
     ],

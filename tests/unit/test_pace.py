@@ -101,13 +101,6 @@ def test_a_providers_rate_is_used_and_few_requests_are_refused(
     assert provider.refused <= refused * provider.answered
 
 
-@pytest.mark.slow
-def test_a_number_stays_and_most_of_its_requests_are_refused(in_virtual_time):
-    provider = SimulatedProvider(seconds(3), requests=60)
-    in_virtual_time(ask_for, 2, provider, 500)
-    assert provider.refused > 10 * provider.answered
-
-
 def test_the_requests_in_flight_double_with_each_round_of_answers(in_virtual_time):
     provider = SimulatedProvider(lambda: 1.0)
     times = []

@@ -85,8 +85,7 @@ def test_a_chunk_has_the_types_of_all_its_documents(tmp_path, server, chunk, kin
             assert types(files) == [kind]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("chunk", "parts"),
     [
         ([1, 2, "a"], ["'id 2' (number 2 of", "column 'c' is string", "int64"]),
@@ -132,8 +131,7 @@ AWARE = NAIVE.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
 VECTOR = np.array([0.5, 2], np.float32)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("one", "other"),
     [
         (NAIVE, NAIVE.date()),
@@ -150,8 +148,7 @@ def test_values_that_would_change_beside_each_other_are_refused(tmp_path, server
             written(tmp_path / str(number), server, [chunk])
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("kind", "kept", "read", "changed", "said"),
     [
         (pa.timestamp("us", "UTC"), AWARE, AWARE, NAIVE, r"column 'c' is timestamp\[us\]"),

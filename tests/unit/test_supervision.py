@@ -15,7 +15,7 @@ import pytest
 from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
-from datatrove_ckpt.errors import ConfigError, ServerDied
+from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.client.attempts import Death, Request, Sender
 from datatrove_ckpt.inference.client.routing import Router
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -63,32 +63,6 @@ def acquire(made, request=None):
     return asyncio.create_task(made.acquire(request or Request()))
 
 
-async def test_requests_wait_in_order_while_no_server_is_up():
-    made = router(limit=2)
-    made.targets[0].up = False
-    tasks = [acquire(made) for _ in range(3)]
-    await settle()
-    assert not any(task.done() for task in tasks)
-    made.targets[0].up = True
-    made.admit()
-    await settle()
-    assert [task.done() for task in tasks] == [True, True, False]
-    made.release(made.targets[0], Request())
-    await tasks[2]
-
-
-async def test_the_least_busy_server_is_next_and_its_limit_holds():
-    made = router(2)
-    made.targets[0].limit = made.targets[1].limit = 2
-    given = [await made.acquire(Request()) for _ in range(4)]
-    assert [made.targets.index(target) for target in given] == [0, 1, 0, 1]
-    late = acquire(made)
-    await settle()
-    assert not late.done()
-    made.release(given[1], Request())
-    assert await late is made.targets[1]
-
-
 async def test_a_server_whose_connection_failed_gets_a_request_only_when_no_other_can():
     made = router(2)
     failed, other = made.targets
@@ -111,26 +85,6 @@ async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():
     assert (cancelled.cancelled(), next_one.done(), made.in_flight) == (True, True, 1)
 
 
-async def test_requests_of_the_rank_that_started_first_go_first():
-    made = router(limit=1)
-    first, second = Sender(order=0), Sender(order=1)
-    target = await made.acquire(Request(second))
-    late = acquire(made, Request(second))
-    await settle()
-    early = acquire(made, Request(first))
-    await settle()
-    made.senders += [first, second]
-    assert (made.waiting_of(first), made.waiting_of(second)) == (1, 1)
-    made.senders.remove(second)  # its rank has ended
-    assert made.waiting_of(second) == 1
-    made.release(target, Request(second))
-    await settle()
-    assert (early.done(), late.done()) == (True, False)
-    assert (first.in_flight, second.in_flight) == (1, 0)
-    made.release(target, Request(first))
-    await late
-
-
 async def test_a_rank_that_stops_gets_no_place_even_if_one_is_free():
     made = router(limit=1)
     sender = Sender(Shutdown())
@@ -140,41 +94,6 @@ async def test_a_rank_that_stops_gets_no_place_even_if_one_is_free():
     await settle()
     assert (waiting.done(), made.in_flight) == (False, 0)
     waiting.cancel()
-
-
-@pytest.mark.parametrize("is_quarantined", [False, True])
-async def test_a_rank_that_stops_holds_up_no_other(is_quarantined):
-    made = router(limit=1)
-    stops = Sender(Shutdown())
-    target = await made.acquire(Request())
-    request = quarantined() if is_quarantined else Request()
-    request.sender = stops
-    never, other = acquire(made, request), acquire(made)
-    await settle()
-    stops.shutdown.request("test")
-    made.release(target, Request())
-    await settle()
-    assert (never.done(), other.done()) == (False, True)
-    never.cancel()
-    await settle()
-    assert made.in_flight == 1
-
-
-async def test_a_request_that_gives_up_waiting_leaves_the_queue_and_its_slot():
-    made = router(limit=1)
-    await made.acquire(Request())
-    waiting, next_one = acquire(made), acquire(made)
-    await settle()
-    waiting.cancel()
-    # Goes to `next_one`: the request before it is cancelled already.
-    made.release(made.targets[0], Request())
-    await next_one
-    granted = acquire(made)
-    await settle()
-    made.release(made.targets[0], Request())
-    granted.cancel()  # it has the slot, but has not run since
-    await settle()
-    assert made.targets[0].in_flight == 0
 
 
 async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
@@ -219,13 +138,6 @@ async def test_the_members_of_a_group_whose_server_died_run_alone():
     assert made.targets[0].in_flight > 1  # the others continue in groups
 
 
-async def test_while_one_server_runs_quarantined_requests_the_others_go_on():
-    made = router(2)
-    first = await made.acquire(quarantined())
-    assert {id(await made.acquire(Request())) for _ in range(3)} == {id(made.targets[1])}
-    assert first is made.targets[0]
-
-
 async def test_attributed_deaths_quarantine_no_other_request():
     made = router()
     guilty, innocent = Request(), Request()
@@ -241,17 +153,6 @@ async def test_attributed_deaths_quarantine_no_other_request():
     made.release(made.targets[0], Request())
     await asyncio.gather(*waiting)
     assert not innocent.is_quarantined
-
-
-async def test_when_no_server_will_come_back_every_request_fails():
-    made = router()
-    made.mark_dead(made.targets[0], "bang")
-    waiting = [acquire(made), acquire(made, quarantined())]
-    await settle()
-    made.fail("gone for good")
-    for task in [*waiting, acquire(made)]:
-        with pytest.raises(ServerDied, match="gone for good"):
-            await task
 
 
 # leases ------------------------------------------------------------------------------------------

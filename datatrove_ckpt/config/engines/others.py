@@ -14,7 +14,6 @@ from datatrove_ckpt.config.inference_config import (
 )
 from datatrove_ckpt.config.ways import VLLM_WAYS
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 
 
 class AnyProgram(Engine):
@@ -90,11 +89,8 @@ class Endpoint(AnyProgram):
 
     def check(self, config: InferenceConfig) -> None:
         if not config.endpoint_urls:
-            raise ConfigError(
-                f'{written.endpoint_url}: must be set when server_type is "endpoint".'
-            )
+            raise ConfigError('must be set when server_type is "endpoint".', setting="endpoint_url")
         if config.replicas > 1:
             raise ConfigError(
-                f"replicas: launches servers; for several endpoints set {written.endpoint_url} to "
-                "a list."
+                "replicas: launches servers; for several endpoints give their URLs as a list."
             )

@@ -27,8 +27,8 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.commits import DocumentCounts
-from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread, WorkCounts
+from datatrove_ckpt.checkpoint.history_records import Buckets, Progress, Spread
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
 
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
@@ -46,9 +46,6 @@ class Histogram(NamedTuple):
     sum: float
 
 
-Values = Mapping[Any, float] | Histogram | float | None
-
-
 class Metric(NamedTuple):
     """A metric of one rank.
 
@@ -61,7 +58,7 @@ class Metric(NamedTuple):
     kind: Any
     name: str
     help: str
-    values: Callable[[RankNow], Values]
+    values: Mapping[Any, float] | Histogram | float | None
     labels: tuple[str, ...] = ()
 
 
@@ -84,10 +81,6 @@ class RankNow:
     state: str
     progress: Progress
     spread: Spread
-
-    @property
-    def own(self) -> WorkCounts:
-        return self.progress.own
 
 
 def _tokens(counts: DocumentCounts | WorkCounts) -> dict[tuple[str, ...], float]:
@@ -112,148 +105,166 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
     return Histogram(found, sum(middles) / divisor)
 
 
-METRICS = (
-    Metric(
-        GaugeMetricFamily,
-        "rank_info",
-        "Always 1; its labels tell where the task works.",
-        lambda rank: {(__version__, rank.host, rank.job): 1.0},
-        ("version", "host", "job"),
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "rank_state",
-        f"1 for the state that the task is in, one of {', '.join(STATES)}.",
-        lambda rank: {(state,): int(state == rank.state) for state in STATES},
-        ("state",),
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "attempt_start_timestamp_seconds",
-        "When this attempt of the task started, in Unix seconds.",
-        lambda rank: rank.started_at,
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "rank_documents",
-        "Documents that all attempts of the task have finished.",
-        lambda rank: {
-            (outcome,): getattr(rank.progress.documents, outcome)
-            for outcome in ("written", "dropped", "dead")
-        },
-        ("outcome",),
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "rank_tokens",
-        "Tokens of the documents that all attempts of the task have finished.",
-        lambda rank: _tokens(rank.progress.documents),
-        ("type",),
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "input_done_ratio",
-        "Part of the rank's input that is done, from 0 to 1; missing if not known.",
-        lambda rank: rank.progress.position.share,
-    ),
-    Metric(
-        CounterMetricFamily,
-        "documents_total",
-        "Documents that this attempt has finished.",
-        lambda rank: rank.own.documents,
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "documents_in_progress",
-        "Documents that rollouts work on now.",
-        lambda rank: rank.progress.in_work,
-    ),
-    Metric(
-        CounterMetricFamily,
-        "requests_total",
-        "Requests of this attempt that ended at a server.",
-        lambda rank: {("answered",): rank.own.requests, ("failed",): rank.own.failed},
-        ("outcome",),
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "requests_in_flight",
-        "Requests that servers work on now.",
-        lambda rank: rank.progress.in_flight,
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "requests_waiting",
-        "Requests that wait for a server, a free slot or their next attempt now.",
-        lambda rank: rank.progress.waiting,
-    ),
-    Metric(
-        GaugeMetricFamily,
-        "unanswered_seconds",
-        "For so long servers have answered no request, although some failed.",
-        lambda rank: rank.progress.silence.seconds,
-    ),
-    Metric(
-        CounterMetricFamily,
-        "request_retries_total",
-        "Requests sent again in this attempt: after an error, or because their server was lost.",
-        lambda rank: {("error",): rank.own.retries, ("server_lost",): rank.own.resent},
-        ("cause",),
-    ),
-    Metric(
-        CounterMetricFamily,
-        "request_errors_total",
-        "Requests of this attempt that failed once, by kind of error.",
-        lambda rank: {(kind,): count for kind, count in rank.own.errors.items()},
-        ("kind",),
-    ),
-    Metric(
-        CounterMetricFamily,
-        "cache_hits_total",
-        "Requests of this attempt that the request cache answered.",
-        lambda rank: rank.own.cached,
-    ),
-    Metric(
-        CounterMetricFamily,
-        "tokens_total",
-        "Tokens of this attempt's answers, as servers count them.",
-        lambda rank: _tokens(rank.own),
-        ("type",),
-    ),
-    Metric(
-        CounterMetricFamily,
-        "server_restarts_total",
-        "Restarts of model servers in this attempt.",
-        lambda rank: rank.own.restarts,
-    ),
-    Metric(
-        HistogramMetricFamily,
-        "request_duration_seconds",
-        "Time from sending a request to its answer.",
-        lambda rank: _histogram(rank.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
-    ),
-    Metric(
-        HistogramMetricFamily,
-        "request_prompt_tokens",
-        "Prompt tokens of each answer.",
-        lambda rank: _histogram(rank.spread.prompt_tokens, 18),
-    ),
-    Metric(
-        HistogramMetricFamily,
-        "request_completion_tokens",
-        "Completion tokens of each answer.",
-        lambda rank: _histogram(rank.spread.completion_tokens, 18),
-    ),
-)
+def metrics(rank: RankNow) -> tuple[Metric, ...]:
+    """Returns all metrics of a rank, in the same order for each rank."""
+    return *_of_documents(rank), *_of_requests(rank), *_histograms(rank.spread)
+
+
+def _of_documents(rank: RankNow) -> tuple[Metric, ...]:
+    progress = rank.progress
+    done = progress.documents
+    return (
+        Metric(
+            GaugeMetricFamily,
+            "rank_info",
+            "Always 1; its labels tell where the task works.",
+            {(__version__, rank.host, rank.job): 1.0},
+            ("version", "host", "job"),
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "rank_state",
+            f"1 for the state that the task is in, one of {', '.join(STATES)}.",
+            {(state,): int(state == rank.state) for state in STATES},
+            ("state",),
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "attempt_start_timestamp_seconds",
+            "When this attempt of the task started, in Unix seconds.",
+            rank.started_at,
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "rank_documents",
+            "Documents that all attempts of the task have finished.",
+            {(outcome,): getattr(done, outcome) for outcome in ("written", "dropped", "dead")},
+            ("outcome",),
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "rank_tokens",
+            "Tokens of the documents that all attempts of the task have finished.",
+            _tokens(done),
+            ("type",),
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "input_done_ratio",
+            "Part of the rank's input that is done, from 0 to 1; missing if not known.",
+            progress.position.share,
+        ),
+        Metric(
+            CounterMetricFamily,
+            "documents_total",
+            "Documents that this attempt has finished.",
+            progress.own.documents,
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "documents_in_progress",
+            "Documents that rollouts work on now.",
+            progress.in_work,
+        ),
+    )
+
+
+def _of_requests(rank: RankNow) -> tuple[Metric, ...]:
+    progress = rank.progress
+    own = progress.own
+    return (
+        Metric(
+            CounterMetricFamily,
+            "requests_total",
+            "Requests of this attempt that ended at a server.",
+            {("answered",): own.requests, ("failed",): own.failed},
+            ("outcome",),
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "requests_in_flight",
+            "Requests that servers work on now.",
+            progress.in_flight,
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "requests_waiting",
+            "Requests that wait for a server, a free slot or their next attempt now.",
+            progress.waiting,
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "unanswered_seconds",
+            "For so long servers have answered no request, although some failed.",
+            progress.silence.seconds,
+        ),
+        Metric(
+            CounterMetricFamily,
+            "request_retries_total",
+            "Requests sent again in this attempt: after an error, or because their server was "
+            "lost.",
+            {("error",): own.retries, ("server_lost",): own.resent},
+            ("cause",),
+        ),
+        Metric(
+            CounterMetricFamily,
+            "request_errors_total",
+            "Requests of this attempt that failed once, by kind of error.",
+            {(kind,): count for kind, count in own.errors.items()},
+            ("kind",),
+        ),
+        Metric(
+            CounterMetricFamily,
+            "cache_hits_total",
+            "Requests of this attempt that the request cache answered.",
+            own.cached,
+        ),
+        Metric(
+            CounterMetricFamily,
+            "tokens_total",
+            "Tokens of this attempt's answers, as servers count them.",
+            _tokens(own),
+            ("type",),
+        ),
+        Metric(
+            CounterMetricFamily,
+            "server_restarts_total",
+            "Restarts of model servers in this attempt.",
+            own.restarts,
+        ),
+    )
+
+
+def _histograms(spread: Spread) -> tuple[Metric, ...]:
+    return (
+        Metric(
+            HistogramMetricFamily,
+            "request_duration_seconds",
+            "Time from sending a request to its answer.",
+            _histogram(spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
+        ),
+        Metric(
+            HistogramMetricFamily,
+            "request_prompt_tokens",
+            "Prompt tokens of each answer.",
+            _histogram(spread.prompt_tokens, 18),
+        ),
+        Metric(
+            HistogramMetricFamily,
+            "request_completion_tokens",
+            "Completion tokens of each answer.",
+            _histogram(spread.completion_tokens, 18),
+        ),
+    )
 
 
 def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
     """The metrics of some ranks, each metric once."""
-    for kind, name, text, values_of, labels in METRICS:
+    for same in zip(*map(metrics, ranks), strict=True):
+        kind, name, text, _, labels = same[0]
         family = kind(PREFIX + name, text, labels=(*RANK_LABELS, *labels))
-        for rank in ranks:
+        for rank, (_, _, _, values, _) in zip(ranks, same, strict=True):
             of_rank = (rank.run, str(rank.rank))
-            values = values_of(rank)
             if isinstance(values, Histogram):
                 family.add_metric(of_rank, *values)
             elif isinstance(values, Mapping):

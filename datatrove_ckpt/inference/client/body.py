@@ -15,7 +15,7 @@ from typing import ClassVar
 import orjson
 import xxhash
 
-from datatrove_ckpt.process.memory import media_bytes
+from datatrove_ckpt.common.memory import media_bytes
 
 _PIECE = 3 << 14  # bytes; a multiple of three, so that the pieces join
 

@@ -74,7 +74,6 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerUnavailable,
 )
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
@@ -410,8 +409,8 @@ class ModelServers:
         for url in urls:
             if api_key is not None and url.has_credentials:
                 raise ConfigError(
-                    f"{written.endpoint_url}: {url} contains credentials, and an API key is set, "
-                    "too. Remove one."
+                    f"{url} contains credentials, and an API key is set, too. Remove one.",
+                    setting="endpoint_url",
                 )
         for url in urls:
             self.mark_up(self.router.add(), url, api_key)
@@ -640,7 +639,8 @@ class CompletionClient:
                 f"{transport.url} has sent an answer without a request {transport.unasked} times. "
                 "So it, or a gateway before it, sends answers late, and a late answer may be "
                 "taken for that to the next request. Let the requests bypass the gateway "
-                f"({written.endpoint_url}), or raise its timeout, and run the same command again."
+                "(another URL of the endpoint), or raise its timeout, and run the same command "
+                "again."
             )
         if transport.refusal:
             raise ServerRefused(transport.refusal)
@@ -767,7 +767,7 @@ class CompletionClient:
                 f"{transport.url} has sent {transport.unread} answers in a row, for {lasts:.0f} s, "
                 "in a form that cannot be used, and no other answer, so nothing more is sent. If "
                 "something else answers there, such as a login page or a proxy, correct "
-                f"{written.endpoint_url} or the proxy, and run the same command again. The last "
+                "the endpoint's URL or the proxy, and run the same command again. The last "
                 f"cause: {failure}"
             )
             raise ServerRefused(transport.refusal)

@@ -15,7 +15,6 @@ import orjson
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret, note_sent, redact, remember
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
@@ -171,16 +170,16 @@ def key_hint(url: HiddenUrl, api_key: Secret | None) -> str:
 
 def _hint(status: int, transport: Transport, text: str) -> str:
     if status < 400:
-        return f"Redirects are not followed. Set {written.endpoint_url} to the final address."
+        return "Redirects are not followed. Set the endpoint's URL to the final address."
     if status in (401, 403, 407):
         return f"It {key_hint(transport.url, transport.api_key)}."
     if status == 402:
         return "The account of this key has no credit left."
     if not (path := transport.url.reveal().path).endswith("/completions"):
         if "model" in text.lower():
-            return f"Check {written.model_name_or_path} and {written.endpoint_url}."
+            return "Check the model's name and the endpoint's URL."
         return (
-            f"This server may not have the path {path}: check {written.endpoint_url} and "
-            f"{written.model_name_or_path}."
+            f"This server may not have the path {path}: check the endpoint's URL "
+            "and the model's name."
         )
-    return f"Check {written.model_name_or_path}, {written.endpoint_url} and use_chat."
+    return "Check the model's name, the endpoint's URL and use_chat."

@@ -11,7 +11,6 @@ from yarl import URL
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 
 _PUBLIC_QUERY = "api-version"
 _VERSION = re.compile(r"v\d+[a-z0-9]*")
@@ -38,9 +37,10 @@ class HiddenUrl:
         self._url = url if isinstance(url, URL) else _parsed(url)
         if not self._url.host:
             raise ConfigError(
-                f"{written.endpoint_url}: {shown} is not a URL. Write http://HOST:PORT or "
+                f"{shown} is not a URL. Write http://HOST:PORT or "
                 "https://HOST. In a user, a password or a query, write %2F for /, %40 for @, and "
-                "%23 for #."
+                "%23 for #.",
+                setting="endpoint_url",
             )
 
     def reveal(self) -> URL:

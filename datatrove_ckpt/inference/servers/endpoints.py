@@ -17,7 +17,6 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.inference.client.attempts import Target
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.plain import Response
@@ -88,7 +87,7 @@ class ExternalServers:
                 raise ServerStartFailed(
                     f"No endpoint was ready within {window:g} s:\n{each}Check that the server "
                     "runs, that this "
-                    f"machine can reach it, and {written.endpoint_url}. One that answers 429 "
+                    "machine can reach it, and its URL. One that answers 429 "
                     "limits "
                     "requests: start later."
                 )
@@ -176,7 +175,7 @@ async def _ask(url: HiddenUrl, api_key: Secret | None, proxied: bool) -> Endpoin
                 target = below.api("models")
     except ExchangeFailed as error:
         if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target, proxied)):
-            cause = f"speaks {scheme}: correct {written.endpoint_url}"
+            cause = f"speaks {scheme}: correct its URL"
             return EndpointAnswer(str(target), cause, True)
         return EndpointAnswer(str(target), str(error), api=api)
     status = response.status
@@ -233,7 +232,8 @@ def _with_environment(url: str) -> HiddenUrl:
     for name in _VARIABLE.findall(url):
         if name not in os.environ:
             raise ConfigError(
-                f"{written.endpoint_url}: {url} names the environment variable {name}, which is "
-                "not set. Export it where the tasks run."
+                f"{url} names the environment variable {name}, which is "
+                "not set. Export it where the tasks run.",
+                setting="endpoint_url",
             )
     return HiddenUrl(_VARIABLE.sub(lambda name: os.environ[name[1]].strip(), url), url)

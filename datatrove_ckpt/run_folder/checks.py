@@ -1,0 +1,511 @@
+"""Checks of one folder before a run: each writes or locks in a probe folder, and reports.
+
+No rank's folder, lock or database is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+from datatrove.io import DataFolder, get_datafolder
+from fsspec import AbstractFileSystem
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
+from datatrove_ckpt.checkpoint.request_cache import RequestCache
+from datatrove_ckpt.common.formatting import byte_size, duration
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
+from datatrove_ckpt.config.paths import existing_part
+from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.stoppable import in_thread
+from datatrove_ckpt.run_folder.run_plan import WrongMarker
+
+PROBE = ".datatrove-ckpt-probe-"
+
+REMOTE_SECONDS = 60.0
+"""Seconds that a remote folder may take to answer."""
+
+
+# The local disk ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def probe_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder inside ``folder``, or inside its nearest parent that exists. Removed at the
+    end.
+
+    Raises:
+        StorageFailed: it cannot be created or removed.
+    """
+    probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
+    try:
+        files.disk.make_dir(probe)
+        yield probe
+    except BaseException:
+        with suppress(StorageFailed):
+            files.disk.remove_tree(probe)
+        raise
+    files.disk.remove_tree(probe)
+
+
+# A remote folder ---------------------------------------------------------------------------------
+
+
+class RemoteFailed(CkptError):
+    """A remote folder did not do what a run needs."""
+
+
+class NotDeleted(RemoteFailed):
+    """A remote folder accepts objects but does not delete them."""
+
+
+@contextmanager
+def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
+    """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it
+    took.
+
+    Each upload replaces the one before. The function also compares the object's size, as a run
+    does.
+
+    Raises:
+        RemoteFailed: an operation failed, or the object has a wrong size.
+        NotDeleted: only the deletion failed.
+    """
+    name = f"{PROBE}{secrets.token_hex(4)}"
+    remote = folder.resolve_paths(name)
+    made: list[str] = []
+
+    def upload(content: bytes) -> float:
+        with _explained(f"{remote} could not be written"):
+            start = time.monotonic()
+            _pipe(folder, name, content, made)
+            folder.invalidate_cache(name)
+            arrived = folder.info(name)["size"]
+            seconds = time.monotonic() - start
+        if arrived != len(content):
+            raise RemoteFailed(
+                f"{remote} has {arrived} bytes after its upload instead of {len(content)}."
+            )
+        return seconds
+
+    try:
+        try:
+            yield upload
+        except BaseException:
+            with suppress(Exception):
+                folder.rm_file(name)
+            raise
+        with _explained(
+            f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted
+        ):
+            folder.rm_file(name)
+    finally:
+        for path in made:
+            with suppress(Exception):  # another process may have put something into it meanwhile
+                folder.fs.rmdir(path)
+
+
+def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> None:
+    try:
+        folder.pipe_file(name, content)
+    except FileNotFoundError:
+        # This file system has real folders; a run creates this one.
+        missing = _missing(folder.fs, folder.path)
+        if not missing or (not folder.is_local() and folder.fs._parent(missing[-1]) in ("", "/")):
+            raise  # a missing bucket is a user's mistake; it must not be created here
+        made += missing
+        folder.fs.makedirs(folder.path, exist_ok=True)
+        folder.pipe_file(name, content)
+
+
+def _missing(fs: AbstractFileSystem, path: str) -> list[str]:
+    """Returns the folder and its parents that do not exist, the deepest first."""
+    missing = []
+    while path and path != fs._parent(path) and not fs.exists(path):
+        missing.append(path)
+        path = fs._parent(path)
+    return missing
+
+
+@contextmanager
+def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
+    try:
+        with file_system_call():
+            yield
+    except OSError as error:
+        raise kind(f"{what}: {failure_line(error)}.") from error
+
+
+State = Literal["ok", "note", "warning", "problem"]
+T = TypeVar("T")
+
+_LEAST_FREE = 1 << 26  # bytes, for one chunk
+_ON_ONE_NODE = (
+    "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
+)
+_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check has found. A check is a generator of them.
+
+    Attributes:
+        what: which property was checked, such as "locks".
+        message: what was found, and what to do about it.
+        subject: what was checked, such as "checkpoints". ``about`` adds it.
+        error: a run raises it; None: a run starts.
+        markers: a run removes them.
+    """
+
+    state: State
+    what: str
+    message: str
+    subject: str = ""
+    error: Exception | None = None
+    markers: Sequence[WrongMarker] = ()
+
+    def to_json(self) -> dict[str, str]:
+        names = ("state", "what", "message", "subject")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return f"{self.state:<8} {self.subject}, {self.what}: {' '.join(self.message.split())}"
+
+
+def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
+    try:
+        for found in check:
+            yield replace(found, subject=found.subject or subject)
+    except Exception as error:  # a list of all problems is worth more than the traceback of one
+        text = f"this could not be checked: {failure_line(error)}."
+        if isinstance(error, CkptError):
+            text = str(error)
+        yield Finding("problem", "checked", text, subject, error)
+
+
+def file_system(folder: Path) -> FilesystemTraits:
+    mounts = ""
+    if MOUNTS.exists():
+        mounts = MOUNTS.read_text(errors="replace")
+    return traits(find_mount(existing_part(folder.absolute()).resolve(), mounts))
+
+
+# Local folders -----------------------------------------------------------------------------------
+
+
+def check_checkpoints(folder: Path, files: int, mirrored: bool, moves: bool) -> Iterator[Finding]:
+    """Checks ``checkpoints_local_dir``.
+
+    ``files``: how many it gets. ``moves``: tasks may restart on other nodes.
+    """
+    yield from _try_locally(folder, _check_lock, _check_sqlite)
+    yield _check_kind(file_system(folder), mirrored, moves)
+    yield check_room(folder, files)
+
+
+def check_local_output(folder: Path, files: int, moves: bool) -> Iterator[Finding]:
+    yield from _try_locally(folder)
+    kind = file_system(folder)
+    if not kind.lasts:
+        yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
+    elif moves and not kind.shared:
+        yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
+    yield check_room(folder, files)
+
+
+def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
+    """Runs a check with a time limit, because calls block without the network file system's
+    server.
+    """
+    try:
+        return within(lambda: list(check), str(folder))
+    except RemoteFailed as error:
+        return [
+            Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")
+        ]
+
+
+def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
+    """Checks that the folder can be written, then runs ``tries``, each with the probe folder."""
+    try:
+        with probe_folder(folder) as probe:
+            yield _check_writable(folder, probe)
+            yield from (attempt(probe) for attempt in tries)
+    except (CheckpointError, OSError) as error:
+        yield Finding("problem", "writable", f"{folder}: {error}")
+
+
+def _check_writable(folder: Path, probe: Path) -> Finding:
+    files.disk.replace(probe / "written", b"datatrove-ckpt")
+    made = f" (will be created in {probe.parent})"
+    if folder.is_dir():
+        made = ""
+    return Finding("ok", "writable", f"{folder}{made}")
+
+
+def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
+    text = " ".join([f"{kind.name}.", *kind.concerns])
+    if kind.unsupported:
+        return Finding("problem", "file system", text)
+    if not kind.lasts and mirrored:
+        return Finding(
+            "ok", "file system", f"{text} The mirror (checkpoints_remote_dir) outlives it."
+        )
+    if not kind.lasts:
+        text += " Or keep a mirror: set checkpoints_remote_dir."
+    elif moves and not mirrored and not kind.shared:
+        return Finding(
+            "warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
+        )
+    return Finding("warning" if kind.concerns else "ok", "file system", text)
+
+
+def check_room(folder: Path, files: int) -> Finding:
+    """Compares free bytes and inodes with the least that a run needs.
+
+    The probe notices a quota that is used up.
+    """
+    status = os.statvfs(existing_part(folder))
+    free = status.f_bavail * status.f_frsize
+    state: State = "ok" if free >= _LEAST_FREE else "problem"
+    text = f"{byte_size(free)} free"
+    if status.f_files:  # some file systems have no inodes to count
+        text += f", {status.f_favail} inodes"
+        if status.f_favail < files:
+            state = "problem"
+            text += f". At least {files} inodes are needed"
+    if state == "ok":
+        return Finding(state, "room", f"{text}.")
+    return Finding(state, "room", f"{text}. Free some space, or choose another folder.")
+
+
+def _check_lock(probe: Path) -> Finding:
+    lock = files.Lock(probe / LOCK)
+    lock.release()
+    if lock.works:
+        return Finding("ok", "locks", "the file system has locks (tried on this machine only).")
+    text = (
+        "the file system has no locks. Of two processes for one task, the first notices the "
+        "second only after that has started: start no task twice, or choose a folder with locks."
+    )
+    return Finding("warning", "locks", text)
+
+
+def _check_sqlite(probe: Path) -> Finding:
+    try:
+        cache = RequestCache(probe / CACHE)
+    except CheckpointError as error:
+        return Finding("problem", "SQLite", f"the request cache cannot be opened here: {error}")
+    cache.close()
+    return Finding("ok", "SQLite", "WAL without shared memory works.")
+
+
+# Remote folders ----------------------------------------------------------------------------------
+
+
+def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Finding]:
+    """Writes an object to a folder of any kind, asks for its size, and deletes it.
+
+    Args:
+        deletes: the run also deletes objects there.
+    """
+    folder = get_datafolder(place)
+    url = folder.resolve_paths("")
+    hub = HubFolder.of(folder)
+    if hub is not None and not hub.is_bucket:
+        text = (
+            "each write is a commit (a task makes several), of which the hub allows 128 an "
+            "hour. Use hf://buckets/"
+        )
+        yield Finding(
+            "warning", "reachable", f"{url} is not tested: {text}OWNER/NAME/FOLDER instead."
+        )
+        return
+
+    def attempt() -> float:
+        with probe_object(folder) as upload:
+            return upload(b"datatrove-ckpt")
+
+    try:
+        seconds = within(attempt, url)
+        yield Finding(
+            "ok",
+            "reachable",
+            f"{url}: a small object was written in {duration(seconds)} and deleted.",
+        )
+    except NotDeleted as error:
+        if deletes:
+            yield Finding(
+                "problem", "reachable", f"{error} The mirror deletes old versions: allow it."
+            )
+        else:
+            yield Finding(
+                "warning",
+                "reachable",
+                f"{error} A run deletes nothing there, so this is no problem.",
+            )
+    except RemoteFailed as error:
+        advice = " Correct the address, the key or its permissions."
+        if hub_refusal(error):
+            advice = ""
+        yield Finding("problem", "reachable", f"{error}{advice}")
+
+
+def within(function: Callable[[], T], place: str) -> T:
+    """Calls a function, for ``REMOTE_SECONDS`` at most.
+
+    Raises:
+        RemoteFailed: the function took longer. It continues in a daemon thread, which keeps no
+            process alive.
+    """
+    result = in_thread(function, "datatrove-ckpt check")
+    try:
+        wait([result], REMOTE_SECONDS)
+    except KeyboardInterrupt:
+        wait([result], _GRACE_SECONDS)  # it removes its probe
+        raise
+    if not result.done():
+        raise RemoteFailed(f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s.")
+    return result.result()
+
+
+# Which file system a folder is on, read from /proc/mounts. A checkpoint needs locks, appends,
+# renames, and syncs that reach permanent storage.
+
+MOUNTS = Path("/proc/mounts")
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_NETWORK = {
+    "nfs": "NFS",
+    "nfs4": "NFS",
+    "lustre": "Lustre",
+    "gpfs": "GPFS",
+    "beegfs": "BeeGFS",
+    "ceph": "CephFS",
+    "cifs": "SMB",
+    "smb3": "SMB",
+    "wekafs": "WekaFS",
+    "fuse.glusterfs": "GlusterFS",
+    "fuse.juicefs": "JuiceFS",
+    "fuse.sshfs": "sshfs",
+    "9p": "9p",
+    "virtiofs": "virtiofs",
+}
+_OBJECT_STORES = {
+    "s3fs",
+    "mountpoint-s3",
+    "goofys",
+    "gcsfuse",
+    "blobfuse",
+    "blobfuse2",
+    "rclone",
+    "hf-mount",
+}
+# Mount options that make locks visible to this machine only.
+_LOCAL_LOCKS = {"localflock", "nolock", "local_lock=flock", "local_lock=all"}
+
+
+class Mount(NamedTuple):
+    point: Path
+    kind: str
+    source: str
+    options: frozenset[str]
+
+
+class FilesystemTraits(NamedTuple):
+    """The properties of a file system that matter for checkpoints.
+
+    Attributes:
+        name: its usual name.
+        lasts: files survive a restart of this machine.
+        shared: other machines see the same files.
+        concerns: warnings, one sentence each.
+        unsupported: a checkpoint cannot be kept on it.
+    """
+
+    name: str
+    lasts: bool = True
+    shared: bool = False
+    concerns: tuple[str, ...] = ()
+    unsupported: bool = False
+
+
+def find_mount(path: Path, mounts: str) -> Mount | None:
+    found = None
+    for line in mounts.splitlines():
+        fields = [
+            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
+            for field in line.split(" ")
+        ]
+        if len(fields) < 4 or not path.is_relative_to(fields[1]):
+            continue
+        mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
+        # The later mount at a point counts.
+        if found is None or len(mount.point.parts) >= len(found.point.parts):
+            found = mount
+    return found
+
+
+def traits(mount: Mount | None) -> FilesystemTraits:
+    if mount is None:
+        return FilesystemTraits("a file system of unknown kind")
+    if mount.kind in _IN_MEMORY:
+        return FilesystemTraits(
+            f"{mount.kind} (memory)",
+            lasts=False,
+            concerns=("It is lost when the machine or container stops.",),
+        )
+    if mount.kind == "overlay":
+        return FilesystemTraits(
+            "overlay (a container's own layer)",
+            lasts=False,
+            concerns=("It is lost when the container is removed: mount a volume.",),
+        )
+    if mount.kind in _NETWORK:
+        return FilesystemTraits(
+            f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount)
+        )
+    if (
+        mount.kind.startswith("fuse")
+        and {mount.kind.removeprefix("fuse."), mount.source} & _OBJECT_STORES
+    ):
+        text = (
+            "It cannot append to a file. Keep checkpoints on a disk, and mirror them to the "
+            "store by its URL."
+        )
+        return FilesystemTraits(
+            f"{mount.kind} (an object store)", shared=True, concerns=(text,), unsupported=True
+        )
+    return FilesystemTraits(f"{mount.kind} (local)")
+
+
+def _network_concerns(mount: Mount) -> tuple[str, ...]:
+    local = sorted(mount.options & _LOCAL_LOCKS)
+    if local:
+        return (
+            f"It is mounted with {local[0]}: locks do not keep out a process on another node; the "
+            "other process is noticed only after it has started. Mount it with locks that all "
+            "nodes see (Lustre: flock; NFS: without nolock and local_lock).",
+        )
+    if mount.kind == "lustre" and "flock" not in mount.options:
+        return (
+            "It is mounted without flock: mount it with -o flock, or two processes for a task "
+            "notice each other late.",
+        )
+    if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):
+        return (
+            "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 "
+            "has its own.",
+        )
+    return ()

@@ -1,0 +1,124 @@
+"""The last line of ``run``: what all ranks and all attempts have done, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint.ledger import JobSums, find_ranks
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.errors import CheckpointCorrupt, InputError
+from datatrove_ckpt.generation.final_stats import lines_with_error
+from datatrove_ckpt.generation.finished_from import OldRuns
+from datatrove_ckpt.run_folder.input_checks import rows_without_document
+from datatrove_ckpt.run_folder.run_plan import RunnerPlan
+
+
+def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, command: str) -> str:
+    """Returns the closing line.
+
+    Args:
+        root: of the runner.
+        job: the sums of its checkpoint.
+        started: of the command, in Unix seconds. Retries since then are named.
+        command: as it was typed.
+
+    Raises:
+        CheckpointCorrupt: the commits contradict each other.
+        InputError: no row of the input is a document.
+    """
+    if not job.ranks:
+        find_ranks(root)  # raises, and says why
+    counts = job.counts
+    skipped = rows_without_document(root)
+    _check_counts(root, counts, skipped)
+    folder = runner.step.output_writer.output_folder.resolve_paths("")
+    if not counts.read:
+        return f"There are no documents in the input, so there is no output in {folder}."
+    retries = (commit.counts for commit in job.retried if commit.at >= started)
+    again = sum(retries, DocumentCounts())
+    retried = (
+        f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, "
+        f"{again.dead} still dead"
+    )
+    idle = job.ranks - len({number for number, done in job.committed if done.read})
+    work = ""
+    if again.read:
+        work = f" Retried {retried}."
+    errors = lines_with_error(runner.step.rollout_fn, counts)
+    if errors:
+        work += f" Lines with an error in the output: {errors} of {counts.written}."
+    work += str(skipped)
+    if idle:
+        work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
+    work += f"{counts.odd_answers}{_attempts(job)}"
+    work += OldRuns(runner.step.changed(accept_changes=True), runner.identity).unchecked
+    if job.numbers.paid:
+        work += f" Paid: {job.numbers.paid}."
+    return (
+        f"{counts.written} of {plural_is(counts.read, 'document')} in "
+        f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "
+        f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
+        f"{counts.prompt_tokens} prompt and "
+        f"{plural(counts.completion_tokens, 'completion token')}.{work} "
+        f"{_next_step(runner, root, counts, command)}"
+    )
+
+
+def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> None:
+    if counts.dead < 0 or counts.written + counts.dropped + counts.dead != counts.read:
+        raise CheckpointCorrupt(
+            f"The commits in {root} contradict each other: {counts.read} documents read, "
+            f"{counts.written} written, {counts.dropped} dropped, {counts.dead} dead letters. Do "
+            f"not use the output before you have run: {_verify(root)}"
+        )
+    if not counts.read and skipped:
+        raise InputError(
+            f"No row of the whole input is a document.{skipped} Check "
+            "text_key and the adapter of the reader.",
+            starts_over="anew",
+        )
+
+
+def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: str) -> str:
+    shown = str(runner.step.checkpoints_local_dir)
+    if runner.copy is not None:
+        shown = runner.copy.shown_as
+    elif shown.startswith("~") or "$" in shown:
+        shown = str(root)  # a shell would not expand it in quotes
+    if not counts.dead:
+        return f"To check the files: {_verify(shown)}"
+    seen = shlex.join(["datatrove-ckpt", "show", shown, "--dead"])
+    if "--retry-dead-letters" not in retry.split():
+        retry += " --retry-dead-letters"
+    return f"To see the dead letters: {seen}. To retry them: {retry}"
+
+
+def _attempts(job: JobSums) -> str:
+    """Returns what all attempts sent, with a space before it; "" if nothing was repeated."""
+    sent = job.numbers.work
+    ranks = len(job.committed)  # with retries
+    attempts = max(ranks, job.numbers.number_of_attempts)
+    again = sent.retries + sent.resent
+    if not sent.sent or (attempts == ranks and not again):
+        return ""
+    at_least = job.numbers.at_least
+    were = "were"
+    if sent.sent == 1:
+        were = "was"
+    said = f" In {plural(attempts, 'attempt')} of {plural(job.ranks, 'task')}, {at_least}"
+    said += f"{plural(sent.sent, 'request')} {were} sent"
+    if again:
+        said += f", {at_least}{again} of them again"
+    unused = sent.completion_tokens - job.counts.completion_tokens
+    if unused > 0:
+        return (
+            f"{said}, and {at_least}{plural(unused, 'completion token')} paid that no document has."
+        )
+    return f"{said}."
+
+
+def _verify(checkpoints: Path | str) -> str:
+    return f"{shlex.join(['datatrove-ckpt', 'verify', str(checkpoints)])} --full"

@@ -1,0 +1,208 @@
+"""Reads a run's documents and answers from its output files, in input order, for display."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+from datatrove.io import DataFolder, get_datafolder
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.layout import (
+    RETRY_INPUT,
+    is_finished,
+    rank_folder,
+    retry_folders,
+)
+from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.retrying import failure_line, file_system_call
+from datatrove_ckpt.errors import OutputFailed, printable
+from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.run_folder.report.page import shortened
+from datatrove_ckpt.run_folder.verify import find_output
+from datatrove_ckpt.run_folder.where import Place
+
+_USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
+_VECTOR = 3  # numbers of one that are shown
+
+
+class ShownDocument(NamedTuple):
+    """One document.
+
+    Attributes:
+        where: the output file below the output folder, or the rank of a dead letter.
+        answer: of several rollouts, one after the other; of a dead letter the cause.
+        columns: of its row.
+    """
+
+    id: str
+    text: str
+    answer: str
+    where: str = ""
+    is_dead: bool = False
+    columns: Sequence[str] = ()
+
+    def safe(self, most: int | None) -> ShownDocument:
+        """Returns the document without secrets and control characters, each text cut to
+        ``most``.
+        """
+        id_, text, answer = (printable(redact(part)) for part in (self.id, self.text, self.answer))
+        if most is not None:
+            text = shortened(text, most)
+            answer = shortened(answer, 2 * most)
+        return self._replace(id=shortened(id_, 200), text=text, answer=answer)
+
+
+def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:
+    """Reads the output files. Args and raises: as ``output_files``; OutputFailed if one cannot be
+    read.
+    """
+    for folder, path, key in output_files(place, output):
+        for row in read_rows(folder, path):
+            name = row.get("id")
+            if "text" not in row:  # a line of a batch file's output
+                name = row.get("custom_id", name)
+            yield ShownDocument(
+                str(name),
+                str(row.get("text", "")),
+                _answer(row, key),
+                path,
+                columns=[*_columns(row)],
+            )
+
+
+def _columns(row: Json) -> Iterator[str]:
+    for name, value in row.items():
+        if name == "metadata" and isinstance(value, dict):
+            yield from (f"metadata.{key}" for key in value)
+        else:
+            yield name
+
+
+def output_files(place: Place, output: str | None = None) -> Iterator[tuple[DataFolder, str, str]]:
+    """Yields the output folder, each file that is committed now, and the ``metadata_key``.
+
+    Args:
+        output: the output folder, if it is not where ``run.json`` says.
+
+    Raises:
+        ConfigError: there is no checkpoint, or nothing says where the output is.
+        CheckpointCorrupt: the commits of a rank cannot be read.
+    """
+    ranks = list(read_ranks(place.folder, Want.SETTINGS))
+    folder = get_datafolder(output or find_output(place, ranks))
+    for rank in ranks:
+        for _, commit in sorted(read_commits(rank.commits_file).items()):
+            for file in commit.files:
+                yield folder, file.path, str(rank.run.get("metadata_key"))
+
+
+def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
+    """Reads the dead letters that no finished retry has taken.
+
+    Raises ConfigError if there is no checkpoint.
+    """
+    retries = retry_folders(place.folder)
+    for rank in read_ranks(place.folder, Want.SETTINGS):
+        folders = [rank_folder(retry, rank.number) for retry in retries]
+        taken = {
+            (letter["ordinal"], letter["attempts"])
+            for folder in folders
+            if is_finished(folder)
+            for letter in _letters(folder / RETRY_INPUT)
+        }
+        for letter in _letters(rank.dead_letters_file):
+            if (letter["ordinal"], letter["attempts"]) not in taken:
+                text = str(letter.get("document", {}).get("text", ""))
+                yield ShownDocument(
+                    str(letter["id"]), text, str(letter["error"]), rank.place, is_dead=True
+                )
+
+
+def _letters(path: Path) -> Iterator[Json]:
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                with suppress(ValueError):  # blank after a repair; or torn, and not committed
+                    yield orjson.loads(line)
+
+
+def read_rows(folder: DataFolder, path: str) -> Iterator[Json]:
+    """Raises OutputFailed: the file cannot be read."""
+    where = folder.resolve_paths(path)
+    known = format_of_file(path)
+    if known is None:
+        raise OutputFailed(
+            f"{where} cannot be shown: no format is known of files with this ending."
+        )
+    try:
+        with file_system_call(), known.open(folder, path) as file:
+            for row, _ in known.rows(file):
+                if row is not None:
+                    yield row
+    except (OSError, EOFError) as error:
+        raise OutputFailed(
+            f"{where} cannot be read: {failure_line(error)}. Was it moved? See --output."
+        ) from error
+
+
+def _answer(row: Json, key: str) -> str:
+    """Returns the results as text; the whole row if it has none."""
+    metadata = row.get("metadata")
+    if not isinstance(metadata, dict):
+        metadata = {}
+    results = metadata.get(key, row.get(key))
+    if results is None:
+        return _text({name: value for name, value in row.items() if name not in ("id", "text")})
+    if not isinstance(results, list):
+        results = [results]
+    return "\n\n".join(map(_text, results))
+
+
+def _text(result: object) -> str:
+    """Returns a result's text, or those of its choices, then its other fields on a new line."""
+    if isinstance(result, str):
+        return result
+    if not isinstance(result, dict):
+        return _json(result)
+    choices = _choices(result.get("choices"))
+    if choices:  # the first one is the result itself
+        result = {**result, "text": choices, "choices": None, "tool_calls": None}
+    text = result.get("text")
+    if not isinstance(text, str):
+        return _json(result)
+    beside = {
+        name: value
+        for name, value in result.items()
+        if name not in _USUAL and value not in (None, [], {})
+    }
+    if not beside:
+        return text
+    return f"{text}\n{_json(beside)}".lstrip("\n")
+
+
+def _choices(choices: object) -> str:
+    if not isinstance(choices, list) or not all(
+        isinstance(choice, dict) and "text" in choice for choice in choices
+    ):
+        return ""
+    return "\n\n".join(map(_text, choices))
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(_short(value), default=str).decode()
+
+
+def _short(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _short(each) for key, each in value.items()}
+    if not isinstance(value, list):
+        return value
+    if len(value) > _VECTOR and all(isinstance(each, float) for each in value):
+        return [*(round(each, 4) for each in value[:_VECTOR]), f"... {len(value)} numbers"]
+    return [_short(each) for each in value]

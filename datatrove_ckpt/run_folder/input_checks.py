@@ -1,0 +1,467 @@
+"""Checks of the input before a run: its files, its first documents, and whether each task gets
+some.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from datatrove.data import Document
+from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.identity import check_shard
+from datatrove_ckpt.checkpoint.job import recorded_settings
+from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
+from datatrove_ckpt.errors.names import setting_name, step_place
+from datatrove_ckpt.generation.as_read import as_read
+from datatrove_ckpt.generation.run_identity import code_of
+from datatrove_ckpt.output.file_managers import missing_codec
+from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
+from datatrove_ckpt.readers.input_errors import is_on_hub
+from datatrove_ckpt.readers.inputs import (
+    MISSING,
+    InputFolder,
+    Inputs,
+    check_reachable,
+    list_input,
+    options_of,
+    sample_files,
+    shuffled_names,
+)
+from datatrove_ckpt.readers.no_document import NoDocument, explain
+from datatrove_ckpt.readers.positions import Reading
+from datatrove_ckpt.readers.revisions import Revisions
+from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
+from datatrove_ckpt.readers.step_records import describe_pipeline, differences
+from datatrove_ckpt.run_folder.checks import Finding, within
+from datatrove_ckpt.run_folder.run_plan import RunPlan
+
+_SAMPLE_DOCUMENTS = 1000
+_SAMPLE_SECONDS = 2.0
+# Files without documents to read before the input counts as unreadable.
+_TRIED_FILES = 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The first documents of the input.
+
+    Attributes:
+        refused: why a file that was read gave no document, by the file's index.
+        documents: as they were read; a check may change them.
+        first: the first one as it was read, encoded; empty if there is none.
+    """
+
+    documents: Sequence[Document] = ()
+    refused: dict[int, NoDocument] = field(default_factory=dict)
+    first: bytes = b""
+
+
+def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Finding], Sample]:
+    """Reads the first documents with a copy of the reader, and looks whether each task has some.
+
+    Args:
+        waits: another executor will create the input.
+    """
+    text = "is not read: only readers of files are tested."
+    if waits:
+        text = "is not read: another executor will create it."
+    if waits or not isinstance(reader, BaseDiskReader):
+        return [Finding("ok", "readable", text)], Sample()
+    where = reader.data_folder.resolve_paths("")
+    is_dataset = isinstance(reader, HuggingFaceDatasetReader)
+    whole = reader
+    if is_dataset:
+        reader = reader.preview()
+    try:
+        place = f'{setting_name("data_folder")}: "{where}"'
+        inputs = within(lambda: _list(place, reader), where)
+        names = list(inputs.names)
+        if isinstance(reader, BatchReader) and reader.data_folder.is_local():
+            reader.check()
+        documents: list[Document] = []
+        refused: dict[int, NoDocument] = {}
+        within(partial(_read_some, reader, len(names), documents, refused), where)
+        sample = Sample(documents, refused)
+        if documents:
+            sample = replace(sample, first=as_read(documents[0]).data)
+        for first in range(min(len(names), tasks)):
+            if not is_dataset and refused.keys() >= set(range(first, len(names), tasks)):
+                raise refused[first]
+        if refused and not documents and not is_dataset:
+            raise next(iter(refused.values()))
+    except Exception as error:  # whatever a reader, an adapter or a file system raises
+        text = (
+            f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's "
+            "arguments."
+        )
+        return [
+            Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)
+        ], Sample()
+    if (
+        not sample.documents
+        and names
+        and not any(map(inputs.size, range(min(len(names), _TRIED_FILES))))
+    ):
+        return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
+    if not sample.documents:
+        text = f"{where} holds no documents for this reader. {_advice(reader, names)}"
+        return [Finding("problem", "readable", text)], sample
+    text = f"{where}: the first {plural(len(sample.documents), 'document')} read."
+    if is_dataset and whole.shares_rows(len(names)):
+        equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
+        shares = Finding("ok", "shares", equal)
+    else:
+        shares = check_shares(len(names), tasks)
+    found = [Finding("ok", "readable", text), shares]
+    if sample.refused:
+        shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
+        text = (
+            f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or "
+            "move what is no input."
+        )
+        found.append(Finding("warning", "files", text))
+    return found, sample
+
+
+def refuse_input(plan: RunPlan, index: int, step: object) -> Iterator[Finding]:
+    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks
+    complete.
+
+    Lists local folders, and others only before paid jobs. A retry does not need its input.
+
+    Raises:
+        ConfigError: see ``list_files``.
+        InputError, OSError: the tasks run here, and their input cannot be reached.
+    """
+    folder = getattr(step, "data_folder", None)
+    if plan.waits or plan.retries or folder is None or getattr(step, "paths_file", None):
+        return
+    place = f"{step_place(index, step)}: {setting_name('data_folder')}"
+    if not folder.is_local():
+        if plan.is_local and plan.incomplete():
+            check_reachable(folder)
+        elif plan.as_jobs and hasattr(step, "glob_pattern") and plan.incomplete():
+            check_listed(place, step)
+    elif hasattr(step, "glob_pattern"):
+        list_files(f'{place}: "{folder.path}"', step)
+        if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
+            step.check()
+    elif not folder.isdir(""):  # of the media that documents name
+        raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
+    yield from ()
+
+
+def check_listed(place: str, reader: BaseDiskReader) -> None:
+    """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
+    url = reader.data_folder.resolve_paths("")
+    pattern = reader.glob_pattern
+    try:
+        names = list_input(reader).names
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{place}: {url} is not there, or this account may not see it: {failure_line(error)}"
+        ) from error
+    if not names:
+        raise ConfigError(
+            f"{place}: {url} has no files{f' that match {pattern!r}' if pattern else ''}."
+        )
+
+
+def _list(place: str, reader: BaseDiskReader) -> Inputs:
+    if not reader.paths_file and not is_on_hub(reader.data_folder):
+        return list_files(place, reader)
+    inputs = list_input(reader)
+    check_codecs(place, reader, inputs.names)
+    return inputs
+
+
+def list_files(place: str, reader: BaseDiskReader) -> Inputs:
+    """Lists the input of a reader. ``place`` names the reader's setting in errors.
+
+    Raises:
+        ConfigError: the folder is missing, no file matches, or a package for a compression is
+            missing.
+    """
+    if not reader.data_folder.isdir(""):
+        raise ConfigError(f"{place} is not a folder.")
+    inputs = list_input(reader)
+    if not inputs.names:
+        pattern = ""
+        if reader.glob_pattern:
+            pattern = f' that match "{reader.glob_pattern}"'
+        raise ConfigError(f"{place} contains no files{pattern}.")
+    check_codecs(place, reader, inputs.names)
+    return inputs
+
+
+def _read_some(
+    reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]
+) -> None:
+    """Adds the first documents, file after file, and the files that are ``refused``.
+
+    One file per rank, because a reader continues through files in which no line fits its
+    ``text_key``.
+    """
+    deadline = time.monotonic() + _SAMPLE_SECONDS
+    for rank in range(files):
+        if not found and (
+            len(refused) == _TRIED_FILES or (rank >= _TRIED_FILES and time.monotonic() > deadline)
+        ):
+            return
+        one = copy.deepcopy(reader)
+        InputFolder.give(one)
+        try:
+            with closing(one.run(None, rank=rank, world_size=files)) as documents:
+                for document in documents:
+                    if found and (len(found) == _SAMPLE_DOCUMENTS or time.monotonic() > deadline):
+                        return
+                    found.append(document)
+        except NoDocument as error:
+            refused[rank] = error
+        if found and one.limit >= 0:  # it counts for a task, which has more files than one
+            return
+
+
+def _advice(reader: BaseDiskReader, names: list[str]) -> str:
+    """Explains datatrove's own readers; ours do it themselves."""
+    text = ""
+    # File systems and decompressors raise anything; the check reports what it knows.
+    with suppress(Exception):
+        if names:
+            text = explain(reader, names[0])
+    if text:
+        return f"{names[0]!r}: {text}"
+    return "Check the path of the input, its pattern, and text_key."
+
+
+def check_shares(files: int, tasks: int) -> Finding:
+    """Checks that each task has input: datatrove deals out whole files."""
+    text = f"{plural(files, 'file')} for {plural(tasks, 'task')}"
+    idle = tasks - files
+    if idle > 0:
+        advice = f"Set tasks to {files}, or split the input into at least {tasks} files."
+        return Finding(
+            "warning", "shares", f"{idle} of {tasks} tasks have no input: {text}. {advice}"
+        )
+    return Finding("ok", "shares", f"{text}.")
+
+
+# Checks that finished ranks would read the same input today. datatrove skips a finished rank, so
+# the old output would stand for a changed input. The own check of a finished rank without its
+# marker misses files that were replaced by others of equal size.
+
+_NAMED_FILES = 10
+_OTHER_CONTENT = "has other content"
+
+
+def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
+    """Refuses compressed input files whose package is not installed. ``reader``: any step with a
+    ``data_folder``.
+
+    Raises:
+        ConfigError: names a file and the package.
+    """
+    compression = getattr(reader, "compression", None)
+    for name in names:
+        advice = missing_codec(compression, name)
+        if advice:
+            raise ConfigError(f'{place}: "{name}" cannot be read: {advice}')
+
+
+def note_steps(plan: RunPlan) -> None:
+    if plan.depends is not None:
+        note_steps(plan.depends)
+    for runner in plan.runners:
+        runner.step.note_steps_before(runner.before)
+
+
+def check_inputs_unchanged(plan: RunPlan) -> None:
+    """Compares the input with what each finished rank has read: a listing per reader, a sample per
+    file.
+
+    It skips runs with another number of tasks, sources that are no files, and retries of dead
+    letters, whose input may be gone.
+
+    Raises:
+        CheckpointMismatch: a file was added, removed or changed, or an option of a reader, or a
+            step before the runner.
+        OSError: the input cannot be listed.
+    """
+    for runner, root in plan.kept:
+        records = _records(plan, root)
+        if not records:
+            continue
+        is_retry = runner.step.retry_dead_letters
+        if not is_retry:  # a retry does not run the steps before it
+            _check_steps(runner.before, records)
+        if plan.waits:
+            continue  # another executor has yet to create the input
+        readers = [one for one in runner.before if isinstance(one, BaseDiskReader)]
+        records = [
+            (rank, record) for rank, record in records if len(record.readers) == len(readers)
+        ]
+        if not records:
+            continue
+        # A retry does not read the input.
+        resuming = set(plan.incomplete(skip_completed=True if is_retry else None))
+        with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
+            for number, reader in enumerate(readers):
+                if is_retry and isinstance(reader, HuggingFaceDatasetReader):
+                    continue  # a listing would open the dataset
+                if is_retry and _is_gone(reader):
+                    logger.warning(
+                        f"The input in {reader.data_folder.path} is gone. A retry does not need it."
+                    )
+                    continue
+                read = {rank: record.readers[number] for rank, record in records}
+                _check_reader(plan.tasks, reader, read, resuming)
+
+
+def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
+    # The number of tasks is refused elsewhere, with a better message.
+    if recorded_settings(root).get("tasks") != plan.tasks:
+        return []
+    folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
+    records = []
+    for rank, folder in folders.items():
+        if is_finished(folder):
+            check_shard(folder)
+            record = ShardRecord.read(folder / SHARD)
+            if record is not None:
+                records.append((rank, record))
+    return records
+
+
+def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:
+    listed = describe_pipeline(pipeline, code_of)
+    changed = {
+        rank: differences(record.pipeline, listed)
+        for rank, record in records
+        if record.pipeline is not None
+    }
+    ranks = [rank for rank, lines in changed.items() if lines]
+    if ranks:
+        lines = "\n  ".join(changed[ranks[0]])
+        raise CheckpointMismatch(
+            f"The steps before InferenceRunner are not those through which {_who(ranks)} read the "
+            f"input:\n  {lines}\n"
+            "A finished task is not run again, so its output would stay that of the old steps. Put "
+            "the steps back, or process the new input as another run.",
+            starts_over="with old results",
+        )
+
+
+def _who(ranks: Sequence[int]) -> str:
+    others = len(ranks) - 1
+    if not others:
+        return f"task {ranks[0]} has"
+    return f"task {ranks[0]} and {plural(others, 'other finished task')} have"
+
+
+def _check_reader(
+    tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
+) -> None:
+    inputs = None
+    # Listing such a dataset would download it: its name and kept commit stand for it.
+    is_dataset = isinstance(reader, HuggingFaceDatasetReader)
+    if not is_dataset or reader.load_from_disk or reader.streaming:
+        inputs = list_input(reader)
+    now = then = {file.name: file for record in records.values() for file in record.files}
+    if inputs is not None:
+        known = [index for index, name in enumerate(inputs.names) if name in then]
+        now = {file.name: file for file in sample_files(inputs, known)}
+    removed = {name for name in then if name not in now or now[name].size == MISSING}
+    compared = {name: _difference(then[name], now[name]) for name in then.keys() - removed}
+    changed = {name: text for name, text in compared.items() if text}
+    added = set[str]()
+    options = dict[str, str]()
+    ranks = []  # those that something of it concerns
+    options_now = options_of(reader)
+    seed = getattr(reader, "shuffle_seed", None)
+    for rank, record in records.items():
+        read = {file.name for file in record.files}
+        if rank in resuming:
+            if any(changed.get(name) == _OTHER_CONTENT for name in read):
+                ranks.append(rank)
+            continue
+        names: Sequence[str] = [file.name for file in record.files]
+        if inputs is not None:
+            names = inputs.shard(rank, tasks).names
+        if seed is not None:
+            names = shuffled_names(names, seed)
+        would_read = set(names[: len(record.files)] if record.limited else names)
+        added |= would_read - read
+        old = {name: value for name, value in record.options.items() if value != options_now[name]}
+        options |= {name: f"{value!r} -> {options_now[name]!r}" for name, value in old.items()}
+        if old or would_read != read or not read.isdisjoint(changed.keys() | removed):
+            ranks.append(rank)
+    if ranks:
+        all_finished = {*range(tasks)} <= records.keys() - resuming
+        where = "added, or moved here from another task"
+        if all_finished:
+            where = "added"
+        lines = [
+            *_line("removed", map(repr, sorted(removed))),
+            *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
+            *_line(where, map(repr, sorted(added - then.keys()))),
+            *(f"  {name}: {text}" for name, text in options.items()),
+        ]
+        raise CheckpointMismatch(
+            f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
+            + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
+            + "\nA finished task is not run again, so its output would stay that of the old input. "
+            "Put the input back, or process the new one as another run.",
+            starts_over="with old results",
+        )
+    touched = sum(then[name].modified != now[name].modified for name in compared)
+    if touched:
+        logger.warning(
+            f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: the "
+            "time of the last change is another, size and samples of the content are the same. "
+            "They are taken as unchanged."
+        )
+
+
+def _is_gone(reader: BaseDiskReader) -> bool:
+    try:
+        return not list_input(reader).names
+    except (FileNotFoundError, InputError):  # such as a repository on the hub
+        return True
+
+
+def _difference(then: FileRecord, now: FileRecord) -> str:
+    if then.size != now.size:
+        return f"had {then.size} bytes, has {now.size}"
+    if then.sample and now.sample and then.sample != now.sample:
+        return _OTHER_CONTENT
+    return ""
+
+
+def _line(what: str, names: Iterable[str]) -> list[str]:
+    names = list(names)
+    more = ""
+    if len(names) > _NAMED_FILES:
+        more = f" and {len(names) - _NAMED_FILES} more"
+    if names:
+        return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"]
+    return []
+
+
+def rows_without_document(root: Path) -> SkippedLines:
+    skipped = SkippedLines()
+    for rank in rank_numbers(root):
+        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
+        skipped += record.skipped if record else SkippedLines()
+    return skipped

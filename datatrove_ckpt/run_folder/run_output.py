@@ -1,0 +1,71 @@
+"""What ``datatrove_ckpt.run()`` returns: a path that reads the documents below it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PosixPath
+from typing import TYPE_CHECKING
+
+from datatrove.data import Document
+
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.output.documents import document_of
+from datatrove_ckpt.output.formats import JSONL, format_of_file
+from datatrove_ckpt.run_folder.documents import output_files, read_rows
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.where import open_place
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+
+
+class RunOutput:
+    """The documents in the files that are committed, in the order of the input. Each use reads
+    them.
+
+    Raises, in all methods:
+        CkptError: the checkpoint or a file cannot be read.
+    """
+
+    def __iter__(self) -> Iterator[Document]:
+        return map(document_of, self._rows())
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Returns a row for each document. No value changes its type, as in ``read_json``."""
+        import pandas
+
+        return pandas.DataFrame(self._rows())
+
+    def to_dataset(self) -> datasets.Dataset:
+        """Returns a dataset of the files, which may be larger than the memory."""
+        with open_place(self._run_folder) as place:
+            files = [folder.resolve_paths(path) for folder, path, _ in output_files(place)]
+        known = None
+        if files:
+            known = format_of_file(files[0])
+        return (known or JSONL).dataset(files)
+
+    @property
+    def counts(self) -> DocumentCounts:
+        """Documents, requests and tokens over all attempts."""
+        with open_place(self._run_folder) as place:
+            return read_run_state(place).together.counts
+
+    @property
+    def _run_folder(self) -> str:
+        return str(self).rpartition("/")[0] or "."
+
+    def _rows(self) -> Iterator[Json]:
+        with open_place(self._run_folder) as place:
+            for folder, path, _ in output_files(place):
+                yield from read_rows(folder, path)
+
+
+class OutputPath(RunOutput, PosixPath):
+    """The output folder on this machine."""
+
+
+class OutputUrl(RunOutput, str):
+    """The output folder elsewhere."""

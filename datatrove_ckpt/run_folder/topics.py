@@ -1,0 +1,276 @@
+"""The sums of a run as lines of text: ``status`` prints them, and a report begins with them."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, get_args
+
+from datatrove_ckpt.checkpoint.layout import BATCHES
+from datatrove_ckpt.checkpoint.ledger import few, name_place
+from datatrove_ckpt.common import BATCH
+from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
+from datatrove_ckpt.run_folder.run_state import RankState, RunState, State, Totals
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.batch_log import Batch
+
+_SHOWN_CAUSES = 5
+_SHOWN_WORKERS = 20
+
+
+def topics(state: RunState) -> Iterator[tuple[str, str]]:
+    totals = state.together
+    if state.is_finished and not totals.documents:
+        yield "documents", "none in the input"
+    else:
+        yield "documents", _documents(totals)
+    if totals.started is not None:
+        yield "rate", _rate(totals)
+        yield "tokens", _tokens(totals)
+        yield "requests", _requests(totals)
+        yield from _in_flight(state, totals)
+        yield from _troubles_of_requests(totals, _ago(state))
+        if totals.paid:
+            yield "paid", totals.paid + _ago(state)
+        yield "attempts", _attempts(totals)
+    else:
+        yield "requests", f"{totals.done.requests:,} answered, {_sum_of_tokens(totals)}"
+    if totals.done.odd_answers:
+        yield "answers", totals.done.odd_answers.strip()
+    if totals.skipped:
+        yield "skipped", totals.skipped.text
+    if totals.done.dead > 0:
+        yield "dead", _dead(state, totals)
+    for rank, batch in open_batches(state):
+        yield "batches", describe_batch(rank, batch, state.read_at)
+    if state.missing:
+        yield "missing", f"not started: {ranges(state.missing)}"
+    if state.gone:
+        what = "`run` restores them from the mirror, or refuses while their output files are there"
+        yield "", f"removed, though they had begun: {ranges(state.gone)}; {what}"
+    if state.foreign:
+        ranks = f"{plural(state.tasks, 'task')}: {ranges(state.foreign)}"
+        yield "foreign", f"folders that do not belong to the run of {ranks}; they are not counted"
+    yield from _workers(state)
+    if state.retries:
+        retried = state.retried
+        text = (
+            f"{counted(retried.documents, 'dead letter')} retried, {retried.counts.written:,} "
+            "of them written"
+        )
+        if retried.states["running"]:
+            text = f"{text}; {plural(retried.states['running'], 'task')} at work"
+        yield "retries", text
+
+
+def open_batches(state: RunState) -> Iterator[tuple[RankState, Batch]]:
+    """Yields the batches at a provider, with their tasks."""
+    for rank in state.ranks + state.retries:
+        if (rank.folder / BATCHES).exists():
+            from datatrove_ckpt.checkpoint.batch_log import read_batches  # few runs need it
+
+            for batch in read_batches(rank.folder)[0].values():
+                if batch.is_open:
+                    yield rank, batch
+
+
+def describe_batch(rank: RankState, batch: Batch, now: float) -> str:
+    return (
+        f"{batch.id or f'number {batch.number}'} of task {rank.rank}: "
+        f"{plural(batch.requests, 'request')}, {batch.state} "
+        f"{duration(max(1.0, now - batch.at))} ago"
+    )
+
+
+def _workers(state: RunState) -> Iterator[tuple[str, str]]:
+    topic = "workers"
+    for worker in state.workers[:_SHOWN_WORKERS]:
+        if worker.runs_all:
+            claimed = "all tasks"
+        elif worker.ranks:
+            claimed = f"{plural(len(worker.ranks), 'task')}: {ranges(worker.ranks)}"
+        else:
+            claimed = "no task"
+        if not worker.is_alive:
+            claimed = f"gone, and left {claimed}"
+        yield topic, f"{worker.process}: {claimed}"
+        topic = ""
+    others = state.workers[_SHOWN_WORKERS:]
+    if others:
+        yield (
+            "",
+            f"{len(others)} more, with "
+            f"{plural(sum(len(worker.ranks) for worker in others), 'task')}",
+        )
+    for rank, cause in sorted(state.given_up.items()):
+        yield "given up", f"task {rank}: {cause}"
+
+
+def ranks_of(state: RunState) -> str:
+    not_started = state.totals.not_started
+    states = [
+        f"{state.totals.states[name]} {name}"
+        for name in get_args(State)
+        if state.totals.states[name]
+    ]
+    if not_started:
+        states.append(f"{not_started} not started")
+    return f"{plural(len(state.ranks) + not_started, 'task')} ({', '.join(states)})"
+
+
+def age(state: RunState) -> str:
+    if state.newest is None:
+        return "last change not known"
+    text = f"last change {duration(max(1.0, state.read_at - state.newest))} ago"
+    if state.is_copy:
+        text = f"{text}, as its mirror shows"
+    return text
+
+
+def _ago(state: RunState) -> str:
+    seconds = state.read_at - (state.together.as_of or state.read_at)
+    if seconds < 1:
+        return ""
+    return f" as of {duration(round(seconds))} ago"
+
+
+def progress_of(state: RunState) -> str:
+    totals = state.totals
+    share = totals.position.share
+    if state.is_finished:
+        return "finished"
+    if share is None:
+        return "no percentage: how much of the input is done is not known"
+    done = f"{percent(share)} of the input"
+    if totals.total_is_estimated:
+        done = f"about {done}"
+    if not totals.exact:
+        done = f"{done}{_ago(state)}"
+    if not totals.states["running"]:
+        return f"{done}, nothing runs"
+    if totals.time_left is None:
+        return f"{done}, time left not known yet"
+    end = datetime.datetime.fromtimestamp(state.read_at + totals.time_left).astimezone()
+    left = f"about {duration(totals.time_left)} left, until {end:%a %d %b %H:%M}"
+    if totals.halted:
+        left = f"{left}, not counting {plural(totals.halted, 'task')} without progress"
+    return f"{done}, {left}"
+
+
+def _documents(totals: Totals) -> str:
+    done = totals.done
+    written = f"{totals.counts.written:,} written in {counted(totals.chunks, 'chunk')}"
+    text = f"{done.read:,} done: {written}, {done.dropped:,} dropped, {done.dead:,} dead"
+    if totals.unfinished_chunks:
+        more = (
+            f"{totals.unfinished.written:,} in "
+            f"{counted(totals.unfinished_chunks, 'unfinished chunk')}"
+        )
+        if not totals.exact:
+            more = f"about {more}"
+        text = f"{text}, {more}"
+    return text
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {plural(number, noun).partition(' ')[2]}"
+
+
+def _rate(totals: Totals) -> str:
+    average = f"{figure(totals.average.documents)} documents/s on average over"
+    text = f"{average} {duration(totals.working_seconds)} at work"
+    if not totals.states["running"]:
+        return text
+    if totals.as_of is None and not totals.rates.documents:
+        return f"no rate yet; {text}"
+    return f"{figure(totals.rates.documents)} documents/s now; {text}"
+
+
+def _tokens(totals: Totals) -> str:
+    text = _sum_of_tokens(totals)
+    if totals.states["running"]:
+        rates = totals.rates
+        text = (
+            f"{text}; {figure(rates.prompt_tokens)} and {figure(rates.completion_tokens)} per "
+            "second now"
+        )
+    return text
+
+
+def _sum_of_tokens(totals: Totals) -> str:
+    done = totals.done
+    return (
+        f"{short(done.prompt_tokens)} prompt and {short(done.completion_tokens)} completion tokens"
+    )
+
+
+def _requests(totals: Totals) -> str:
+    work = totals.work
+    sent = f"{totals.at_least}{work.sent:,} sent, "
+    if BATCH in work.tiers:
+        sent += f"{work.tiers[BATCH]:,} answered in batches, "
+    sent += f"{work.cached:,} answered from cache"
+    return f"{totals.done.requests:,} of documents that are done; {sent}"
+
+
+def _in_flight(state: RunState, totals: Totals) -> Iterator[tuple[str, str]]:
+    """Yields requests in flight, without ranks in their first second, which are unknown."""
+    running = [
+        rank
+        for rank in (*state.ranks, *state.retries)
+        if rank.state == "running" and rank.as_of is not None
+    ]
+    if not running:
+        return
+    text = f"{totals.in_flight:,}, {totals.waiting:,} waiting{_ago(state)}"
+    longest = max(running, key=lambda rank: rank.wait.oldest)
+    if longest.wait.oldest:
+        text += (
+            f"; the oldest for {duration(longest.wait.oldest)}: "
+            f"{name_place(longest.root, longest.rank)}"
+        )
+    if longest.wait.document:
+        text += f" (document {longest.wait.document})"
+    yield "in flight", text
+
+
+def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]:
+    work = totals.work
+    wasted = {
+        "sent again after an error": work.retries,
+        "lost when their server died or the run stopped": work.resent,
+    }
+    said = [f"{totals.at_least}{count:,} {what}" for what, count in wasted.items() if count]
+    if totals.lost_in_flight:
+        said.append(f"{totals.lost_in_flight:,} in flight shortly before attempts were killed")
+    elif totals.killed:
+        said.append("not known what was in flight when attempts were killed")
+    if said:
+        yield "wasted", ", ".join(said)
+    if work.restarts:
+        yield "servers", counted(work.restarts, "restart")
+    if work.errors:
+        yield "errors", _named_counts(work.errors) + ago
+
+
+def _named_counts(numbers: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in few(numbers, _SHOWN_CAUSES).items())
+
+
+def _attempts(totals: Totals) -> str:
+    text = f"{totals.number_of_attempts:,}"
+    at_least = ""
+    if totals.killed:
+        text = f"{text}, {totals.killed:,} of them killed"
+        at_least = "at least "
+    return f"{text}; {at_least}{duration(totals.seconds)} together"
+
+
+def _dead(state: RunState, totals: Totals) -> str:
+    text = f"{totals.done.dead:,}"
+    if state.causes:
+        text = f"{text}: {_named_counts(state.causes)}"
+    if totals.unfinished.dead:
+        text = f"{text}; {totals.unfinished.dead:,} in unfinished chunks"
+    return text

@@ -1,0 +1,252 @@
+"""``datatrove-ckpt track``: sends the sums of a run, as ``status --json`` has them, to MLflow.
+
+All attempts of a job find their run there again, by the job's id. MLflow gives a run its own id, so
+the job's is a tag.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+import xxhash
+
+from datatrove_ckpt.checkpoint.training_history import Row
+from datatrove_ckpt.config.monitoring import name_of_folder
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import RunState, to_json
+from datatrove_ckpt.run_folder.training import TrainingState, read_training
+from datatrove_ckpt.run_folder.where import Place
+
+_JOB_TAG = "datatrove_ckpt.job"
+_NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses
+_MAX_NAME = 250
+_MAX_VALUE = 500  # characters: the shortest limit of MLflow's stores
+_IDLE_LOOKS = 3  # with no rank at work
+_UNKNOWN_SECONDS = 3600.0  # between the saves of a training of which one is kept
+_INTERVALS = 2  # between saves: a training starts again, and makes the steps to its next save
+_AT_ONCE = 100  # parameters that MLflow takes
+
+_Point = tuple[float, dict[str, float], int | None]
+"""Unix seconds, values, and the step of a training; None: the values are sums of a job."""
+
+
+def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Plain values by dotted names."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from flat(part, f"{name}.{key}")
+    else:
+        yield _NOT_IN_NAMES.sub("_", name.removeprefix("."))[:_MAX_NAME], value
+
+
+def values_of(run: RunState) -> dict[str, float]:
+    """Without causes of dead letters: they quote servers, and would be names."""
+    totals = orjson.loads(to_json(run))["totals"]
+    del totals["dead_letters"]
+    return {name: float(value) for name, value in flat(totals) if isinstance(value, int | float)}
+
+
+def status_of(run: RunState) -> str:
+    """RUNNING, FINISHED, FAILED or KILLED: the words of MLflow."""
+    states = run.totals.states
+    if run.is_finished:
+        return "FINISHED"
+    if states["running"]:
+        return "RUNNING"
+    if states["failed"] or states["damaged"]:
+        return "FAILED"
+    return "KILLED"
+
+
+@dataclass(frozen=True)
+class TrackedJob:
+    """A job, as services know it.
+
+    Attributes:
+        id: the same in all attempts of the job, wherever it is read.
+        started: Unix seconds.
+        parameters: the run's identity, without secrets as run.json has it.
+    """
+
+    id: str
+    name: str
+    started: float
+    parameters: dict[str, str]
+
+    @classmethod
+    def of(cls, run: RunState, name: str) -> TrackedJob:
+        identity = run.identity
+        known = [name, identity.get("output_folder"), identity.get("output_filename"), run.tasks]
+        parameters = {}
+        for key, value in flat(identity):
+            parameters[key] = value if isinstance(value, str) else orjson.dumps(value).decode()
+        started = run.totals.started or run.read_at
+        return cls(xxhash.xxh3_128_hexdigest(orjson.dumps(known)), name, started, parameters)
+
+
+class MlflowRun:
+    """A job's run at MLflow. Each call may take long, or raise anything."""
+
+    def __init__(self, job: TrackedJob, uri: str, experiment: str) -> None:
+        # MLflow 3.10 and later refuse a folder unless this is set; who names a folder means it.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=uri)
+        known = self._client.get_experiment_by_name(experiment)
+        place = self._client.create_experiment(experiment) if known is None else known.experiment_id
+        found = self._client.search_runs([place], f"tags.`{_JOB_TAG}` = '{job.id}'")
+        if found:
+            run = found[0]
+        else:
+            start = int(1000 * job.started)
+            run = self._client.create_run(
+                place, start_time=start, tags={_JOB_TAG: job.id}, run_name=job.name
+            )
+        self._id = run.info.run_id
+        self._started = job.started
+        self._client.update_run(self._id, "RUNNING")
+        # MLflow's parameters cannot change.
+        new = [
+            Param(name, value[:_MAX_VALUE])
+            for name, value in job.parameters.items()
+            if name not in run.data.params
+        ]
+        for start in range(0, len(new), _AT_ONCE):
+            self._client.log_batch(self._id, params=new[start : start + _AT_ONCE])
+
+    def send(self, at: float, values: dict[str, float], step: int | None) -> None:
+        from mlflow.entities import Metric
+
+        if step is None:
+            step = max(0, int(at - self._started))  # a second of the job
+        self._client.log_batch(
+            self._id, [Metric(name, value, int(1000 * at), step) for name, value in values.items()]
+        )
+
+    def end(self, status: str) -> None:
+        """``status``: FINISHED, FAILED or KILLED. Another run object may go on later."""
+        self._client.set_terminated(self._id, status)
+
+
+@dataclass
+class _Sending:
+    """Sends the numbers of one job.
+
+    Attributes:
+        service: finds or makes the run of a job.
+        name: of the job; None: that of its folder.
+        is_over: no more is to come, and all is sent.
+    """
+
+    service: Callable[[TrackedJob], MlflowRun]
+    name: str | None = None
+    is_over: bool = False
+    _idle_looks: int = 0
+    _run: MlflowRun | None = None
+
+    def _serve(self, job: TrackedJob, points: Iterable[_Point], status: str) -> str:
+        """Sends the points. Returns why the service lacks some, or ""."""
+        try:
+            run = self._run or self.service(job)
+            self._run = run
+            for at, values, step in points:
+                run.send(at, values, step)
+            if status != "RUNNING":
+                run.end(status)
+                self.is_over = True
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+
+@dataclass
+class Tracker(_Sending):
+    """Sends the numbers of one run, until it is finished, or no rank was at work at several looks.
+    They are sums, so those that the service misses are no loss.
+    """
+
+    place: Place = field(kw_only=True)
+
+    def work(self) -> str:
+        """Reads the run, and sends its numbers. Returns why something could not be sent, or ""."""
+        try:
+            state = read_run_state(self.place)
+        except CkptError as error:
+            return str(error)
+        folder = self.place.what if self.place.is_copy else str(self.place.folder.absolute())
+        job = TrackedJob.of(state, self.name or name_of_folder(folder))
+        status = status_of(state)
+        if status == "RUNNING":
+            self._idle_looks = 0
+        else:
+            self._idle_looks += 1
+        # Between two tasks, or before the first.
+        if status != "FINISHED" and self._idle_looks < _IDLE_LOOKS:
+            status = "RUNNING"
+        at = state.read_at
+        if status != "RUNNING" and state.newest is not None:
+            at = state.newest
+        return self._serve(job, [(at, values_of(state), None)], status)
+
+
+@dataclass
+class TrainingTracker(_Sending):
+    """Sends the loss curve of a training: each step once, and again after a rollback. It ends when
+    no process saves into the folder, at several looks and for longer than between its newest saves:
+    one that was started again has not saved yet.
+    """
+
+    folder: Path = field(kw_only=True)
+    _sent: list[Row] = field(default_factory=list)
+
+    def work(self) -> str:
+        """Sends new steps. Returns why something could not be sent, or ""."""
+        try:
+            state = read_training(self.folder, full=False)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        known = str(self.folder.absolute())
+        times = _times(state)
+        started = min(times, default=time.time())
+        name = self.name or self.folder.absolute().name
+        job = TrackedJob(
+            xxhash.xxh3_128_hexdigest(known.encode()), name, started, {"folder": known}
+        )
+        self._idle_looks += 1
+        if state.writer:
+            self._idle_looks = 0
+        status = "RUNNING"
+        if self._idle_looks >= _IDLE_LOOKS and _is_quiet(times):
+            status = "FINISHED"
+        return self._serve(job, self._new_points(state.curve), status)
+
+    def _new_points(self, curve: Sequence[Row]) -> Iterator[_Point]:
+        """A step counts as sent once the next one is wanted."""
+        for number, (step, metrics) in enumerate(curve):
+            if self._sent[number : number + 1] != [(step, metrics)]:
+                numbers = {key: value for key, value in metrics.items() if value is not None}
+                yield time.time(), numbers, step
+                self._sent[number:] = [(step, metrics)]
+
+
+def _times(state: TrainingState) -> list[float]:
+    return sorted(step.at for step in state.steps if step.at)
+
+
+def _is_quiet(times: Sequence[float]) -> bool:
+    """Returns whether a training that goes on would have saved since the newest of its saves."""
+    if not times:
+        return True
+    interval = _UNKNOWN_SECONDS
+    if len(times) > 1:
+        interval = times[-1] - times[-2]
+    return time.time() - times[-1] > _INTERVALS * interval

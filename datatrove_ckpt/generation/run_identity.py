@@ -24,7 +24,6 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.doors import written
 from datatrove_ckpt.generation.code_description import CodeDescription, describe
 from datatrove_ckpt.generation.code_given import (
     PIPELINE,
@@ -123,7 +122,7 @@ def code_identity(
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
         raise ConfigError(
-            f"{written.rollout_fn}: its code could not be described, so a resume could not compare "
+            "rollout_fn: its code could not be described, so a resume could not compare "
             f"it: {error!r}. Set rollout_version to a text that you change with the code."
         ) from error
     # The object holds settings when the step is made, and state later.

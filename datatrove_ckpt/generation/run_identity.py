@@ -122,8 +122,9 @@ def code_identity(
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
         raise ConfigError(
-            "rollout_fn: its code could not be described, so a resume could not compare "
-            f"it: {error!r}. Set rollout_version to a text that you change with the code."
+            f"its code could not be described, so a resume could not compare it: {error!r}. Set "
+            "rollout_version to a text that you change with the code.",
+            setting="rollout_fn",
         ) from error
     # The object holds settings when the step is made, and state later.
     if when_made is not None and when_made.fingerprint == found:

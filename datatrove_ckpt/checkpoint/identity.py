@@ -662,7 +662,7 @@ def _plain(name: str, value: object, ordered: bool = False) -> object:
         inside = ordered or name.endswith("params")
         left_out: Collection[str] = ()
         if name.endswith("generation_params") or name == "extra_body":
-            left_out = {*NOT_ANSWERING, "(order)"}  # of the keys: see ``code_values``
+            left_out = {*NOT_ANSWERING, "(order)"}  # of the keys: see ``code_given.plain``
         return {
             key: _plain(key, value[key], inside)
             for key in (value if ordered else sorted(value))

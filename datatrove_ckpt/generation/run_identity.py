@@ -1,7 +1,7 @@
 """What identifies a run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
 
 Settings that cannot change an answer (concurrency, timeouts, log folders) are left out. Source
-reached by the user's code describes the code (``code_walk.py``). Secrets are hashed.
+reached by the user's code describes the code (``code_description.py``). Secrets are hashed.
 
 Functions that a pickle holds by value (of the script, nested, lambdas) are described as they were
 when the job was made; imported functions as this process has imported them.
@@ -9,7 +9,6 @@ when the job was made; imported functions as this process has imported them.
 
 from __future__ import annotations
 
-import functools
 import re
 import secrets
 import sys
@@ -19,26 +18,31 @@ from dataclasses import dataclass
 
 import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity, fields_without_secrets
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
-from datatrove_ckpt.generation.code_modules import PIPELINE, fingerprint, is_importable
-from datatrove_ckpt.generation.code_text import digest
-from datatrove_ckpt.generation.code_values import type_name
-from datatrove_ckpt.generation.code_walk import Description, describe, is_bytecode
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.code_description import CodeDescription, describe
+from datatrove_ckpt.generation.code_given import (
+    PIPELINE,
+    fingerprint,
+    is_importable,
+    look_at,
+    type_name,
+)
+from datatrove_ckpt.generation.code_statements import digest
 from datatrove_ckpt.output.names import writer_name
 
 _PROCESS = secrets.token_hex(8)
-_VERSION = 5
+_VERSION = 6
 """Version of the description, in ``run.json``.
 
 Release 0.1.0 wrote none. What code is differs between versions.
 """
 _UNDESCRIBED = 2
-"""Version where the code could not be described. No description of code has this number."""
+"""Version where the code could not be described, up to version 5."""
 _SHOWN_CHARACTERS = 2000
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 _BYTECODE_NOTE = (
@@ -53,8 +57,8 @@ class CodeIdentity:
     Made with a step, and pickled with it.
     """
 
-    made: Description | None
-    """None: the code could not be described, so it is not compared."""
+    made: CodeDescription | None
+    """None in pickles of version 5 and before: the code could not be described."""
     fingerprint: str = ""
     """Hash of the described functions and objects."""
     process: str = ""
@@ -94,9 +98,7 @@ def code_identity(
         rollout_version: replaces the description.
     """
     if rollout_version is not None:
-        named = Description(
-            {"rollout_version": rollout_version}, {}, {}, {}, [], frozenset(), False, []
-        )
+        named = CodeDescription({"rollout_version": rollout_version}, {}, {}, [], frozenset(), [])
         return CodeIdentity(named, version=_VERSION)
     things = {
         "rollout_fn": rollout_fn,
@@ -105,8 +107,6 @@ def code_identity(
     }
     shared = shared_context.values() if isinstance(shared_context, dict) else ()
     found = digest(*map(fingerprint, [*things.values(), *shared]))
-    if when_made is not None and when_made.made is None:
-        return CodeIdentity(None)
     # A job that was queued before an upgrade.
     if when_made is not None and when_made.version != _VERSION:
         return when_made
@@ -116,14 +116,16 @@ def code_identity(
             return when_made
         if (known := _described.get((when_made.mark, _PROCESS))) is not None:
             return known
-        before = when_made.made if any(map(_is_away, things.values())) else None
+        if any(_is_away(root.thing) for root in look_at(things).roots):
+            before = when_made.made
     try:
         made = _shown(describe(things, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
-        logger.warning(
-            f"The code could not be described, so it is not compared. Please report this: {error!r}"
-        )
-        return CodeIdentity(None)
+        raise ConfigError(
+            f"its code could not be described, so a resume could not compare it: {error!r}. Set "
+            "rollout_version to a text that you change with the code.",
+            setting="rollout_fn",
+        ) from error
     # The object holds settings when the step is made, and state later.
     if when_made is not None and when_made.fingerprint == found:
         made.fields.update(
@@ -144,25 +146,24 @@ def code_of(thing: object) -> dict[str, str]:
         fields = {} if _is_of_pipeline(thing) else describe({"step": thing}).fields
     except Exception:
         return {}
-    python = f" in {sys.implementation.cache_tag}" if any(map(is_bytecode, fields.values())) else ""
-    return {f"code{python}": digest(repr(sorted(fields.items())))} if fields else {}
+    if not fields:
+        return {}
+    python = ""
+    if any(map(_is_bytecode, fields.values())):
+        python = f" in {sys.implementation.cache_tag}"
+    return {f"code{python}": digest(repr(sorted(fields.items())))}
+
+
+def _is_bytecode(value: object) -> bool:
+    return str(value).startswith("bytecode ")
 
 
 def _is_away(thing: object) -> bool:
     """Returns whether a pickle brought a function by value into a program without its file."""
-    if isinstance(thing, functools.partial | dict | list | tuple):
-        parts = (
-            [thing.func, *thing.args, thing.keywords]
-            if isinstance(thing, functools.partial)
-            else thing
-        )
-        return any(map(_is_away, parts.values() if isinstance(parts, dict) else parts))
-    thing = getattr(thing, "__func__", thing)
+    if isinstance(thing, type):
+        return any(map(_is_away, vars(thing).values()))
     if not isinstance(thing, types.FunctionType):
-        cls = thing if isinstance(thing, type) else type(thing)
-        return any(
-            _is_away(one) for one in vars(cls).values() if isinstance(one, types.FunctionType)
-        )
+        return False
     loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
     file = thing.__code__.co_filename
     is_here = (
@@ -190,11 +191,11 @@ def _of_writer(writer: object) -> dict[str, object]:
     )
 
 
-def _shown(made: Description, writer: object) -> Description:
+def _shown(made: CodeDescription, writer: object) -> CodeDescription:
     """Removes secrets and long texts: the identity is written to run.json and executor.json."""
     fields, own = (
         {name: _short(value) for name, value in fields_without_secrets(each).items()}
-        for each in made[:3:2]
+        for each in (made.fields, made.own)
     )
     if getattr(writer, "expand_metadata", False):
         fields["output_writer.expand_metadata"] = True
@@ -235,8 +236,8 @@ def run_identity(
         else {name: code.made.notes[name] for name in code.fields if name in code.made.notes}
     )
     for name, value in code.fields.items():
-        if is_bytecode(value):
-            notes[name] = f"{notes[name]}; {_BYTECODE_NOTE}"
+        if _is_bytecode(value):
+            notes[name] = _BYTECODE_NOTE
     notes[OUTPUT_FOLDER] = "a task is running: stop the run before its output is moved"
     fields = {**version, **_fields_of_models(models), **code.fields, **output}
     if b'"extra_body":' in orjson.dumps(fields):

@@ -29,9 +29,8 @@ from typing import Any, NamedTuple
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import Veil, environment_secrets, is_surely_secret
-from datatrove_ckpt.generation.code_text import loaded_names
-from datatrove_ckpt.generation.code_values import cells
-from datatrove_ckpt.generation.run_identity import CodeIdentity
+from datatrove_ckpt.generation.code_given import cells
+from datatrove_ckpt.generation.code_statements import loaded_names
 from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
 
 _collecting = threading.local()
@@ -216,118 +215,89 @@ def secrets_in(name: str, value: object) -> list[str]:
     Raises:
         Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
     """
-    if _holds(name, value):
-        return [name]
     import dill  # type: ignore[import-untyped]
 
     look = _Look(name)
+    look.check(name, name, value)
     with Path(os.devnull).open("wb") as nowhere:
         pickler = dill.Pickler(nowhere)
         pickler.persistent_id = look  # called with each object that is written
         pickler.dump(value)
-    return list(dict.fromkeys(look.places()))
+    return look.found
 
 
 class _Look:
+    """Checks each object that is written, by the place where another one holds it."""
+
     def __init__(self, name: str) -> None:
+        self.found: list[str] = []
         self._name = name
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
-        self._owners: dict[int, str] = {}
+        self._places: dict[int, str] = {}
         self._classes: list[type] = []
-        self._functions: list[types.FunctionType] = []
-        self._codes: set[int] = set()
-        self._places: list[str] = []
-        self._unnamed = False
-        self._variables = {
-            text.encode(): name for name, text in environment_secrets(is_surely_secret).items()
-        }
-        self._of_variables: list[str] = []
+        self._functions: dict[int, types.FunctionType] = {}
+        self._variables = environment_secrets(is_surely_secret)
 
-    def __call__(self, thing: object) -> None:
+    def __call__(self, thing: Any) -> None:
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
+        place = self._places.get(id(thing), self._name)
         if isinstance(thing, str | bytes | bytearray):
-            self._unnamed |= is_surely_secret("", thing)
-            if isinstance(thing, str):
-                thing = thing.encode("utf-8", "surrogatepass")
-            self._of_variables += [name for text, name in self._variables.items() if text in thing]
+            self._check_text(place, thing)
         elif isinstance(thing, dict):
-            owner = self._owners.get(id(thing), self._name)
-            if owner and not _is_of_module(thing):
-                self._look_at(owner, thing)
+            for cls in self._classes:  # dill writes a copy of its dict
+                if "__module__" in thing and all(
+                    vars(cls).get(key) is one for key, one in thing.items()
+                ):
+                    place = cls.__qualname__
+            if thing.get("__name__") not in sys.modules:
+                self._check_all(place, thing)
         elif isinstance(thing, types.FunctionType):
-            self._functions.append(thing)
-        elif isinstance(thing, types.CodeType):
-            self._codes.add(id(thing))
+            self._functions[id(thing.__code__)] = thing
+        elif isinstance(thing, types.CodeType):  # of a function that is not written by its name
+            if function := self._functions.get(id(thing)):
+                for name, value in _variables(function):
+                    self.check(f"{function.__qualname__}({name}=)", name, value)
+        elif isinstance(thing, functools.partial):
+            names = getattr(getattr(thing.func, "__code__", None), "co_varnames", ())
+            given = dict(zip(names, thing.args, strict=False))
+            self._check_all("functools.partial", given | thing.keywords)
+        elif isinstance(thing, Veil):
+            self._places[id(thing.value)] = thing.name
+        elif isinstance(thing, tuple) and hasattr(thing, "_asdict"):
+            self._check_all(type(thing).__qualname__, thing._asdict())
         elif isinstance(thing, type):
             self._classes.append(thing)
-        elif isinstance(thing, CodeIdentity):  # hashes, under the names of what they stand for
-            self._owners |= dict.fromkeys(map(id, thing.made or ()), "")
-        else:
-            self._of_object(thing)
+        elif hasattr(thing, "__dict__"):
+            self._places[id(vars(thing))] = type(thing).__qualname__
 
-    def places(self) -> Iterator[str]:
-        found = list(self._places)
-        for function in self._functions:
-            if id(function.__code__) in self._codes:  # else its name alone is written
-                found += [
-                    f"{function.__qualname__}({name}=)"
-                    for name, value in _variables(function)
-                    if _holds(name, value)
-                ]
-        if self._unnamed and not found:
-            found = [f"a text in {self._name}"]
-        yield from found or [
-            f"the value of the environment variable {name}" for name in self._of_variables
-        ]
+    def check(self, place: str, name: str, value: object) -> None:
+        parts = [value]
+        if isinstance(value, list | tuple | set | frozenset):
+            parts += value
+        for part in parts:
+            self._places.setdefault(id(part), place)
+            if is_surely_secret(name, part):
+                self._find(place)
 
-    def _of_object(self, thing: object) -> None:
-        if isinstance(thing, Veil):
-            self._owners[id(thing.value)] = thing.name
-        if isinstance(own := getattr(thing, "__dict__", None), dict):
-            self._owners[id(own)] = type(thing).__qualname__
-        if isinstance(thing, tuple) and isinstance(
-            fields := getattr(thing, "_fields", None), tuple
-        ):
-            self._look_at(type(thing).__qualname__, dict(zip(fields, thing, strict=False)))
-        if isinstance(thing, functools.partial):
-            code = getattr(thing.func, "__code__", None)
-            names: tuple[str, ...] = ()
-            if isinstance(code, types.CodeType):
-                names = code.co_varnames
-            self._look_at(
-                "functools.partial",
-                {**dict(zip(names, thing.args, strict=False)), **thing.keywords},
-            )
-
-    def _look_at(self, owner: str, values: Mapping[Any, object]) -> None:
+    def _check_all(self, owner: str, values: Mapping[Any, object]) -> None:
         for name, value in values.items():
-            if not isinstance(name, str):
-                continue
-            # Of a class, dill writes a copy of its dict.
-            classes = (cls.__qualname__ for cls in self._classes if vars(cls).get(name) is value)
-            place = f"{next(classes, owner)}.{name}"
-            inside = [
-                part
-                for part in (value if isinstance(value, list | tuple) else [value])
-                if isinstance(part, dict)
-            ]
-            self._owners = dict.fromkeys(map(id, inside), place) | self._owners  # they come later
-            if _holds(name, value):
-                self._places.append(place)
+            if isinstance(name, str):
+                self.check(f"{owner}.{name}".lstrip("."), name, value)
 
+    def _check_text(self, place: str, text: str | bytes | bytearray) -> None:
+        if is_surely_secret("", text):
+            self._find(place)
+        if isinstance(text, str):
+            text = text.encode("utf-8", "surrogatepass")
+        for name, value in self._variables.items():
+            if value.encode() in text:
+                self._find(f"the value of the environment variable {name}")
 
-def _holds(name: str, value: object) -> bool:
-    """Returns whether a value is a secret, or holds texts that are secrets under this name."""
-    if isinstance(value, dict):  # what has the form of a key is found inside it
-        parts = [part for part in value.values() if isinstance(part, str | bytes)]
-        return any(
-            is_surely_secret(name, part) and not is_surely_secret("", part) for part in parts
-        )
-    if isinstance(value, list | tuple | set | frozenset):
-        return any(isinstance(part, str | bytes) and is_surely_secret(name, part) for part in value)
-    return is_surely_secret(name, value)
+    def _find(self, place: str) -> None:
+        if place not in self.found:
+            self.found.append(place)
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
@@ -337,9 +307,3 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     yield from zip(names[len(names) - len(defaults) :], defaults, strict=False)
     yield from (function.__kwdefaults__ or {}).items()
     yield from cells(function)
-
-
-def _is_of_module(thing: dict[object, object]) -> bool:
-    name = thing.get("__name__")
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    return module is not None and vars(module) is thing

@@ -294,7 +294,11 @@ class Step(PipelineStep):
             names := script_names.collect(self.rollout_fn, self.shared_context, adapter)
         ) is not None:
             state["_script_names"] = names
-        _refuse_secrets(state if names is None else {**state, "_script_names": names.values})
+        held = {**self.__dict__}
+        del held["_code_when_made"]  # hashes, under the names of what they stand for
+        if names is not None:
+            held |= names.values
+        _refuse_secrets(held)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -351,7 +355,7 @@ def _for_process(step: Step) -> object:
 def _refuse_secrets(state: dict[str, object]) -> None:
     try:
         with script_names.nothing_carried():
-            places = secrets_in("the step", state)
+            places = secrets_in("", state)
     except Exception:  # the pickle itself says why it cannot be made
         return
     if places:

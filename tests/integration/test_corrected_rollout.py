@@ -63,7 +63,7 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
     (here / "users_rollouts.py").write_text(CORRECTED)
     code, said = run()
     assert code == 1
-    assert "(code of the function users_rollouts.rollout)" in said
+    assert "users_rollouts.py, line 2: rollout_fn)" in said
     assert f"The whole command: {command} {flag}" in said
     assert run(flag)[0] == 0
     assert set(server.asked.values()) == {1}

@@ -2,8 +2,8 @@
 that is not first.
 """
 
+import os
 import re
-from pathlib import Path
 
 import orjson
 import pytest
@@ -39,7 +39,7 @@ def b():
 
 async def first_then_second(document, generate):
     """All models get the same payload, the one that was first in the first attempt at first."""
-    order = Path("order").read_text().split()  # noqa: ASYNC240
+    order = os.environ["ORDER"].split()
     return {name: (await getattr(generate, name)(chat(document.text))).text for name in order}
 
 
@@ -56,13 +56,13 @@ def attempt(folder, models, seed=None, **changes):
     ("names", "kept"),
     [("judge=b writer=a", True), ("judge=a writer=b", True), ("author=a critic=b", False)],
 )
-def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, seed):
+def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, seed, monkeypatch):
     """All have the same model name and payload.
 
     An endpoint may move, so the name is what a model is known by.
     """
     b._status = lambda payload, times: 401
-    Path("order").write_text("writer judge")
+    monkeypatch.setenv("ORDER", "writer judge")
     with pytest.raises(ServerRefused):
         attempt(here, {"writer": a, "judge": b}, seed)
     b._status = lambda payload, times: None
@@ -70,7 +70,7 @@ def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, see
     models = {pair[:-2]: servers[pair[-1]] for pair in names.split()}
     with pytest.raises(CheckpointMismatch, match="models: "):
         attempt(here, models, seed)
-    Path("order").write_text(" ".join(models))
+    monkeypatch.setenv("ORDER", " ".join(models))
     attempt(here, models, seed, accept_changes=True)
     (row,) = rows(here)
     own = {pair[:-2]: f"{pair[-1]} on text 0" for pair in names.split()}
@@ -98,21 +98,21 @@ def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
 
 
 async def by_paths(document, generate):
-    """All paths get the same payload, in the order of the file."""
+    """All paths get the same payload, in this order."""
     found = {}
-    for path in Path("order").read_text().split():  # noqa: ASYNC240
+    for path in os.environ["ORDER"].split():
         answer = await generate(chat(document.text), path=path)
         found[path] = answer.text or answer.answer
     return found
 
 
-def test_an_answer_stays_with_the_path_of_its_request(here, a):
+def test_an_answer_stays_with_the_path_of_its_request(here, a, monkeypatch):
     a.paths["/other"] = lambda payload: {"from": "another path"}
     place = {"checkpoints_local_dir": str(here / "checkpoints")}
-    Path("order").write_text("/v1/chat/completions no-path")
+    monkeypatch.setenv("ORDER", "/v1/chat/completions no-path")
     with pytest.raises(ConfigError, match="no-path"):
         InferenceRunner(by_paths, config(a), writer(here), **place).run(documents(1))
-    Path("order").write_text("/other /v1/chat/completions")
+    monkeypatch.setenv("ORDER", "/other /v1/chat/completions")
     InferenceRunner(by_paths, config(a), writer(here), **place).run(documents(1))
     (row,) = rows(here)
     assert row["metadata"]["rollout_results"] == [

@@ -183,4 +183,9 @@ def test_an_edit_that_changes_the_work_is_seen_and_no_other(ram, kind, twentieth
         except Exception as error:
             wrong.append(f"{row.name}: {error!r}")
     assert wrong == []
-    assert number > {"seen": 400, "harmless": 150}[kind]
+    assert number + 1 == {"seen": 528, "harmless": 194}[kind]
+
+
+def test_false_alarms_are_few():
+    """Edits that are seen although they change nothing; docs/recovery.md names their number."""
+    assert sum("refused" in row.flags for row in rows("harmless")) == 9

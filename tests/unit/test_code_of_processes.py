@@ -9,6 +9,8 @@ import types
 
 import pytest
 
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation import code_statements
 from datatrove_ckpt.generation.run_identity import code_identity
 from tests import processes
 from tests.unit.test_identity import as_main
@@ -178,5 +180,117 @@ rollout = make()
 """
     fields = code_identity(as_main(tmp_path, source, monkeypatch).rollout, None).fields
     assert "s3cret" not in str(fields)
-    assert sum("hash scrypt" in str(value) for value in fields.values()) == 4
-    assert sum(value == "Say" for value in fields.values()) == 3
+    assert sum("hash scrypt" in str(value) for value in fields.values()) == 2
+    assert sum(value == "Say" for value in fields.values()) == 2
+
+
+CHANCE = """
+import json, re, subprocess, tempfile, time
+from datatrove_ckpt.generation.run_identity import code_identity
+NAMES = {"one", "two", "three", "four", "five"}
+LABELS = list(NAMES)
+JOINED = ", ".join(NAMES)
+PATTERN = re.compile("|".join(NAMES))
+TABLE = {name: len(name) for name in NAMES}
+FIRST, *REST = NAMES
+NESTED = [(name, sorted(NAMES)) for name in NAMES]
+TEXT = str(NAMES)
+NOW = subprocess.check_output(["date", "+%N"]), time.time(), tempfile.mkdtemp(), object()
+async def rollout(document, generate):
+    return LABELS, JOINED, PATTERN, TABLE, FIRST, REST, NESTED, TEXT, NOW
+print(json.dumps(code_identity(rollout, None).fields, sort_keys=True))
+"""
+
+
+def test_the_order_of_a_set_and_the_output_of_a_command_are_no_edits(tmp_path):
+    (tmp_path / "script.py").write_text(CHANCE)
+    first = identity(tmp_path, "PYTHONHASHSEED=1")
+    assert "uses.NESTED code" in first
+    assert identity(tmp_path, "PYTHONHASHSEED=2") == first
+
+
+def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(tmp_path, monkeypatch):
+    for number in range(200):
+        lines = [f"def helper_{number}_{part}():\n    return {part}\n" for part in range(30)]
+        (tmp_path / f"module_{number}.py").write_text("import module_0\n" + "\n".join(lines))
+    imports = "".join(f"import module_{number}\n" for number in range(200))
+    body = "return module_7.helper_7_3(), module_8.helper_8_4()"
+    parsed = []
+    real = code_statements.parse
+    monkeypatch.setattr(code_statements, "parse", lambda text: parsed.append(text) or real(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    script = as_main(
+        tmp_path, f"{imports}\nasync def rollout(document, generate):\n    {body}\n", monkeypatch
+    )
+    fields = code_identity(script.rollout, None).fields
+    assert {"uses.helper_7_3 code", "uses.helper_8_4 code"} < fields.keys()
+    assert len({*parsed}) == 3
+
+
+def test_a_setting_that_the_user_changes_between_two_steps_counts_and_the_state_of_a_rollout_does_not(
+    tmp_path, monkeypatch
+):
+    source = """
+class Asker:
+    def __init__(self):
+        self.prompt = "Say"
+        self.count = 0
+    async def __call__(self, document, generate):
+        self.count += 1
+        return await generate({"prompt": self.prompt})
+"""
+    asker = as_main(tmp_path, source, monkeypatch).Asker()
+    first = code_identity(asker, None).fields
+    asker.count = 7
+    assert code_identity(asker, None).fields == first
+    asker.prompt = "Sing"
+    assert code_identity(asker, None).fields["rollout_fn.prompt"] == "Sing"
+
+
+def test_a_value_is_compared_although_its_name_is_given_an_id_elsewhere(tmp_path, monkeypatch):
+    source = """
+import functools
+def note(prompt):
+    return prompt
+async def ask(document, generate, prompt, sample):
+    return note(prompt=document.id)
+rollout = functools.partial(ask, prompt="Say", sample=3)
+"""
+    fields = code_identity(as_main(tmp_path, source, monkeypatch).rollout, None).fields
+    assert fields["rollout_fn.prompt"] == "Say"
+    assert fields["rollout_fn.sample"] == 3
+
+
+def test_a_rollout_without_any_code_is_refused():
+    silent = type("Silent", (), {"__module__": __name__})()
+    with pytest.raises(ConfigError, match=r"source of Silent is not in .* Set rollout_version"):
+        code_identity(silent, None)
+
+
+def test_a_change_is_named_with_its_file_its_line_and_the_way_from_the_rollout(
+    tmp_path, monkeypatch
+):
+    source = """
+from words_that_are_named import clean
+async def rollout(document, generate):
+    return clean(document.text)
+"""
+    (tmp_path / "words_that_are_named.py").write_text(
+        "def clean(text):\n    return helper(text)\n\ndef helper(text):\n    return text\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    code = code_identity(as_main(tmp_path, source, monkeypatch).rollout, None)
+    assert code.made.notes["uses.helper code"] == (
+        f"helper in {tmp_path}/words_that_are_named.py, line 4: rollout_fn -> clean -> helper"
+    )
+
+
+def test_a_class_without_a_file_counts_by_its_bytecode():
+    def made(ending):
+        space = {"__name__": "nowhere"}
+        source = f"class Asker:\n    async def __call__(self, document, generate):\n        return {ending!r}\n"
+        exec(source, space)
+        return code_identity(space["Asker"](), None).fields
+
+    assert made("!") == made("!")
+    assert made("!") != made("?")

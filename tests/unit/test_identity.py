@@ -18,14 +18,14 @@ from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation import code_text, code_values, code_walk
+from datatrove_ckpt.generation import code_description, code_given, code_statements
 from datatrove_ckpt.generation.run_identity import code_identity
 from tests import processes
 from tests.jobs import documents, runner
 from tests.kept import content_of, edit
 
 DATA = Path(__file__).parent.parent / "data"
-FOLDER = str(Path(code_walk.__file__).parent)
+FOLDER = str(Path(code_description.__file__).parent)
 MODULE = """
 import functools
 import json
@@ -99,7 +99,7 @@ def code_of(rollout):
 
 
 def tree_hash(source):
-    return code_text.write_tree(code_text.parse(source))
+    return code_statements.write_tree(code_statements.parse(source))
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,10 @@ def test_a_type_has_one_name_on_all_python_versions():
             name, exec_body=lambda namespace: namespace.update(__module__=module)
         )
 
-    assert code_values.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
-    assert code_values.type_name(of_module("_thread", "lock")) == "_thread.lock"
-    assert code_values.type_name(of_module("typing", "_UnionGenericAlias")) == "typing.Union"
-    assert code_values.type_name(of_module("types", "UnionType")) == "typing.Union"
+    assert code_given.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
+    assert code_given.type_name(of_module("_thread", "lock")) == "_thread.lock"
+    assert code_given.type_name(of_module("typing", "_UnionGenericAlias")) == "typing.Union"
+    assert code_given.type_name(of_module("types", "UnionType")) == "typing.Union"
 
 
 # every Python version ----------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def load(name, path):
 
 for name in ("datatrove_ckpt", "datatrove_ckpt.generation"):
     sys.modules[name] = types.ModuleType(name)
-for part in ("code_text", "code_values", "code_uses", "code_modules", "code_walk"):
+for part in ("code_statements", "code_given", "code_description"):
     walk = load(f"datatrove_ckpt.generation.{part}", os.path.join(sys.argv[1], f"{part}.py"))
 """
 DESCRIBE_SHAPES = (
@@ -186,7 +186,7 @@ DESCRIBE_SHAPES = (
     + """
 shapes = load("code_shapes", sys.argv[2])
 found = {name: walk.describe({"rollout_fn": shape}).fields for name, shape in shapes.SHAPES.items()}
-values = sys.modules['datatrove_ckpt.generation.code_values']
+values = sys.modules['datatrove_ckpt.generation.code_given']
 found |= {name: values.type_name(cls) for name, cls in shapes.TYPES.items()}
 print(json.dumps([sys.version_info[:2], found]))
 """
@@ -199,7 +199,7 @@ exec("def rollout(d):\\n    return d in {'a', 'b', 'c', 'd', 'e', 'f'}", namespa
 print(walk.describe({"rollout_fn": namespace["rollout"]}).fields["rollout_fn code"])
 """
 )
-SHAPES = "14cd8e92e31dfb5ac71678c3efaa6d6e"
+SHAPES = "827382edf63b4e5f6a61ba43235e6517"
 """Of what is described on every Python.
 
 If it changes, all unfinished runs are refused: raise ``_VERSION`` then.
@@ -240,7 +240,7 @@ def check_hashes(minor, path):
     version, found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert version == [3, minor]
     assert len(found) > 20
-    assert code_text.digest(json.dumps(found, sort_keys=True)) == SHAPES
+    assert code_statements.digest(json.dumps(found, sort_keys=True)) == SHAPES
 
 
 def test_code_has_the_same_hash_on_this_python():
@@ -297,7 +297,7 @@ def test_a_run_that_the_version_before_described_goes_on(tmp_path, server, log):
     rollout = load_changed(tmp_path, "first").rollout
     runner(tmp_path, server, rollout).run(documents(1))
     kept = fields_of(tmp_path)
-    edit(run_json(tmp_path), **{"identity_version": 4, "uses.helper code": "source 0"})
+    edit(run_json(tmp_path), **{"identity_version": 5, "uses.helper code": "source 0"})
     (run_json(tmp_path).parent.parent / "job.json").unlink()
     log.clear()
     runner(tmp_path, server, rollout).run(documents(2))

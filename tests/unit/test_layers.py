@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.generation import code_text
+from datatrove_ckpt.generation import code_statements
 from datatrove_ckpt.generation.step import Step
 from tests.unit.test_plain_statements import packed
 
@@ -71,7 +71,7 @@ def modules():
             .removesuffix("__init__")
             .rstrip(".")
         )
-        tree = code_text.parse(path.read_text())
+        tree = code_statements.parse(path.read_text())
         nodes = list(ast.walk(tree))
         found[name] = Module(
             imports(nodes),

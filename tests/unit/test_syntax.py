@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.generation import code_text
+from datatrove_ckpt.generation import code_statements
 
-PACKAGE = Path(code_text.__file__).parent.parent
+PACKAGE = Path(code_statements.__file__).parent.parent
 
 
 def test_no_other_module_parses_code():
     parsing = [path for path in PACKAGE.rglob("*.py") if "ast.parse" in path.read_text()]
-    assert parsing == [PACKAGE / "generation/code_text.py"]
+    assert parsing == [PACKAGE / "generation/code_statements.py"]
 
 
 def test_two_threads_never_parse_at_once(monkeypatch):
@@ -38,7 +38,7 @@ def test_two_threads_never_parse_at_once(monkeypatch):
 
     monkeypatch.setattr(ast, "parse", watched)
     with ThreadPoolExecutor(12) as pool:
-        assert len(list(pool.map(code_text.parse, ["x = 1"] * 12))) == 12
+        assert len(list(pool.map(code_statements.parse, ["x = 1"] * 12))) == 12
     assert most == 1
 
 
@@ -54,7 +54,7 @@ def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(
         return real(*arguments, **settings)
 
     monkeypatch.setattr(ast, "parse", disturbed)
-    assert ast.unparse(code_text.parse("x  =  1")) == "x = 1"
+    assert ast.unparse(code_statements.parse("x  =  1")) == "x = 1"
     assert not left
     with pytest.raises(SyntaxError):
-        code_text.parse("x =")
+        code_statements.parse("x =")

@@ -1,0 +1,513 @@
+"""Parses the user's files into top-level statements: what each binds, changes and mentions.
+
+Files are found and parsed, never imported, and nothing is run. The cells of a notebook are one
+file. Texts of statements are equal on all Python versions.
+
+``ast`` in CPython 3.11 counts its recursion in a variable of the whole interpreter, so two threads
+that parse at once fail with ``SystemError``. So all parsing happens here, behind one lock, and is
+retried, because other code (loguru) may parse, too.
+
+The modules ``code_*`` import only the standard library: a test runs them on every Python.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+import functools
+import hashlib
+import itertools
+import linecache
+import os
+import re
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
+
+_Result = TypeVar("_Result")
+Chain = tuple[str, ...]
+"""A name, and the attributes that are taken of it: ``("words", "TABLE")``."""
+_IMPORT = ast.Import | ast.ImportFrom
+_DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+NOTEBOOK = "<notebook>"
+CELL = re.compile(r"<(i?python-input)-.*>|.*[\\/]ipykernel_\d+[\\/].*")
+_CHANGING = frozenset(
+    """
+    add append appendleft clear delattr discard exec extend insert pop popleft register remove
+    setattr setdefault shuffle update
+    """.split()  # noqa: SIM905
+)
+_PACING = frozenset(
+    """
+    ArgumentParser BoundedSemaphore Lock ProcessPoolExecutor RLock Semaphore ThreadPoolExecutor
+    add_argument getLogger setLevel
+    """.split()  # noqa: SIM905
+)
+"""Calls whose results change no answer, and which people adapt to a machine."""
+_WRITING = frozenset(
+    "FileHandler dump makedirs mkdir touch write write_bytes write_text writelines".split()  # noqa: SIM905
+)
+_READING = frozenset("FileSystemLoader files glob open read_bytes read_text".split())  # noqa: SIM905
+_TEXT_FILE = re.compile(r".*\.(txt|md|json|ya?ml|toml|j2|jinja2?|prompt|tmpl)")
+_PART = ast.Attribute | ast.Subscript
+_MAPPING = frozenset("__dict__ copy get items keys pop update values".split())  # noqa: SIM905
+_BUILDERS = frozenset("__init__ __new__ __post_init__ __setstate__".split())  # noqa: SIM905
+_MODES = frozenset("a ab w wb x xb".split())  # noqa: SIM905
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+# The context follows from the parent node; the kind tells u"" from "".
+_IGNORED_FIELDS = {"ctx", "kind", "simple", "type_comment", "type_params"}
+_ATTEMPTS = 20
+_IMPORT_LINE = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([.\w]*)[ \t]+import\b[ \t]*(\([^)]*\)|.*)|import[ \t]+(.*))", re.M
+)
+_STARTED = time.time()
+_lock = threading.RLock()
+
+
+def parse(source: str) -> ast.Module:
+    """``ast.parse`` for several threads."""
+    return _alone(lambda: ast.parse(source))
+
+
+def _alone(work: Callable[[], _Result]) -> _Result:
+    with _lock, warnings.catch_warnings():
+        # As an error, a warning about an escape would hide the source.
+        warnings.simplefilter("ignore")
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return work()
+            except SystemError:  # a thread that does not take the lock
+                continue
+        return work()
+
+
+def compile_tree(body: list[ast.stmt]) -> types.CodeType:
+    tree = ast.fix_missing_locations(ast.Module(body, []))
+    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    code: types.CodeType = _alone(lambda: compile(tree, "", "exec", flags, dont_inherit=True))
+    return code
+
+
+def nested_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from nested_codes(constant)
+
+
+def loaded_names(code: types.CodeType) -> set[str]:
+    steps = [step for inner in nested_codes(code) for step in dis.get_instructions(inner)]
+    return {step.argval for step in steps if step.opname.startswith(_LOADS)}
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "backslashreplace")).hexdigest()[:32]
+
+
+# text that is equal on all Pythons ---------------------------------------------------------------
+
+
+def write_tree(node: Any) -> str:
+    """Returns a syntax tree as ASCII text."""
+    if isinstance(node, list):
+        # {**x} has a key that is absent, {None: x} has the constant None.
+        parts = [one for one in node if not isinstance(one, ast.Pass)]
+        return f"[{','.join('_' if one is None else write_tree(one) for one in parts)}]"
+    if isinstance(node, ast.Constant):
+        return write_constant(node.value)
+    if not isinstance(node, ast.AST):
+        return write_constant(node)
+    name = type(node).__name__
+    if name in ("JoinedStr", "TemplateStr"):  # the second is new in Python 3.14
+        return _write_parts(name, getattr(node, "values", []))
+    # Empty fields are left out: newer versions have more of them.
+    written = {
+        field: write_tree(part)
+        for field, part in ast.iter_fields(node)
+        if field not in _IGNORED_FIELDS and part is not None and part != []
+    }
+    if written.get("format_spec") == "''":
+        del written["format_spec"]  # f"{x:}" is f"{x}"
+    return f"({name}{''.join(f' {field}={text}' for field, text in written.items())})"
+
+
+def _write_parts(name: str, parts: list[Any]) -> str:
+    """Writes an f-string. Some versions split its texts."""
+    written = []
+    for is_text, group in itertools.groupby(parts, lambda one: isinstance(one, ast.Constant)):
+        if is_text:
+            written.append(write_constant("".join(one.value for one in group)))
+        else:
+            written += map(write_tree, group)
+    written = [text for text in written if text != "''"]
+    if name == "JoinedStr" and not any(text.startswith("(") for text in written):
+        return "".join(written) or "''"  # f"text" is "text"
+    return f"({name} {','.join(written)})"
+
+
+def write_constant(value: object) -> str:
+    """Writes a constant: ``repr`` of a set depends on chance, and of a string on the version."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return hex(value)  # str() refuses more than 4300 digits
+    if isinstance(value, tuple):
+        return f"tuple({','.join(map(write_constant, value))})"
+    if isinstance(value, frozenset):
+        return f"set({','.join(sorted(map(write_constant, value)))})"
+    if isinstance(value, types.CodeType):
+        names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
+        content = (value.co_code, value.co_exceptiontable, *names, value.co_consts)
+        return f"code{write_constant(content)}"
+    return ascii(value)
+
+
+class _Undocumented(ast.NodeTransformer):
+    """Removes docstrings and hints, except hints of the fields of classes."""
+
+    def __init__(self) -> None:
+        self._fields: set[int] = set()
+
+    def visit(self, node: Any) -> Any:
+        if isinstance(node, _DEFINITION) and ast.get_docstring(node, clean=False) is not None:
+            node.body[0] = ast.Pass()
+        if isinstance(node, ast.ClassDef):
+            self._fields.update(map(id, node.body))
+        elif hasattr(node, "annotation") and id(node) not in self._fields:
+            node.annotation = None
+        if hasattr(node, "returns"):
+            node.returns = None
+        self.generic_visit(node)
+        if isinstance(node, ast.AnnAssign) and node.annotation is None:
+            bare = ast.Assign([node.target], node.value) if node.value else ast.Pass()
+            return ast.copy_location(bare, node)
+        return node
+
+
+# statements --------------------------------------------------------------------------------------
+
+
+class Import(NamedTuple):
+    """An import of one name.
+
+    Attributes:
+        bound: the name in the file that imports; ``*`` for all.
+        names: what is taken of the module; empty: the module itself, or all of it.
+    """
+
+    bound: str
+    level: int
+    module: str
+    names: Chain
+
+
+class Statement:
+    """A top-level statement.
+
+    Args:
+        documented: docstrings and hints count.
+
+    Attributes:
+        binds: the names of the file that it binds.
+        chains: the names that it mentions, with what it takes of them.
+        changes: chains of what it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
+        mutated: names and attributes that it changes while it runs, except where objects are made.
+        passed: chains of what it passes to a call, which may change it.
+        bases: chains of the classes that it extends.
+        words: all names in it.
+        texts: its strings.
+        texts_at_import: its strings outside of functions' bodies.
+        files: strings that may name a file that it reads; ``*`` stands for what an f-string fills
+            in. A statement that writes files names none.
+        assigned: names that it binds anywhere inside, what their values call, and their words.
+    """
+
+    def __init__(self, file: str, node: Any, documented: bool) -> None:
+        self.file = file
+        self.index = 0
+        self.line = node.lineno
+        decorators = getattr(node, "decorator_list", [])
+        self.lines = range(min(one.lineno for one in [node, *decorators]), node.end_lineno + 1)
+        if not documented:
+            node = _Undocumented().visit(node)
+        self.node = node
+        self.is_definition = isinstance(node, _DEFINITION)
+        self.is_import = isinstance(node, _IMPORT)
+        self._nodes: list[Any] = [*ast.walk(node)]
+        functions = self._of(ast.FunctionDef | ast.AsyncFunctionDef)
+        inside = {part for one in functions for line in one.body for part in ast.walk(line)}
+        self.texts_at_import = {*map(_pattern, {*self._nodes} - inside)}
+        self.words = {*map(name_of, self._nodes)} - {""}
+        self.texts = {text for text in map(_pattern, self._of(ast.Constant)) if text}
+        self.imports = [one for each in self._of(_IMPORT) for one in _imports(each)]
+        self.binds = self._binds()
+        self.chains = self._chains()
+        keywords = [one.value for one in getattr(node, "keywords", ())]
+        self.bases = {*map(chain_of, [*getattr(node, "bases", ()), *keywords])} - {()}
+        changed = self._changed()
+        called = self._called()
+        alone = [*decorators, *(one.func for one in called)]
+        self.changes = {*map(chain_of, [*alone, *changed]), *self._by_text()} - {()}
+        passed = [part for one in called if type(one.func) is ast.Name for part in ast.walk(one)]
+        self.passed = {*map(chain_of, passed)} - self.changes - {()}
+        builders = [one for one in self._of(ast.FunctionDef) if one.name in _BUILDERS]
+        building = {id(part) for one in builders for part in ast.walk(one)}
+        running = [chain_of(one) for one in changed if id(one) not in building]
+        scopes = [one.names for one in self._of(ast.Nonlocal)]
+        self.mutated = {name for names in [*running, *scopes] for name in names}
+        self.files = self._files()
+        values = self._of(
+            ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
+        )
+        self.assigned = [(_targets(one), _called(one), words_of(one)) for one in values]
+
+    def _of(self, kind: Any) -> list[Any]:
+        return [one for one in self._nodes if isinstance(one, kind)]
+
+    @property
+    def alias(self) -> str:
+        """A name of the statement, which may bind none."""
+        return f"<{self.index}>"
+
+    @functools.cached_property
+    def text(self) -> str:
+        return write_tree(self.node)
+
+    @property
+    def is_pacing(self) -> bool:
+        value = getattr(self.node, "value", None)
+        return isinstance(value, ast.Call) and name_of(value) in _PACING
+
+    def _binds(self) -> set[str]:
+        names = {name for one in self._of(ast.Global) for name in one.names}
+        if self.is_definition:
+            return {self.node.name, *names}
+        names |= {name_of(one) for one in self._of(_DEFINITION)}
+        names |= {one.bound for one in self.imports}
+        stored = [one for one in self._nodes if isinstance(getattr(one, "ctx", None), ast.Store)]
+        names |= {*map(name_of, stored)}
+        if "globals" in self.words:
+            names |= self.texts
+        if isinstance(getattr(self.node, "value", None), ast.Constant):
+            names.add("__doc__")
+        return names - {""}
+
+    def _chains(self) -> list[Chain]:
+        if self.is_import:
+            return []
+        code = compile_tree([self.node])
+        known = loaded_names(code) | self.binds | {one.bound for one in self.imports}
+        inside = {id(one.value) for one in self._of(ast.Attribute)}
+        chains = [chain_of(one) for one in self._of(ast.expr) if id(one) not in inside]
+        hints = [part for one in self._of(ast.AnnAssign) for part in ast.walk(one.annotation)]
+        texts = [(text,) for text in map(_pattern, hints) if text]
+        return [*dict.fromkeys(one for one in chains if one and one[0] in known), *texts]
+
+    def _changed(self) -> list[ast.AST]:
+        """Returns the names, attributes and items whose values it changes."""
+        found = [one for one in self._of(_PART) if not isinstance(one.ctx, ast.Load)]
+        for call in self._changing():
+            found.append(call.func)
+            if isinstance(call.func, ast.Name):
+                found += ast.walk(call)
+        return found
+
+    def _changing(self) -> list[ast.Call]:
+        return [call for call in self._of(ast.Call) if name_of(call) in _CHANGING]
+
+    def _called(self) -> list[ast.Call]:
+        """Returns calls whose results it does not use: they may change what they get."""
+        if self.is_definition:
+            return []
+        values = [one.value for one in self._of(ast.Expr) if isinstance(one.value, ast.Call)]
+        return [one for one in values if not hasattr(builtins, name_of(one))]
+
+    def _by_text(self) -> Iterator[Chain]:
+        """Yields what ``setattr(words, "TABLE", x)`` and the like change."""
+        for call in self._changing():
+            for target in call.args:
+                yield from ((*chain_of(target), text) for text in map(_pattern, call.args) if text)
+
+    def _files(self) -> set[str]:
+        writes = "open" in self.words and not self.texts.isdisjoint(_MODES)
+        if writes or not self.words.isdisjoint(_WRITING):
+            return set()
+        reading = [one for one in self._of(ast.Call) if name_of(one) in _READING]
+        named = {_pattern(part) for one in reading for part in ast.walk(one)}
+        return named | {text for text in self.texts if _TEXT_FILE.fullmatch(text)}
+
+    def takes_all(self, function: str, variable: str) -> bool:
+        """Returns whether functions of a name take more than parts of a variable."""
+        for node in self._of(ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            if getattr(node, "name", "<lambda>") == function:
+                parts = [one for one in ast.walk(node) if isinstance(one, _PART)]
+                taken = {
+                    id(one.value)
+                    for one in parts
+                    if isinstance(getattr(one, "slice", one), ast.Constant | ast.Attribute)
+                    and name_of(one) not in _MAPPING
+                }
+                names = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
+                if any(one.id == variable and id(one) not in taken for one in names):
+                    return True
+        return False
+
+
+def name_of(node: Any) -> str:
+    if isinstance(node, ast.Call):
+        return name_of(node.func)
+    found = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
+    return next((one for one in found if isinstance(one, str)), "")
+
+
+def _pattern(node: Any) -> str:
+    """Returns a string; ``*`` stands for what an f-string fills in."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_pattern(one) or "*" for one in node.values)
+    value = getattr(node, "value", None)
+    return value if isinstance(node, ast.Constant) and isinstance(value, str) else ""
+
+
+def words_of(node: ast.AST) -> set[str]:
+    return {name_of(one) for one in ast.walk(node)} - {""}
+
+
+def _called(node: ast.AST) -> set[str]:
+    names = {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
+    if any(isinstance(one, ast.Set | ast.SetComp) for one in ast.walk(node)):
+        names.add("set")
+    return names
+
+
+def chain_of(node: Any) -> Chain:
+    """``("a", "b")`` for ``a.b``, ``a.b[0]`` and ``a.b().c``."""
+    if isinstance(node, ast.Attribute):
+        inner = chain_of(node.value)
+        if isinstance(node.value, ast.Name | ast.Attribute) and inner:
+            return (*inner, node.attr)
+        return inner
+    if isinstance(node, ast.Subscript):
+        return chain_of(node.value)
+    if isinstance(node, ast.Call):
+        return chain_of(node.func)
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    return ()
+
+
+def _targets(node: Any) -> set[str]:
+    """Returns the names that an assignment, a definition or an argument gives to a value."""
+    targets = [*getattr(node, "targets", ()), *filter(None, [getattr(node, "target", None)])]
+    return {name_of(node)}.union(*map(words_of, targets)) - {""}
+
+
+def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            names = () if alias.name == "*" else (alias.name,)
+            yield Import(alias.asname or alias.name, node.level, node.module or "", names)
+        elif alias.asname:
+            yield Import(alias.asname, 0, alias.name, ())
+        else:
+            top = alias.name.partition(".")[0]
+            yield Import(top, 0, top, ())
+
+
+# files -------------------------------------------------------------------------------------------
+
+
+class CodeSource:
+    """A file of the user, or the cells of a notebook. It is parsed when that is needed."""
+
+    def __init__(self, path: str, documented: bool) -> None:
+        self.path = path
+        self._documented = documented
+        linecache.checkcache(path)
+        files = [path]
+        if path == NOTEBOOK:
+            files = [*filter(CELL.match, linecache.cache)]
+        self.texts = {file: "".join(linecache.getlines(file)) for file in files}
+
+    def holds(self, name: str) -> bool:
+        """Returns whether the text of the file has this word."""
+        word = re.compile(rf"\b{re.escape(name)}\b")
+        return any(name in text and word.search(text) for text in self.texts.values())
+
+    def imports(self) -> Iterator[tuple[int, str, list[str]]]:
+        """Yields level, module and names of all imports in the text, without parsing it."""
+        for text in self.texts.values():
+            for dots, module, names, modules in _IMPORT_LINE.findall(text):
+                for one in [module, *re.findall(r"\w[\w.]*", modules)]:
+                    if one or dots:
+                        yield len(dots), one, re.findall(r"\w+", names)
+
+    def is_of(self, function: types.FunctionType) -> bool:
+        """Returns whether this is the source of a function: it may be edited, or not be there."""
+        code = function.__code__
+        text = self.texts.get(code.co_filename)
+        if text and not _was_edited(code.co_filename):
+            return True
+        written = write_constant(code)
+        codes = nested_codes(compile_tree(parse(text or "").body))
+        return any(one.co_name == code.co_name and write_constant(one) == written for one in codes)
+
+    @functools.cached_property
+    def statements(self) -> list[Statement]:
+        found: list[Statement] = []
+        for file, text in self.texts.items():
+            # What cannot be parsed cannot be imported.
+            with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+                body = parse(text).body
+                found += [Statement(file, node, self._documented) for node in _apart(body)]
+        # A definition that a later one of its name replaces before it is used does not count.
+        replaced: set[str] = set()
+        kept: list[Statement] = []
+        for index, statement in reversed([*enumerate(found)]):
+            statement.index = index
+            if not statement.is_definition or statement.changes:
+                replaced -= statement.words
+            if statement.is_definition and statement.node.name in replaced:
+                continue
+            kept.insert(0, statement)
+            if statement.is_definition:
+                replaced.add(statement.node.name)
+        return kept
+
+    @functools.cached_property
+    def _named(self) -> dict[str, list[Statement]]:
+        found: dict[str, list[Statement]] = {}
+        for statement in self.statements:
+            for name in (statement.alias, *statement.binds):
+                found.setdefault(name, []).append(statement)
+        return found
+
+    def bound(self, name: str) -> list[Statement]:
+        if name == "":
+            return self.statements
+        if name.isidentifier() and not self.holds(name):
+            return []
+        return self._named.get(name, [])
+
+
+def _was_edited(file: str) -> bool:
+    """Returns whether a file is newer than this process."""
+    try:
+        return os.stat(file).st_mtime > _STARTED  # noqa: PTH116 (co_filename is text)
+    except OSError:  # an archive, or a cell of a notebook
+        return False
+
+
+def _apart(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yields top-level statements: each name of an import, and what the main block runs."""
+    for node in body:
+        if isinstance(node, _IMPORT):
+            for alias in node.names:
+                if getattr(node, "module", "") != "__future__":
+                    yield ast.copy_location(type(node)(**{**vars(node), "names": [alias]}), node)
+        elif isinstance(node, ast.If) and "__name__" in words_of(node.test):
+            yield from _apart(node.body)
+        elif "overload" not in map(name_of, getattr(node, "decorator_list", ())):
+            yield node

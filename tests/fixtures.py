@@ -310,6 +310,8 @@ def _as_if_alone(request, monkeypatch):
     # Keys of another test may be words of this one.
     redaction._revealed.clear()
     redaction._sent.clear()
+    # Commands add the working directory.
+    monkeypatch.setattr(sys, "path", list(sys.path))
     # Ranks would stop for the end of another test's Slurm job.
     monkeypatch.setattr("datatrove_ckpt.process.slurm_job._first_asked", {})
     # Servers of tests send nothing unasked, but for those of test_client.py.

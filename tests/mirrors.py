@@ -22,14 +22,14 @@ from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, config, documents, writer
+from tests.jobs import STOPS_SOON, chat, config, documents, writer
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
 
 async def ask_twice(document, generate):
-    await generate({"messages": [{"role": "user", "content": document.text}]})
-    return await generate({"messages": [{"role": "user", "content": f"{document.text} again"}]})
+    await generate(chat(document.text))
+    return await generate(chat(f"{document.text} again"))
 
 
 class Passes:

@@ -41,13 +41,6 @@ class Bench:
             lambda system: self.run(system, documents, latency, concurrency=concurrency),
         )
 
-    def cost(self, latency, documents, times):
-        """The same run without checkpoints, and with."""
-        settings = {"off": {"checkpoints": None}, "on": {}}
-        return interleaved(
-            settings, times, lambda way: self.run("ours", documents, latency, **settings[way])
-        )
-
 
 def write_report(bench, times, count):
     flat = bench.compare(["ours", "datatrove", "bare"], times, count, 0.0, 256)
@@ -59,13 +52,9 @@ def write_report(bench, times, count):
         1024: bench.compare(["ours", "bare"], 1, count * 1536 // 100, 0.2, 1024),
         5000: bench.compare(["ours", "bare"], 1, count * 625 // 100, 0.2, 5000),
     }
-    cost = {
-        0.0: bench.cost(0.0, count, times),
-        0.2: bench.cost(0.2, count * 64 // 100, 1),
-    }
     grown = bench.run("ours", 5 * count, chunk=5 * count, concurrency=5000)
     watched = bench.run("ours-asyncio", count, watch_loop=True)["loop"]
-    rows = [*_speed_rows(flat, waiting), *_own_rows(cost, grown, watched)]
+    rows = [*_speed_rows(flat, waiting), *_own_rows(grown, watched)]
     lost = {
         name: wrong(runs) for results in (flat, *waiting.values()) for name, runs in results.items()
     }
@@ -107,11 +96,8 @@ def _speed_rows(flat, waiting):
     return rows
 
 
-def _own_rows(cost, grown, watched):
-    cpu = ratio(cost[0.0]["on"], cost[0.0]["off"], "us")
-    wall = ratio(cost[0.2]["on"], cost[0.2]["off"], "wall")
+def _own_rows(grown, watched):
     cells = {
-        "checkpoints on, divided by off: CPU; time at 200 ms": f"{cpu:.2f} x; {wall:.3f} x",
         "memory, MB: 100,000 documents, one chunk, 5,000 at once": f"{grown['memory']:.0f}",
         "longest callback, ms: CPU; waiting for the GIL": (
             f"{watched['cpu_ms']:.0f}; {watched['gil_ms']:.0f}"

@@ -91,8 +91,7 @@ def wait_for_requests_in_flight():
             thread.join(300)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("seconds", "lag", "each"),
     [(300.0, 0, 29), (300.0, 0, 1), (0.0, 0, 1), (300.0, 1, 1)],
     ids=["each 29th", "one commit", "several", "lag"],

@@ -14,8 +14,7 @@ from tests.integration.test_typed_ways import PATHS
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "rollout",
     [
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),

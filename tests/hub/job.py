@@ -2,7 +2,6 @@
 for it.
 """
 
-import sys
 from contextlib import contextmanager
 
 from tests.commands import Command
@@ -15,7 +14,6 @@ from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 def hub_job(folder, hub, server, patch, capture):
     """Commands in a folder with job.yaml, a job of two tasks and three files of org/data."""
     patch.chdir(folder)
-    patch.setattr(sys, "path", list(sys.path))
     text = job_yaml(
         ENDPOINT.replace("URL", server.url), tasks=2, output="hf://datasets/org/data/part"
     )

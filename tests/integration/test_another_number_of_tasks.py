@@ -7,7 +7,7 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.testing import FakeServer
 from tests.datatrove_job import write_input
-from tests.jobs import documents, runner
+from tests.jobs import documents, run_job, runner
 from tests.kept import edit
 
 from .test_finished_from import write_yaml
@@ -55,9 +55,9 @@ def test_a_task_of_such_a_run_is_refused_without_the_file_too(tmp_path, server):
 
     Without the file, it would read other documents than it has read.
     """
-    runner(tmp_path, server).run(documents(3))
+    run_job(tmp_path, server, 3)
     edit(tmp_path / "checkpoints/00000/run.json", reshards=1)
     server.asked.clear()
     with pytest.raises(CheckpointMismatch, match=r"reshards: 1 -> \(not set\)"):
-        runner(tmp_path, server, accept_changes=True).run(documents(4))
+        run_job(tmp_path, server, 4, accept_changes=True)
     assert not server.asked

@@ -11,7 +11,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
-from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
@@ -278,7 +278,7 @@ def test_a_run_that_was_dealt_out_anew_is_refused(old, tmp_path, server):
     ("place", "said"),
     [
         ("none", "none holds no checkpoint"),
-        ("new/checkpoints", "answers_from: is checkpoints_local_dir"),
+        ("new/checkpoints", "answers_from: is this run's own checkpoints_local_dir"),
     ],
 )
 def test_a_folder_without_old_answers_is_refused(place, said, tmp_path, server):

@@ -110,8 +110,7 @@ def test_each_document_counts_its_texts_and_tokens_and_their_sum_is_right(shared
     assert sorted(sizes(shared)) == [1] * 8 + [4, 4]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("texts", [3, 1, 2, 8])
+@pytest.mark.matrix("texts", [3, 1, 2, 8])
 def test_killed_at_every_request_and_resumed_the_bytes_are_the_same(shared, tmp_path, texts):
     # One request at a time: of several in flight, some answers would be on their way at the kill.
     config = {"texts_per_request": texts, "max_concurrent_generations": 1}

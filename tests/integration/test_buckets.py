@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,9 +66,8 @@ def write_yaml(server, mirror=f"{BUCKET}/mirror", tasks=1):
 
 
 @pytest.fixture
-def job(hub, server, here, monkeypatch):
+def job(hub, server, here):
     """A bucket with the input of a task, and job.yaml."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     hub.create_repo("org/job", kind="bucket")
     put_input(hub, 1, 3)
     write_yaml(server)

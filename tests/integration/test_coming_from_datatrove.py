@@ -133,8 +133,7 @@ def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path):
         runner(tmp_path, server, rollout).run(documents(1))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("status", [400, 413, 414, 422, 431])
+@pytest.mark.matrix("status", [400, 413, 414, 422, 431])
 def test_each_status_of_a_rejection_skips(tmp_path, status):
     with FakeServer(
         status=lambda payload, times: status if "text 1" in str(payload) else None

@@ -37,7 +37,6 @@ def test_a_yaml_file_goes_on_with_the_command_that_the_error_names(
     capsys,
     server,
 ):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def run(*arguments):

@@ -10,9 +10,18 @@ from contextlib import suppress
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import InferenceError, InferenceRunner, ServerError, errors
+from datatrove_ckpt import InferenceError, ServerError, errors
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, ask, chat, config, documents, ids, rejects, runner, writer
+from tests.jobs import (
+    STOPS_SOON,
+    ask,
+    chat,
+    documents,
+    ids,
+    rejects,
+    run_job,
+    runner,
+)
 
 BAD = "BadRequestError"
 
@@ -96,7 +105,7 @@ def test_a_bug_after_a_rejection_that_was_handled_is_not_skipped(tmp_path):
         FakeServer(status=rejects(["text 1"])) as server,
         pytest.raises(InferenceError, match=r"'id 1'.*a bug"),
     ):
-        runner(tmp_path, server, swallows_and_fails, skip_bad_requests=True).run(documents(2))
+        run_job(tmp_path, server, 2, swallows_and_fails, skip_bad_requests=True)
 
 
 def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path):
@@ -104,9 +113,9 @@ def test_a_rejection_that_a_rollout_returns_is_named_and_its_setting(tmp_path):
         FakeServer(status=rejects(["text 0"])) as server,
         pytest.raises(errors.DocumentFailed) as caught,
     ):
-        runner(tmp_path, server, returns_them).run(documents(2))
+        run_job(tmp_path, server, 2, returns_them)
     assert "BadRequestError: HTTP 400" in str(caught.value)
-    assert "skip_bad_requests=True" in str(caught.value)
+    assert "set skip_bad_requests" in str(caught.value)
     assert caught.value.payload is not None
 
 
@@ -133,25 +142,12 @@ def test_a_payload_that_can_never_work_stops_the_rank_with_its_place_and_sends_n
     tmp_path, rollout, says
 ):
     with FakeServer() as server, pytest.raises(errors.ConfigError, match=says) as caught:
-        runner(tmp_path, server, rollout, on_document_error="dead_letter").run(documents(9))
+        run_job(tmp_path, server, 9, rollout, on_document_error="dead_letter")
     assert not server.payloads
     assert f"test_datatrove_errors.py, {line_of(rollout, 'generate(')}" in str(caught.value)
 
 
 # what is raised ----------------------------------------------------------------------------------
-
-
-async def fails(document, generate):
-    raise KeyError("a bug")
-
-
-def test_a_failed_document_is_an_inference_error_with_its_attributes(tmp_path, server):
-    with pytest.raises(InferenceError) as caught:
-        InferenceRunner(fails, config(server), writer(tmp_path)).run(documents(1))
-    assert isinstance(caught.value, errors.DocumentFailed)
-    assert caught.value.document.id == "id 0"
-    assert isinstance(caught.value.error, KeyError)
-    assert caught.value.payload is None
 
 
 def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
@@ -160,7 +156,9 @@ def test_a_rejected_request_is_an_inference_error_with_its_payload(tmp_path):
         FakeServer(status=rejects(["text 0"])) as server,
         pytest.raises(InferenceError, match=BAD) as caught,
     ):
-        runner(tmp_path, server).run(documents(1))
+        run_job(tmp_path, server, 1)
+    assert isinstance(caught.value, errors.DocumentFailed)
+    assert caught.value.document.id == "id 0"
     assert isinstance(caught.value.error, errors.RequestRejected)
     assert caught.value.payload["messages"] == [{"role": "user", "content": "text 0"}]
     there = pickle.loads(pickle.dumps(caught.value))
@@ -177,7 +175,7 @@ def test_a_server_that_fails_is_both_errors_of_datatrove(tmp_path, status, kind)
         FakeServer(status=lambda payload, times: status) as server,
         pytest.raises(kind) as caught,
     ):
-        runner(tmp_path, server, config=STOPS_SOON).run(documents(1))
+        run_job(tmp_path, server, 1, config=STOPS_SOON)
     there = pickle.loads(pickle.dumps(caught.value))
     assert isinstance(there, InferenceError)
     assert isinstance(there, ServerError)

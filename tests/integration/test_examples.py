@@ -43,11 +43,10 @@ def write_documents(folder):
 
 
 @pytest.fixture
-def folder(here, monkeypatch):
+def folder(here):
     """The current folder; it has documents, and small files of a model."""
     write_documents(here)
     write_tokenizer(here / "my-model")
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return here
 
 

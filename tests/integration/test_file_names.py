@@ -13,7 +13,7 @@ from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.names import STAGING
 from datatrove_ckpt.output.writer_checks import check_writer
 from datatrove_ckpt.testing import outputs
-from tests.jobs import ask, config, documents, letters, runner
+from tests.jobs import ask, config, letters, run_job, runner
 
 BY_LANGUAGE = "${lang}/${rank}_${chunk_index}.jsonl"
 
@@ -123,9 +123,7 @@ def test_a_field_that_the_rollout_sets_is_checked_too(tmp_path, server):
         return True
 
     with pytest.raises(InvalidFileName, match="has characters that are no Unicode text"):
-        runner(tmp_path, server, rollout, output_writer=writer(tmp_path, BY_LANGUAGE)).run(
-            documents(1)
-        )
+        run_job(tmp_path, server, 1, rollout, output_writer=writer(tmp_path, BY_LANGUAGE))
 
 
 def test_names_that_the_file_system_takes_for_one_are_refused_instead_of_overwritten(

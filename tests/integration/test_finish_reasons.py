@@ -5,10 +5,10 @@
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import documents, rows, runner
+from tests.jobs import rows, run_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -43,7 +43,7 @@ def texts(folder):
 
 def test_with_the_setting_each_document_is_asked_once(tmp_path):
     with Server({f"text {index}": [None] for index in range(4)}) as server:
-        runner(tmp_path, server, config=ACCEPTS).run(documents(4))
+        run_job(tmp_path, server, 4, config=ACCEPTS)
         assert set(server.asked.values()) == {1}
     assert texts(tmp_path) == ["half"] * 4
 
@@ -57,11 +57,11 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
             with pytest.raises(
                 ServerRefused, match="accept_null_finish_reason is for servers that never"
             ) as caught:
-                runner(tmp_path, server, config=ACCEPTS).run(documents(4))
+                run_job(tmp_path, server, 4, config=ACCEPTS)
             assert f"This attempt has taken {taken} of them as complete" in str(caught.value)
             server.plan["text 2"] = nulls[:]  # what the server gives from now on changes nothing
         with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
-            runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
+            run_job(tmp_path, server, 4, config=ONE_BY_ONE)
 
 
 def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
@@ -69,10 +69,10 @@ def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
 ):
     with Server({}, refuses="text 2") as server:
         with pytest.raises(ServerRefused, match="401"):
-            runner(tmp_path, server, config=ONE_BY_ONE).run(documents(4))
+            run_job(tmp_path, server, 4, config=ONE_BY_ONE)
         server.refuses = ""
         with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
-            runner(tmp_path, server, config=ACCEPTS).run(documents(4))
+            run_job(tmp_path, server, 4, config=ACCEPTS)
 
 
 def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_attempts(tmp_path):
@@ -81,9 +81,9 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
     plan = {f"text {index}": [reason] for index, reason in enumerate(reasons)}
     with Server(plan, refuses="text 6") as server:
         with pytest.raises(ServerRefused, match="401"):
-            runner(tmp_path, server, config=ONE_BY_ONE, records_per_chunk=4).run(documents(9))
+            run_job(tmp_path, server, 9, config=ONE_BY_ONE, records_per_chunk=4)
         server.refuses = ""
-        runner(tmp_path, server, config=ONE_BY_ONE, records_per_chunk=4).run(documents(9))
+        run_job(tmp_path, server, 9, config=ONE_BY_ONE, records_per_chunk=4)
         assert server.asked.total() == 10
     given = [row["metadata"]["rollout_results"][0]["finish_reason"] for row in rows(tmp_path)]
     assert given == reasons

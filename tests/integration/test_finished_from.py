@@ -154,8 +154,7 @@ def take_over(here, command, number, done, old=OLD, **changes):
 # datatrove's half-done runs, and ours under another number of tasks ------------------------------
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", [1, 2, 0])
+@pytest.mark.matrix("seed", [1, 2, 0])
 def test_a_killed_run_of_datatroves_is_taken_over(here, command, datatrove, seed):
     killer = Killer(seed)
     number = killer.chance.randint(9, 40)
@@ -188,8 +187,7 @@ def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_ove
     take_over(here, command, 60, done, **PARQUET)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
+@pytest.mark.matrix("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
 def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, command, changes):
     write_input(here, 13, 9, 8)
     with FakeServer(status=lambda asked, times: 401 if "text 9" in str(asked) else None) as server:
@@ -204,8 +202,7 @@ def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, co
 DATA = Path(__file__).parents[1] / "data"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("release", ["0_8_0", "0_9_0"])
+@pytest.mark.matrix("release", ["0_8_0", "0_9_0"])
 def test_a_killed_run_of_an_older_release_is_taken_over(here, command, release):
     shutil.copytree(DATA / f"datatrove_{release}", here, dirs_exist_ok=True)
     with FakeServer() as server:
@@ -259,8 +256,7 @@ def job(here, left):
     return here
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("cut", ["glued", "last_chunk", "line", "file"])
+@pytest.mark.matrix("cut", ["glued", "last_chunk", "line", "file"])
 def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     first, second = (job / CHUNK_FILE).read_bytes().splitlines(keepends=True)
     (job / "output/00000_chunk_2.jsonl").unlink()  # the killed run had it in memory, or has it
@@ -281,8 +277,7 @@ def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     take_over(job, command, NUMBER, done)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("end", [-6, None])
+@pytest.mark.matrix("end", [-6, None])
 def test_compressed_output_is_taken_over_up_to_its_damage(here, command, datatrove, end):
     make(here, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
     path = here / "output/00000_chunk_0.jsonl.gz"
@@ -377,7 +372,8 @@ def test_an_old_output_at_a_url_is_taken_over(job, server, empty_memory_file_sys
         assert asked_first(server).keys() & DONE == {"id 8", "id 9"} & asked_first(server).keys()
 
 
-def test_vectors_keep_their_type(here, server):
+@pytest.mark.parametrize("checkpoints", [None, "checkpoints"])
+def test_vectors_keep_their_type(here, server, checkpoints):
     vector = base64.b64encode(np.arange(4, dtype="<f4") / 3).decode()
     server.paths["/v1/embeddings"] = lambda asked: {
         "data": [{"index": 0, "embedding": vector}],
@@ -387,9 +383,15 @@ def test_vectors_keep_their_type(here, server):
     write_input(here, 9)
     found = []
     for folder, limit, old in (("old", 6, None), ("new", -1, "old"), ("reference", -1, None)):
-        writer = ParquetWriter(folder, "${rank}.parquet", expand_metadata=True)
+        writer = ParquetWriter(folder, "${rank}_${chunk_index}.parquet", expand_metadata=True)
         reader = JsonlReader("input", limit=limit)
-        InferenceRunner(EmbedRollout(), config, writer, finished_from=old).run(reader.run())
+        InferenceRunner(
+            EmbedRollout(),
+            config,
+            writer,
+            finished_from=old,
+            checkpoints_local_dir=checkpoints and f"{folder}-{checkpoints}",
+        ).run(reader.run())
         found.append(pq.read_table(next(Path(folder).iterdir())).sort_by("id"))
     assert len(server.payloads) == 6 + 3 + 9
     assert found[1].schema == found[2].schema

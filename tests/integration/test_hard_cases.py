@@ -27,7 +27,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.output.chunk_output import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, config, documents, ids, runner
+from tests.jobs import ask, config, documents, ids, run_job, runner
 from tests.patience import until, until_async
 
 
@@ -79,9 +79,7 @@ def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
     monkeypatch.setattr(Scheduler, "next_change", watched)
     monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
     monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
-    runner(tmp_path, server, records_per_chunk=1, config={"max_concurrent_documents": 1}).run(
-        documents(6)
-    )
+    run_job(tmp_path, server, 6, records_per_chunk=1, config={"max_concurrent_documents": 1})
     assert all(total <= written + 2 for written, total in enumerate(asked)), (
         "one may be past the look already"
     )
@@ -103,9 +101,9 @@ def test_max_dead_letters_counts_those_of_earlier_attempts(tmp_path, server):
     }
     for _ in range(5):
         with pytest.raises(TooManyDeadLetters):
-            runner(
-                tmp_path, server, fails, config={"max_concurrent_generations": 1}, **settings
-            ).run(documents(8))
+            run_job(
+                tmp_path, server, 8, fails, config={"max_concurrent_generations": 1}, **settings
+            )
 
 
 def test_a_forked_worker_that_outlives_its_runner_does_not_keep_the_rank_locked(
@@ -147,7 +145,7 @@ def test_a_poisoned_document_is_a_dead_letter_only_where_letters_are_kept(
     plain = JsonlWriter(str(tmp_path / "plain"), "${rank}.jsonl", compression=None)
     with pytest.raises(DocumentFailed, match="'id 1'"):
         InferenceRunner(poison, config(server), plain).run(documents(3))
-    runner(tmp_path, server, poison).run(documents(3))
+    run_job(tmp_path, server, 3, poison)
     assert ids(tmp_path) == ["id 0", "id 2"]
 
 
@@ -176,7 +174,7 @@ def test_a_checkpoint_that_is_deleted_during_its_run(tmp_path, name):
         return "yes"
 
     with FakeServer(answer) as server, pytest.raises(CkptError) as caught:
-        runner(tmp_path, server, config={"max_concurrent_generations": 1}).run(documents(6))
+        run_job(tmp_path, server, 6, config={"max_concurrent_generations": 1})
     own = caught.value
     assert isinstance(own, StorageFailed)
     assert str(tmp_path / "checkpoints") in str(own)

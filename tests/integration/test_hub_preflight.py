@@ -2,7 +2,6 @@
 and what it costs.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,9 +119,8 @@ def run_rank(folder, server, **changes):
 
 
 @pytest.fixture
-def job(here, hub, server, monkeypatch, command):
+def job(here, hub, server, command):
     """``datatrove-ckpt COMMAND job.yaml ...`` of a job with output on the hub."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
     text = job_yaml(endpoint(server), tasks=2, output="hf://datasets/org/data/part")
     write_job(here, text + "          records_per_chunk: 2\n", ["a", "b", "c"], ["d"])
     return lambda name, *arguments, code=0: command(name, "job.yaml", *arguments, code=code)

@@ -68,7 +68,6 @@ def jobs(hub, tmp_path):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
     for name in [name for name in sys.modules if name.startswith("jobs_")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("ENDPOINT_KEY", KEY)

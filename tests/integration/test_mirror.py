@@ -34,15 +34,15 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
-from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.run_folder.findings import check_before_run
+from datatrove_ckpt.run_folder.run_plan import RunPlan
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
 from tests.mirrors import (
@@ -959,18 +959,3 @@ def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(job, monkeypat
         "is not sealed" in line and "what it uploads from now on is sealed" in line for line in log
     )
     assert answered(restored_folder(job)) == up_to("text 4 again")
-
-
-def test_a_job_with_a_mirror_of_its_own_overwrites_no_output_of_another_job(job, expected, server):
-    """However often it is tried, and on whichever node: it leaves no version that would make the
-    output its own.
-    """
-    job.run(server)
-    other = Job(job.folder, str(job.folder / "mirror of another job"))
-    for checkpoints in ("other", "next node"):
-        other.checkpoints = job.folder / checkpoints
-        with pytest.raises(OutputMismatch, match="belongs to another run"):
-            other.run(server, 3)
-    assert not Path(other.remote).exists()
-    assert server.asked.total() == 12
-    assert outputs(job.folder / "output") == expected

@@ -191,8 +191,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("module", "workers"),
     [
         ("ours", 1),

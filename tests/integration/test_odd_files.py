@@ -178,12 +178,6 @@ def test_csv_is_read_as_the_csv_module_and_pandas_read_it(tmp_path, name, compre
     assert sorted(map(sorted, values)) == sorted(map(sorted, read.to_numpy().tolist()))
 
 
-def test_a_byte_order_mark_begins_no_name_of_json_lines(tmp_path):
-    write(tmp_path, "a.jsonl", MARK + b'{"id": "1", "text": "a"}\n')
-    write(tmp_path, "b.jsonl.gz", gzip.compress(MARK + b'{"text": "b", "id": "2"}\n'))
-    assert [document.id for document in JsonlReader(str(tmp_path)).run()] == ["1", "2"]
-
-
 def test_a_csv_row_with_too_many_cells_is_refused_before_its_request(tmp_path, run, server):
     path = write(tmp_path, "a.csv", b'id,text\n1,"o\nne"\n2,two,more\n3,three\n')
     said = run(server, path, code=1)

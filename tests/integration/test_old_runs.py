@@ -59,8 +59,7 @@ PLACES = (
 )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.matrix("chain", CHAINS)
 def test_results_of_another_run_are_refused_before_a_request_unless_they_are_accepted(job, chain):
     flag, difference = CHAINS[chain]
     job()

@@ -22,10 +22,9 @@ from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import hub_uploads, owner
 from datatrove_ckpt.output.owner import OutputOwnership
-from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
 from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
-from tests.jobs import ask, documents, runner
+from tests.jobs import ask, documents, run_job, runner
 
 NAME = "${rank}_${chunk_index}.jsonl"
 
@@ -198,6 +197,21 @@ def job(tmp_path, name, server, place, **changes):
     return runner(tmp_path / name, server, rollout, output_writer=place.writer(), **changes)
 
 
+def starter(tmp_path, place, servers):
+    """Starts the job "a" or "b", each of which has a server of its own."""
+
+    def start(name, number=5, **changes):
+        server = servers["ab".index(name)]
+        job(tmp_path, name, server, place, **changes).run(documents(number))
+
+    return start
+
+
+@pytest.fixture
+def start(tmp_path, place, servers):
+    return starter(tmp_path, place, servers)
+
+
 def killed_before_its_commit(step, monkeypatch):
     """Its first chunk is published, and has no commit."""
     with monkeypatch.context() as patch:
@@ -208,8 +222,8 @@ def killed_before_its_commit(step, monkeypatch):
 
 @pytest.mark.matrix
 @on("many files", "bucket")
-def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, place, servers):
-    one, other = servers
+def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, place, servers, start):
+    _, other = servers
     refused = []
 
     async def rollout(document, generate):
@@ -219,7 +233,7 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
 
             def second():
                 try:
-                    job(tmp_path, "b", other, place).run(documents(5))
+                    start("b")
                 except OutputMismatch as error:
                     failed.append(error)
 
@@ -229,7 +243,7 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
             refused[0] = str(failed[0])
         return await place.rollout(document, generate)
 
-    job(tmp_path, "a", one, place, rollout=rollout).run(documents(5))
+    start("a", rollout=rollout)
     assert (
         "belongs to another run, with checkpoints in " + str(tmp_path / "a/checkpoints")
         in refused[0]
@@ -238,8 +252,8 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
     written = place.files()
     assert not (tmp_path / "b/checkpoints/00000").exists()
     with pytest.raises(OutputMismatch, match="belongs to another run"):
-        job(tmp_path, "b", other, place).run(documents(5))
-    job(tmp_path, "a", one, place, rollout=rollout).run(documents(5))  # never refuses itself
+        start("b")
+    start("a", rollout=rollout)  # never refuses itself
     assert place.files() == written
 
 
@@ -249,6 +263,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     tmp_path,
     place,
     servers,
+    start,
     monkeypatch,
     command,
 ):
@@ -256,30 +271,30 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     killed_before_its_commit(job(tmp_path, "a", one, place), monkeypatch)
     place.move_away()
     with pytest.raises(OutputMismatch, match="the file that names it"):
-        job(tmp_path, "b", other, place).run(documents(5))
+        start("b")
     assert not other.asked
     place.forget_owner()
-    job(tmp_path, "b", other, place).run(documents(5))
+    start("b")
     written, asked = place.files(), one.asked.total()
     with pytest.raises(
         OutputMismatch, match=f"belongs to another run, with checkpoints in {tmp_path}/b"
     ):
-        job(tmp_path, "a", one, place).run(documents(5))
+        start("a")
     assert one.asked.total() == asked
     for words in ("verify", "repair"):
         said = command(words, tmp_path / "a/checkpoints", code=None)
         assert said.code in (1, 2)
         assert "belongs to another run" in said
     assert place.files() == written
-    job(tmp_path, "b", other, place).run(documents(5))
+    start("b")
     command("verify", tmp_path / "b/checkpoints", "--full")
     place.forget_owner()  # and even so
     with pytest.raises(OutputMismatch, match=r"no commit of rank 0 names|has other content"):
-        job(tmp_path, "a", one, place).run(documents(5))
+        start("a")
     assert place.files() == written
     place.bring_back()
     place.forget_owner()
-    job(tmp_path, "a", one, place).run(documents(5))
+    start("a")
     command("verify", tmp_path / "a/checkpoints", "--full")
 
 
@@ -287,12 +302,11 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
 @UNOWNED
 @on("local", "memory", "hub")
 def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
-    tmp_path, place, servers
+    tmp_path, place, servers, start
 ):
     """The first job publishes its last chunk, then the other one its first; neither has met a file
     before.
     """
-    one, other = servers
     has_begun, may_end = threading.Event(), threading.Event()
 
     async def rollout(document, generate):
@@ -308,7 +322,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
 
     def first():
         try:
-            job(tmp_path, "a", one, place, rollout=rollout).run(documents(4))
+            start("a", 4, rollout=rollout)
         except OutputMismatch as error:
             failed.append(error)
 
@@ -322,7 +336,7 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
     before = place.files()
     ended = []
     try:
-        job(tmp_path, "b", other, place).run(documents(4))
+        start("b", 4)
     except OutputMismatch as error:
         ended.append(error)
     assert {name: place.files()[name] for name in before} == before
@@ -335,15 +349,15 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
 
 @on("memory")
 def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
-    tmp_path, place, servers, command
+    tmp_path, place, servers, start, command
 ):
     """A backup of the output was restored, from before some chunks were made again."""
-    one, other = servers
-    job(tmp_path, "b", other, place).run(documents(4))
+    one, _ = servers
+    start("b", 4)
     place.move_away()
     shutil.rmtree(tmp_path / "b")
     place.forget_owner()
-    job(tmp_path, "a", one, place).run(documents(4))
+    start("a", 4)
     sizes = {name: len(content) for name, content in place.files().items()}
     right = place.files()
     place.bring_back()
@@ -351,11 +365,11 @@ def test_a_committed_file_that_another_of_its_size_replaced_is_noticed(
     assert place.files() != right
     asked = one.asked.total()
     with pytest.raises(OutputMismatch, match=r"is altered"):
-        job(tmp_path, "a", one, place).run(documents(4))
+        start("a", 4)
     assert one.asked.total() == asked
     assert "is altered" in command("verify", tmp_path / "a/checkpoints", code=1)
     command("repair", tmp_path / "a/checkpoints", code=None)
-    job(tmp_path, "a", one, place).run(documents(4))
+    start("a", 4)
     assert place.files().keys() == right.keys()
     command("verify", tmp_path / "a/checkpoints", "--full")
 
@@ -388,8 +402,8 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
 
 @UNOWNED
 def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, servers):
-    one, _ = servers
     place = ManyFiles(tmp_path)
+    start = starter(tmp_path, place, servers)
     stranger = place.folder / "fr/00000_00000.jsonl"
 
     async def rollout(document, generate):
@@ -398,7 +412,7 @@ def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, s
         return await place.rollout(document, generate)
 
     with pytest.raises(OutputMismatch, match="fr/00000_00000"):
-        job(tmp_path, "a", one, place, rollout=rollout).run(documents(2))
+        start("a", 2, rollout=rollout)
     assert place.files() == {"fr/00000_00000.jsonl": b"another job's"}
     assert not list((tmp_path / "a").rglob("staging/*/*"))
 
@@ -409,6 +423,7 @@ def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
     tmp_path, servers, monkeypatch, hard_links
 ):
     place = Place(tmp_path)
+    start = starter(tmp_path, place, servers)
     link = files.Disk.link
 
     def later(self, source, target):
@@ -422,7 +437,7 @@ def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
 
     monkeypatch.setattr(files.Disk, "link", later)
     with pytest.raises(OutputMismatch, match="has other content"):
-        job(tmp_path, "a", servers[0], place).run(documents(2))
+        start("a", 2)
     assert place.files() == {"00000_00000.jsonl": b"another job's"}
 
 
@@ -434,20 +449,22 @@ def test_output_on_another_file_system_than_the_checkpoint_is_copied_there_and_n
     other = next(parent for parent in parents if parent.stat().st_dev != here)
     with tempfile.TemporaryDirectory(dir=other) as folder:
         place = ManyFiles(Path(folder))
-        job(tmp_path, "a", servers[0], place).run(documents(5))
+        start = starter(tmp_path, place, servers)
+        start("a")
         assert len(place.files()) == 6 - 1
-        job(tmp_path, "a", servers[0], place).run(documents(5))
+        start("a")
         assert not list(Path(folder).rglob(".datatrove-ckpt-staging"))
 
 
 def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path, servers):
     one, _ = servers
     place = Place(tmp_path)
-    job(tmp_path, "a", one, place).run(documents(3))
+    start = starter(tmp_path, place, servers)
+    start("a", 3)
     place.forget_owner()
     zipped = JsonlWriter(str(place.folder), NAME, compression="gzip")
     with pytest.raises(OutputMismatch, match=r"00000_00000\.jsonl"):
-        runner(tmp_path / "b", one, output_writer=zipped).run(documents(3))
+        run_job(tmp_path / "b", one, 3, output_writer=zipped)
 
 
 def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
@@ -456,6 +473,7 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
     """It kept no intents, its commits have no stamps, and its folder has no owner."""
     one, _ = servers
     place = Place(tmp_path)
+    start = starter(tmp_path, place, servers)
     step = job(tmp_path, "a", one, place)
     killed_before_its_commit(step, monkeypatch)
     folder = tmp_path / "a/checkpoints/00000"
@@ -464,17 +482,9 @@ def test_a_run_of_an_earlier_release_goes_on_and_replaces_its_own_file(
     (tmp_path / "a/checkpoints" / HOME).unlink()
     (next(place.folder.iterdir())).write_text("half of what another version would have written")
     asked = one.asked.total()
-    job(tmp_path, "a", one, place).run(documents(5))
+    start("a")
     assert one.asked.total() == 5 >= asked
     command("verify", tmp_path / "a/checkpoints", "--full")
-
-
-def test_readers_pass_over_files_that_are_on_their_way(tmp_path):
-    for name in ("a.jsonl", ".datatrove-ckpt-staging/00000-x/b.jsonl"):
-        path = tmp_path / "output" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('{"text": "t", "id": "i"}\n')
-    assert len(list(JsonlReader(str(tmp_path / "output")).run())) == 1
 
 
 def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(

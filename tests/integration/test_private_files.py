@@ -72,8 +72,7 @@ def check(folder):
     return found
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.matrix("echo", [True, False])
 def test_a_run_leaves_private_files_when_it_is_killed_and_when_it_ends(tmp_path, echo):
     def status(payload, times):
         return 400 if echo and "text 8" in str(payload) else None

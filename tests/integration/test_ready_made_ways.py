@@ -19,7 +19,7 @@ from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollou
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_examples import write_documents
 from tests.integration.test_typed_ways import PATHS, all_ways
-from tests.jobs import Budget, documents, rows, runner
+from tests.jobs import Budget, rows, run_job, runner
 from tests.pages import ROOT, blocks
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
@@ -65,7 +65,7 @@ def in_pieces(folder, server, rollout, **changes):
     for _ in range(99):
         budget.left = 1
         try:
-            runner(folder, server, rollout, **changes).run(documents(2))
+            run_job(folder, server, 2, rollout, **changes)
         except CkptError:
             continue
         return budget.refused
@@ -77,7 +77,7 @@ def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
     ways, tmp_path, rollout, requests
 ):
     alone = {"config": {"max_concurrent_documents": 1}}
-    runner(tmp_path / "other", ways, rollout, **alone).run(documents(2))
+    run_job(tmp_path / "other", ways, 2, rollout, **alone)
     assert len(ways.payloads) == 2 * requests
     before = len(ways.payloads)
     refused = in_pieces(tmp_path, ways, rollout, **alone)
@@ -111,7 +111,7 @@ def test_a_column_that_would_be_lost_is_refused(ways, tmp_path, column, settings
 
 def test_labels_in_another_order_than_the_models_stop_the_run(ways, tmp_path):
     with pytest.raises(ConfigError, match=r"label 1 is 'bad', but the model says 'good'"):
-        runner(tmp_path, ways, ClassifyRollout(labels=["good", "bad"])).run(documents(1))
+        run_job(tmp_path, ways, 1, ClassifyRollout(labels=["good", "bad"]))
 
 
 # configs -----------------------------------------------------------------------------------------
@@ -153,6 +153,8 @@ def test_configs_judge_yaml_runs_as_it_is(server, here, command):
         command("run", ROOT / "configs/judge.yaml", *at(server, "writer"), *at(judges, "judge"))
         assert [len(one.payloads) for one in (server, judges)] == [3, 4]
         assert {payload["temperature"] for payload in judges.payloads} == {0}
+        for one, most in ((server, 200), (judges, 100)):
+            assert {payload["max_tokens"] for payload in one.payloads} == {most}
     (path,) = Path("judge_run/output").iterdir()
     lines = gzip.decompress(path.read_bytes()).splitlines()
     results = [json.loads(line)["metadata"]["rollout_results"][0] for line in lines]
@@ -193,7 +195,7 @@ def test_a_model_that_calls_tools_is_asked_each_turn_once(server, tmp_path):
     }
     server._status = lambda payload, times: None
     with pytest.raises(DocumentFailed, match="no answer after 4 turns"):
-        runner(tmp_path / "endless", server, names["rollout"]).run(documents(1))
+        run_job(tmp_path / "endless", server, 1, names["rollout"])
 
 
 def test_another_pooling_is_another_run():

@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import Budget, ask, documents, rows, run_job, runner, writer
+from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner, writer
 
 KEY = "Bearer k3y-of-a-header"
 BODY = {"temperature": 0.5, "chat_template_kwargs": {"z": 1, "a": 2}, "top_k": 5}
@@ -93,7 +93,7 @@ def step_of(folder, url, rollout, **settings):
 
 def asking(payload):
     async def rollout(document, generate):
-        return await generate({"messages": [{"role": "user", "content": document.text}], **payload})
+        return await generate(chat(document.text, **payload))
 
     return rollout
 
@@ -185,7 +185,7 @@ def test_a_request_with_a_new_token_in_its_header_is_not_paid_again(
     monkeypatch.setenv("OF_THE_HOUR", "first-t0ken")
 
     async def rollout(document, generate):
-        message = {"messages": [{"role": "user", "content": "x"}]}
+        message = chat("x")
         token = os.environ["OF_THE_HOUR"]
         headers = {"extra_headers": {"Authorization": token}}
         texts = [(await generate({**message, **headers})).text]
@@ -286,7 +286,7 @@ def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, se
 
 def test_the_payload_may_be_given_by_its_name(tmp_path, server):
     async def rollout(document, generate):
-        return await generate(payload={"messages": [{"role": "user", "content": document.text}]})
+        return await generate(payload=chat(document.text))
 
     run_job(tmp_path, server, 1, rollout)
     assert len(rows(tmp_path)) == 1

@@ -36,12 +36,11 @@ def without_extras(monkeypatch):
 
 
 @pytest.fixture
-def refused(here, monkeypatch, command):
+def refused(here, command):
     """Runs JOB with pieces of its text replaced; it must be refused before anything starts.
 
     Gives the message.
     """
-    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text(json.dumps({"text": "Rain falls.", "id": "0"}))
 
@@ -149,6 +148,6 @@ def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path, server, pla
     """It would be no copy, and a run would say nothing of it."""
     with pytest.raises(
         ConfigError,
-        match="checkpoints_remote_dir: is checkpoints_local_dir, so it would be no copy",
+        match="checkpoints_remote_dir: is the folder of the checkpoints itself, so it would be",
     ):
         runner(tmp_path, server, checkpoints_remote_dir=place.format(tmp_path / "checkpoints"))

@@ -92,8 +92,7 @@ def in_batches(data):
     yield from batch
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("step", [drop_odd, in_batches])
+@pytest.mark.matrix("step", [drop_odd, in_batches])
 def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     folder, server, log, step
 ):
@@ -194,8 +193,7 @@ _STEPS = {
 }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", _STEPS)
+@pytest.mark.matrix("case", _STEPS)
 def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, server, log, case):
     data, count, name = _STEPS[case]
     rollout = StopsAt("id 12", folder)
@@ -275,8 +273,7 @@ def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, ser
         )
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("counted", [("rename",), EFFECTS], ids=["some", "all"])
+@pytest.mark.matrix("counted", [("rename",), EFFECTS], ids=["some", "all"])
 @pytest.mark.usefixtures("code_described_once")
 def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder, server, counted):
     def attempt(folder):

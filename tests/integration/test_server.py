@@ -132,8 +132,7 @@ async def test_a_server_started_again_has_a_new_key_and_appends_to_its_log():
 
 
 @linux_only
-@pytest.mark.matrix
-@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.matrix("stubborn", [False, True])
 def test_no_process_of_the_tree_outlives_a_runner_that_was_killed(stubborn):
     custom(SERVER)
     code = (
@@ -316,8 +315,7 @@ TELLTALE = "import os, sys; print(os.environ['DATATROVE_CKPT_API_KEY'][::-1]); s
 
 
 @linux_only
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", ["break", "answer", "raise", "no start"])
+@pytest.mark.matrix("case", ["break", "answer", "raise", "no start"])
 def test_the_key_of_a_launched_server_is_in_no_file_and_no_command_line(case):
     Path("script.py").write_text(TELLTALE)
     custom = {"server_type": "custom", "model_kwargs": {"server_script": "script.py"}}

@@ -160,8 +160,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.xdist_group("undisturbed")  # which takes as long as a test
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("number", "tasks", "workers", "group", "start_method"),
     [
         (signal.SIGTERM, 2, 3, True, "fork"),  # one has nothing to do
@@ -218,8 +217,7 @@ def test_a_second_ctrl_c_ends_all_workers_at_once(tmp_path):
 
 
 @pytest.mark.xdist_group("undisturbed")
-@pytest.mark.matrix
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda value: value.name)
+@pytest.mark.matrix("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda value: value.name)
 def test_a_rank_whose_worker_ends_alone_starts_again_and_the_others_go_on(
     tmp_path, undisturbed, number
 ):

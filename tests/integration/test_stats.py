@@ -125,8 +125,7 @@ def rejects_some(payload, times):
     return 400 if text.startswith("again") and text.split()[3] == "3" else None
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     "counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")], ids=len
 )
 def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(
@@ -177,8 +176,7 @@ def test_each_rank_of_one_step_object_has_stats_of_its_own(tmp_path, server):
     assert [each[2]["documents_processed"]["total"] for each in found] == [6, 6, 6]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", [LocalPipelineExecutor, DatatroveExecutor])
+@pytest.mark.matrix("kind", [LocalPipelineExecutor, DatatroveExecutor])
 def test_a_finished_rank_that_starts_again_has_the_same_stats(tmp_path, server, kind):
     write_input(tmp_path, files=2)
     stats, saved = tmp_path / "logs/stats.json", []

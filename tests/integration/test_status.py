@@ -86,8 +86,7 @@ def test_a_run_of_a_yaml_file_is_resumed_by_the_whole_command(here, said):
 # what ``status --json`` says after kill -9 at random moments is what was counted from outside ----
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kills", [2, 20])
+@pytest.mark.matrix("kills", [2, 20])
 def test_status_tells_the_truth_after_kills(tmp_path, said, kills):
     chance = random.Random(kills)
     killed = Killed(tmp_path, str(tmp_path / "remote"), 0.001, kills)

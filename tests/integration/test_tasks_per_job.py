@@ -109,8 +109,7 @@ def reraised():
     signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("knows_its_end", [True, False])
+@pytest.mark.matrix("knows_its_end", [True, False])
 def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeues(
     tmp_path,
     server,

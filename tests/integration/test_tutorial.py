@@ -103,8 +103,7 @@ def run_line(line, code=0):
     printed(words, code)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("heading", [heading for heading in headings() if of(heading)])
+@pytest.mark.matrix("heading", [heading for heading in headings() if of(heading)])
 def test_a_recipe_runs_as_typed(here, heading):
     """In the situation of its heading: a run that is finished, or one that a failure has
     stopped.

@@ -10,10 +10,10 @@ from datatrove_ckpt.inference.client.answers import (
     as_asked,
     way_to,
 )
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.where import Place
 from tests.integration.test_ready_made_ways import in_pieces
-from tests.jobs import rows, run_job
+from tests.jobs import chat, rows, run_job
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 LOGPROBS = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
@@ -27,13 +27,11 @@ def whole(server):
 
 
 async def ask_whole(document, generate):
-    result = await generate({"messages": [{"role": "user", "content": document.text}], **QUESTION})
+    result = await generate(chat(document.text, **QUESTION))
     assert result.response_id == "fake"
     assert result.tool_calls == [CALL] == result.choices[1]["tool_calls"]
     assert result.logprobs == LOGPROBS == result.choices[1]["logprobs"]
-    return await generate(
-        {"messages": [{"role": "user", "content": f"again {document.text}"}], **QUESTION}
-    )
+    return await generate(chat(f"again {document.text}", **QUESTION))
 
 
 def test_all_of_an_answer_is_written_and_after_a_kill_nothing_is_asked_again(whole, tmp_path):
@@ -60,9 +58,9 @@ async def ask_other_paths(document, generate):
         {"prompt_tokens": 3},
     )
     second = await generate(payload, path="/tokenize")
-    chat = {"messages": [{"role": "user", "content": document.text}]}
-    third = await generate(chat, path="/v1/chat/completions")
-    assert third.text == (await generate({**chat, "top_p": 1})).text
+    asked = chat(document.text)
+    third = await generate(asked, path="/v1/chat/completions")
+    assert third.text == (await generate({**asked, "top_p": 1})).text
     return [first, second.answer, third.text]
 
 
@@ -150,7 +148,7 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path
     async def ask(document, generate):
         zeros = await generate.embed(document.text)
         result = await generate(
-            {"messages": [{"role": "user", "content": document.text}], "n": 3},
+            chat(document.text, n=3),
             path="/v1/chat/completions",
         )
         return [result, zeros]

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -233,7 +232,6 @@ def test_the_config_that_users_copy_gets_more_workers_and_a_last_job_that_checks
     (tmp_path / "my_module.py").write_text(MY_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MY_KEY", KEY)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     DataFolder.clear_instance_cache()
     endpoint = f"server_type: endpoint, endpoint_url: {server.url}, model_name_or_path: m, api_key_env: MY_KEY"
     arguments = [

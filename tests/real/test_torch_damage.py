@@ -15,35 +15,22 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
+from tests.real.loops import text_of, write_rows
 from tests.stateful_rows import Rows
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
 
 TEXTS = [f"text {number}" for number in range(12)]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    path = tmp_path / "input"
-    path.mkdir()
-    for number in range(2):
-        (path / f"{number}.jsonl").write_text(
-            "".join(f'{{"text": "{one}"}}\n' for one in TEXTS[number::2])
-        )
-    return path
+    write_rows(tmp_path / "input", [{"text": text} for text in TEXTS], files=2)
+    return tmp_path / "input"
 
 
 def rows(folder, **options):
     return ReaderDataset(
-        JsonlReader(folder.as_posix()), **({"shuffle_seed": 1, "transform": as_text} | options)
+        JsonlReader(folder.as_posix()), **({"shuffle_seed": 1, "transform": text_of} | options)
     )
-
-
-def as_text(document):
-    return str(document.text)
 
 
 def as_tokens(document):

@@ -17,12 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
+from tests.real.loops import take, text_of, write_rows
 from tests.stateful_rows import Rows
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
 
 LONG = [(number * 7) % 23 for number in range(60)]
 COUNTS = {"a": 40, "b": 11, "c": 1}
@@ -35,51 +31,36 @@ def folder(tmp_path):
     """Rows of tokens that count on, of 0 to 22 tokens each; and rows of three sources, by name."""
     numbers = itertools.count(1)
     tokens = [list(itertools.islice(numbers, length)) for length in LONG]
-    write(tmp_path / "rows", [{"text": "x", "tokens": row} for row in tokens])
+    write_rows(tmp_path / "rows", [{"text": "x", "tokens": row} for row in tokens])
     for name, count in COUNTS.items():
-        write(tmp_path / name, [{"text": f"{name}{number}"} for number in range(count)])
+        write_rows(tmp_path / name, [{"text": f"{name}{number}"} for number in range(count)])
     return tmp_path
-
-
-def write(folder, rows):
-    folder.mkdir()
-    for number in range(3):
-        lines = [json.dumps(row) + "\n" for row in rows[number::3]]
-        (folder / f"{number}.jsonl").write_text("".join(lines))
 
 
 def tokens_of(document):
     return list(document.metadata["tokens"])
 
 
-def text_of(document):
-    return str(document.text)
-
-
 def letters(document):
     return [ord(document.text[0]) * 1000 + int(document.text[1:])] * 3
 
 
-def rows(folder, name, place, transform=text_of, **options):
+def rows(folder, place, name="rows", transform=text_of, **options):
     reader = JsonlReader((folder / name).as_posix())
     return ReaderDataset(reader, *place, shuffle_seed=1, transform=transform, **options)
 
 
 def packed(folder, place=(0, 1), **options):
-    return Pack(rows(folder, "rows", place, tokens_of), 16, **options)
+    return Pack(rows(folder, place, transform=tokens_of), 16, **options)
 
 
 def mixed(folder, place=(0, 1), at_end="drop", transform=text_of):
-    sources = [rows(folder, name, place, transform) for name in COUNTS]
+    sources = [rows(folder, place, name, transform) for name in COUNTS]
     return Mix(sources, [2, 1, 1], at_end=at_end)
 
 
 def loader(dataset, workers=0, **options):
     return StatefulDataLoader(dataset, 2, num_workers=workers, collate_fn=list, **options)
-
-
-def take(batches, count=None):
-    return [one for batch in itertools.islice(batches, count) for one in batch]
 
 
 def stopped(make, before, steps, states=()):
@@ -121,6 +102,11 @@ CHANGES = [((1, 0), (2, 0)), ((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)
 SAMPLES = [(name, number) for name, count in COUNTS.items() for number in range(count)]
 LETTERS = Counter({ord(name) * 1000 + number: 3 for name, number in SAMPLES})
 KINDS = {
+    "rows": (partial(rows, name="a"), Counter(f"a{number}" for number in range(COUNTS["a"]))),
+    "rows in batches": (
+        partial(rows, name="a", batch_size=2),
+        Counter(f"a{number}" for number in range(COUNTS["a"])),
+    ),
     "packed": (partial(packed, pad=0), Counter(range(1, sum(LONG) + 1))),
     "mixed": (mixed, Counter(f"{name}{number}" for name, number in SAMPLES)),
     "pack of mix": (
@@ -129,7 +115,7 @@ KINDS = {
     ),
     "mix of packs": (
         lambda folder, place: Mix(
-            [Pack(rows(folder, name, place, letters), 7, pad=0) for name in COUNTS],
+            [Pack(rows(folder, place, name, letters), 7, pad=0) for name in COUNTS],
             [2, 1, 1],
             at_end="drop",
         ),
@@ -178,7 +164,7 @@ def test_without_pad_each_packer_drops_less_than_a_sample(folder):
 @pytest.mark.parametrize(("before", "after"), CHANGES)
 def test_a_mix_that_stops_gives_no_sample_twice(folder, before, after):
     def make(place):
-        sources = [rows(folder, name, place) for name in ("a", "b")]
+        sources = [rows(folder, place, name) for name in ("a", "b")]
         return Mix(sources, [2, 1], at_end="stop")
 
     read, states = stopped(make, before, 2)
@@ -261,7 +247,7 @@ def test_states_that_cannot_be_merged_are_refused(folder):
     with pytest.raises(CheckpointMismatch, match=r"two states of rank 0"):
         restore(one, [states[0], earlier[0], states[1]])
     with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
-        restore(loader(Pack(rows(folder, "rows", (0, 1), tokens_of), 17)), states)
+        restore(loader(Pack(rows(folder, (0, 1), transform=tokens_of), 17)), states)
     other = ReaderDataset(
         JsonlReader((folder / "rows").as_posix()), shuffle_seed=2, transform=tokens_of
     )
@@ -273,6 +259,10 @@ def test_states_that_cannot_be_merged_are_refused(folder):
         merge([states[0], stopped(lambda place: packed(folder, place, pad=1), (2, 2), 3)[1][1]])
     with pytest.raises(ConfigError, match="no state"):
         restore(one, [{"model": 1}])
+    with pytest.raises(
+        ConfigError, match="needs a loader of a ReaderDataset, Pack or Mix, and this"
+    ):
+        restore(StatefulDataLoader([1]), states)
     foreign = Pack(Rows([[1, 2, 3]] * 9), 2)
     next(iter(foreign))
     with pytest.raises(CheckpointMismatch, match=r"is no ReaderDataset.*load_state_dict"):

@@ -15,11 +15,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import HuggingFaceDatasetReader, IpcReader
 from datatrove_ckpt.torch import ReaderDataset, restore
+from tests.real.loops import texts
 
 pytestmark = [
     pytest.mark.xdist_group("datasets"),  # its import takes seconds
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
 ]
 
 COUNT = 50
@@ -50,10 +49,6 @@ def reader(path, **options):
 def loader(path, workers=0, rank=0, ranks=1, **options):
     one = ReaderDataset(reader(path), rank, ranks, batch_size=4, **({"shuffle_seed": 1} | options))
     return StatefulDataLoader(one, batch_size=4, num_workers=workers)
-
-
-def texts(batches):
-    return [text for batch in batches for text in batch["text"]]
 
 
 def whole(document):

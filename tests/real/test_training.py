@@ -4,14 +4,9 @@ and workers.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-import itertools
 import json
-from collections import Counter
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 from loguru import logger
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -19,29 +14,15 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.torch import ReaderDataset, restore
+from tests.real.loops import texts, write_rows
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
-
-SIZES = [30, 11, 25, 31]
-TEXTS = [f"text {i}" for i in range(sum(SIZES))]
+TEXTS = [f"text {i}" for i in range(97)]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Four Parquet files in small row groups."""
-    path, first = tmp_path / "input", 0
-    path.mkdir()
-    for number, size in enumerate(SIZES):
-        pq.write_table(
-            pa.table({"text": TEXTS[first : first + size]}),
-            path / f"{number}.parquet",
-            row_group_size=6,
-        )
-        first += size
-    return path.as_posix()
+    write_rows(tmp_path / "input", [{"text": text} for text in TEXTS], "parquet", 4)
+    return (tmp_path / "input").as_posix()
 
 
 def dataset(folder, rank=0, ranks=1, **options):
@@ -52,10 +33,6 @@ def loader(folder, workers=0, rank=0, ranks=1, **options):
     return StatefulDataLoader(
         dataset(folder, rank, ranks, **options), batch_size=4, num_workers=workers
     )
-
-
-def texts(batches):
-    return [text for batch in batches for text in batch["text"]]
 
 
 @pytest.fixture
@@ -231,42 +208,6 @@ def test_a_plain_loader_with_workers_gives_no_state(folder):
 # Another number of ranks and workers -------------------------------------------------------------
 
 
-def stopped(folder, ranks, workers, steps, **options):
-    """What was read up to a step of epoch 2, and the states of the ranks."""
-    read, states = Counter[str](), []
-    for rank in range(ranks):
-        one = loader(folder, workers, rank, ranks, **options)
-        one.dataset.set_epoch(2)
-        read.update(texts(itertools.islice(one, steps)))
-        states.append(one.state_dict())
-    return read, states
-
-
-@pytest.mark.parametrize("options", [{}, {"batch_size": 4}, {"shuffle_seed": None}])
-@pytest.mark.parametrize(
-    ("before", "after"), [((1, 2), (2, 0)), ((2, 2), (1, 0)), ((2, 0), (1, 3)), ((3, 1), (2, 2))]
-)
-def test_nothing_comes_twice_or_is_left_out(
-    folder,
-    tmp_path,
-    before,
-    after,
-    options,
-):
-    read, states = stopped(folder, *before, 3, **options)
-    files = [tmp_path / f"{number}.pt" for number in range(before[0])]
-    for state, file in zip(states, files, strict=True):
-        torch.save(state, file)
-    for rank in range(after[0]):
-        one = loader(folder, after[1], rank, after[0], **options)
-        assert restore(one, files) == 2
-        one.dataset.set_epoch(2)
-        read.update(texts(one))
-        one.dataset.set_epoch(3)
-        assert len(texts(one)) == len(one.dataset), "the next epoch is whole"
-    assert read == Counter(TEXTS)
-
-
 @pytest.mark.parametrize("at", ["last batch", "end"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(folder, workers, at):
@@ -285,14 +226,3 @@ def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(folder, worker
         other.dataset.set_epoch(number)
         seen += texts(other)
     assert seen == wanted
-
-
-def test_a_missing_rank_is_named(folder):
-    _, states = stopped(folder, 2, 0, 2)
-    with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
-        restore(loader(folder), states[:1])
-    with pytest.raises(
-        ConfigError,
-        match=r"needs a loader of a ReaderDataset, Pack or Mix, and this one has a list",
-    ):
-        restore(StatefulDataLoader([1]), states)

@@ -4,7 +4,6 @@ twice.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
-import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -16,32 +15,19 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
+from tests.real.loops import take, text_of, write_rows
 
 TEXTS = [f"text {i}" for i in range(100)]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    path = tmp_path / "input"
-    path.mkdir()
-    for number in range(4):
-        pq.write_table(
-            pa.table({"text": TEXTS[number::4]}), path / f"{number}.parquet", row_group_size=6
-        )
-    return path.as_posix()
-
-
-def text(document):
-    return str(document.text)
+    write_rows(tmp_path / "input", [{"text": text} for text in TEXTS], "parquet", 4)
+    return (tmp_path / "input").as_posix()
 
 
 def dataset(folder, rank=0, ranks=1, **options):
-    changed = {"shuffle_seed": 1, "batch_size": 4, "transform": text} | options
+    changed = {"shuffle_seed": 1, "batch_size": 4, "transform": text_of} | options
     return ReaderDataset(ParquetReader(folder), rank, ranks, **changed)
 
 
@@ -49,10 +35,6 @@ def loader(folder, workers=0, rank=0, ranks=1, **options):
     return StatefulDataLoader(
         dataset(folder, rank, ranks), 4, num_workers=workers, collate_fn=list, **options
     )
-
-
-def take(batches, count=None):
-    return [one for batch in itertools.islice(batches, count) for one in batch]
 
 
 # Snapshots that are older than the state ---------------------------------------------------------
@@ -250,7 +232,7 @@ def as_texts(batch):
 def test_restore_refuses_another_input_or_setting_before_the_first_batch(folder, workers):
     def make(reader=None, **options):
         one = ReaderDataset(
-            reader or ParquetReader(folder), transform=text, **({"shuffle_seed": 1} | options)
+            reader or ParquetReader(folder), transform=text_of, **({"shuffle_seed": 1} | options)
         )
         return StatefulDataLoader(one, 4, num_workers=workers, collate_fn=list)
 

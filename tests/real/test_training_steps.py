@@ -12,29 +12,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loguru import logger
 from torch import nn
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.maintenance import tracking
-from datatrove_ckpt.maintenance import training as training_module
-from datatrove_ckpt.maintenance.tracking import TrainingTracker
-from datatrove_ckpt.maintenance.training import read_training
+from datatrove_ckpt.run_folder import tracking
+from datatrove_ckpt.run_folder import training as training_module
+from datatrove_ckpt.run_folder.tracking import TrainingTracker
+from datatrove_ckpt.run_folder.training import read_training
 from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints
 from datatrove_ckpt.torch import checkpoints as module
-from tests.real.test_training_checkpoints import Full
+from tests.real.loops import Full
 
 KEEP = Last(2) | Best("loss") | Every(30)
 LOSSES = {10: 5.0, 20: 1.0, 30: 4.0, 40: 3.0, 50: 2.0}
-
-
-@pytest.fixture
-def log():
-    lines = []
-    sink = logger.add(lines.append, level="WARNING", format="{message}")
-    yield lines
-    logger.remove(sink)
 
 
 def opened(folder, **settings):
@@ -80,20 +71,21 @@ def test_each_kept_step_is_listed_and_restored_from_folder_and_remote(
     assert config == {"lr": 0.1, "layers": [1, 2]}
 
 
-def test_what_follows_an_older_step_is_newer_than_all_steps(tmp_path):
+def test_what_follows_an_older_step_is_newer_than_all_steps_and_listed_once(tmp_path):
     filled(tmp_path)
-    with opened(tmp_path) as saved:
+    with opened(tmp_path, keep=Last(9)) as saved:
         assert saved.restore(30, model=model_of(0)) == 30
         saved.save(40, model=model_of(41))
+        assert saved.steps() == [20, 30, 50, 40]
     model = model_of(0)
     with opened(tmp_path) as saved:
-        assert saved.restore(model=model) == 40
+        assert saved.restore(model=model) == saved.latest_step() == 40
         assert weight(model) == 41
         saved.save(50, model=model_of(51), metrics={"loss": 9.0})
         assert saved.steps()[-2:] == [40, 50]
 
 
-def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(tmp_path, log):
+def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(tmp_path, warned):
     filled(tmp_path)
     history = Path(tmp_path, "history.jsonl").read_text()
     model = model_of(0)
@@ -103,7 +95,7 @@ def test_weights_alone_change_nothing_else_and_let_no_other_training_save_there(
     assert saved.restore("best", weights_only=True, model=model) == 20
     assert weight(model) == 20
     assert torch.equal(torch.get_rng_state(), expected)
-    assert log == []
+    assert warned == []
     assert Path(tmp_path, "history.jsonl").read_text() == history
     with pytest.raises(ConfigError, match="holds step-00000050 of an earlier training"):
         saved.save(60, model=model)
@@ -126,7 +118,7 @@ def test_what_a_rollback_throws_away_comes_back_from_no_remote(tmp_path):
         assert 600 in saved.steps()
 
 
-def test_a_save_that_fails_on_a_full_disk_costs_no_best_step(tmp_path, monkeypatch, log):
+def test_a_save_that_fails_on_a_full_disk_costs_no_best_step(tmp_path, monkeypatch, warned):
     model = nn.Linear(2, 2)
     with opened(tmp_path, keep=Last(1) | Best("loss")) as saved:
         saved.save(1, model=model, metrics={"loss": 1.0})
@@ -168,7 +160,7 @@ def test_a_step_that_is_not_there_is_named(tmp_path):
     assert opened(tmp_path / "empty").restore() is None
 
 
-def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch, log):
+def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch, warned):
     disk = Full(0)
     model = nn.Linear(100, 100)
     with opened(tmp_path, save=EverySteps(100)) as saved:
@@ -184,20 +176,22 @@ def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch
     assert saved.steps() == [102]
 
 
-def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatch, log):
+def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatch, warned):
     with opened(tmp_path) as saved:
         saved.save(10, model=model_of(1))
         file = Path(tmp_path, "step-00000010/states/model.pt")
         file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
-        assert log == []
+        assert warned == []
         monkeypatch.setattr(module, "_CHECK_SECONDS", 0.0)
         saved.save(20, model=model_of(1))
-    assert "step-00000010 is damaged: " in log[0]
-    assert "has not the bytes it was saved with" in log[0]
-    assert len(log) == 1
+    assert "step-00000010 is damaged: " in warned[0]
+    assert "has not the bytes it was saved with" in warned[0]
+    assert len(warned) == 1
 
 
-def test_kept_steps_of_a_training_that_is_started_each_day_are_checked(tmp_path, monkeypatch, log):
+def test_kept_steps_of_a_training_that_is_started_each_day_are_checked(
+    tmp_path, monkeypatch, warned
+):
     keep = Last(1) | Every(10)
     with opened(tmp_path, keep=keep) as saved:
         saved.save(10, model=model_of(1))
@@ -211,7 +205,7 @@ def test_kept_steps_of_a_training_that_is_started_each_day_are_checked(tmp_path,
         with opened(tmp_path, keep=keep) as saved:
             saved.restore()
             saved.save(round(10 * day) + 12, model=model_of(1))
-        found = [line for line in log if "step-00000010 is damaged" in line]
+        found = [line for line in warned if "step-00000010 is damaged" in line]
         assert len(found) == int(day)
 
 
@@ -239,25 +233,16 @@ def test_a_loop_that_skips_numbers_saves_at_the_first_one_after_a_multiple(tmp_p
         assert not saved.maybe_save(1005, model=model)
 
 
-def test_a_step_number_is_listed_once(tmp_path):
-    filled(tmp_path)
-    with opened(tmp_path, keep=Last(9)) as saved:
-        assert saved.restore(30) == 30
-        saved.save(40, model=model_of(41))
-        assert saved.steps() == [20, 30, 50, 40]
-        assert saved.latest_step() == 40
-
-
-def test_a_metric_of_best_that_is_only_logged_is_missed(tmp_path, log):
+def test_a_metric_of_best_that_is_only_logged_is_missed(tmp_path, warned):
     with opened(tmp_path) as saved:
         saved.log(1, loss=1.0)
         saved.save(1, model=model_of(1))
-    assert "has no 'loss'" in log[0]
-    assert "log chooses no step" in log[0]
+    assert "has no 'loss'" in warned[0]
+    assert "log chooses no step" in warned[0]
     with opened(tmp_path / "other") as saved:
         saved.log(1, loss=1.0)
         saved.save(1, model=model_of(1), metrics={"loss": 1.0})
-    assert len(log) == 1
+    assert len(warned) == 1
 
 
 # the loss curve ----------------------------------------------------------------------------------

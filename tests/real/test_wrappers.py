@@ -12,12 +12,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset
 from tests.pages import torch_example, torch_examples
+from tests.real.loops import write_rows
 from tests.resume import assert_resume_is_exact
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-]
 
 ROWS = {"web": 60, "code": 25}
 
@@ -28,11 +24,8 @@ def folder(tmp_path):
 
     Row i of a source has i % 7 + 1 tokens, all of which tell source and row.
     """
-    for number, (name, rows) in enumerate(ROWS.items()):
-        (tmp_path / name).mkdir()
-        for file in range(3):
-            lines = [f'{{"text": "{(number + 1) * 1000 + i}"}}\n' for i in range(file, rows, 3)]
-            (tmp_path / name / f"{file}.jsonl").write_text("".join(lines))
+    for number, (name, count) in enumerate(ROWS.items(), 1):
+        write_rows(tmp_path / name, [{"text": f"{number * 1000 + i}"} for i in range(count)])
     return tmp_path
 
 
@@ -65,8 +58,7 @@ def test_packed_mixtures_resume_under_workers_in_every_epoch(folder, workers, at
     def make():
         return StatefulDataLoader(packed(folder, 0, 1, at_end), batch_size=3, num_workers=workers)
 
-    report = assert_resume_is_exact(make, [1, 4, (2, 3), 12], epochs=2)
-    print(f"{workers} workers, at_end={at_end}: {report}")
+    assert_resume_is_exact(make, [1, 4, (2, 3), 12], epochs=2)
 
 
 def test_workers_that_survive_an_epoch_hear_of_the_next_one(folder):

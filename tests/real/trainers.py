@@ -5,8 +5,6 @@ it was given.
 import itertools
 import os
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -17,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from datatrove_ckpt.readers import ParquetReader
 from datatrove_ckpt.torch import ReaderDataset
+from tests.real.loops import write_rows
 
 ROWS = 48
 BATCH = 8
@@ -25,9 +24,7 @@ STEPS = ROWS // BATCH  # in an epoch
 
 def rows_as_parquet(folder):
     """Three files with a number in each row."""
-    for file in range(3):
-        numbers = [str(i) for i in range(file, ROWS, 3)]
-        pq.write_table(pa.table({"text": numbers}), folder / f"{file}.parquet", row_group_size=10)
+    write_rows(folder, [{"text": str(number)} for number in range(ROWS)], "parquet")
     return folder.as_posix()
 
 

@@ -398,19 +398,3 @@ async def test_documents_whose_texts_share_a_request_are_in_work_together():
     limit = following_four_places(settings)
     for _ in range(4 * 8):
         await asyncio.wait_for(limit.acquire(0), 60)
-
-
-async def test_large_documents_share_a_budget_of_bytes_and_small_ones_do_not():
-    limit = DocumentLimit(config(max_concurrent_documents=9), media=ByteBudget(1_000_000))
-    await limit.acquire(700_000)
-    await limit.acquire(1000)
-    waiting = asyncio.create_task(limit.acquire(700_000))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not waiting.done()
-    limit.release(1000)
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not waiting.done()
-    limit.release(700_000)
-    await asyncio.wait_for(waiting, 60)

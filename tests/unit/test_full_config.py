@@ -42,7 +42,6 @@ class Reader(JsonlReader):
 def printed(tmp_path, monkeypatch, capsys):
     """What ``run FILE --dry-run`` prints, in a folder with JOB, its documents and my_module."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
     write_job(tmp_path, JOB, [f"Rain {number}." for number in range(5)])
     Path("my_module.py").write_text(MINE)
@@ -78,8 +77,7 @@ def kept():
     return found | {"commits": json.dumps([json.loads(line)["files"] for line in lines]).encode()}
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.matrix("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_is_printed_and_what_is_printed_prints_itself(printed, path):
     Path("configs").symlink_to(CONFIGS)  # an input of one of them
     before = sorted(Path().rglob("*"))

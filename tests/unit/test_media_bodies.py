@@ -19,6 +19,7 @@ from datatrove_ckpt.inference.client.transport import make_transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.rollouts import media_part
 from datatrove_ckpt.rollouts.media import split_media
+from tests.jobs import chat
 
 DATA = b"\x89PNG\r\n\x1a\n" + random.Random(0).randbytes(5_000_000)
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -27,10 +28,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 def body(data=DATA, text="What is it?"):
     """A body, and what must be sent of it."""
     part, again = media_part(data), media_part(data[:8])
-    payload = {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": text}, part, again]}],
-        "n": 1,
-    }
+    payload = chat([{"type": "text", "text": text}, part, again], n=1)
     plain = orjson.dumps(
         payload, default=lambda value: value.prefix + base64.b64encode(value.data).decode()
     )

@@ -72,8 +72,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.matrix("kind", MAKERS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_code_that_travels_by_value_is_what_it_was(tmp_path, another_process, kind, change):
     module = load_changed(tmp_path, "script", source=SOURCE)

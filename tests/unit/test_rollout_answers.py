@@ -24,7 +24,7 @@ from datatrove_ckpt.rollouts import (
     chat,
     for_config,
 )
-from tests.jobs import documents, rows, runner
+from tests.jobs import rows, run_job, runner
 from tests.unit.test_rollouts import asked, document
 
 SCHEMA = {
@@ -272,7 +272,7 @@ def test_an_answer_that_a_rollout_names_itself_stays(tmp_path, server):
         document.metadata["summary"] = "mine"
         return "other"
 
-    runner(tmp_path, server, rollout, answer="summary").run(documents(1))
+    run_job(tmp_path, server, 1, rollout, answer="summary")
     assert [row["metadata"]["summary"] for row in rows(tmp_path)] == ["mine"]
 
 

@@ -42,7 +42,6 @@ print(f"Submitted batch job {{number}}")
 def login_node(tmp_path, monkeypatch):
     """A folder with documents, on a machine that has sbatch."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     for folder in ("bin", "submitted", "documents"):

@@ -131,12 +131,6 @@ def test_the_states_of_all_ranks_continue_with_any_other_number(reader):
         assert set(read.values()) == {1}
 
 
-def test_columns_give_rows_and_no_documents(reader):
-    read = list(epoch(reader, ALONE, columns=["n"]))
-    assert sorted(row["n"] for row in read) == list(range(len(ROWS)))
-    assert {tuple(row) for row in read} == {("n",)}
-
-
 # Rows without a document -------------------------------------------------------------------------
 
 
@@ -318,9 +312,11 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused():
     for window in (0, True, "256", "1PB", 1.5):
         with pytest.raises(ConfigError, match="shuffle_window must be"):
             parse_window(window)
-    for name, value in (("even", "cut"), ("batch", 0)):
-        with pytest.raises(ConfigError, match=f"{name}.* must be"):
-            settings(**{name: value})
+    with pytest.raises(ConfigError, match="rank must be from 0 to world_size - 1"):
+        ReaderDataset(JsonlReader("/"), 2, 2)
+    for name, value in (("even", "cut"), ("batch_size", 0)):
+        with pytest.raises(ConfigError, match=f"{name}: must be"):
+            ReaderDataset(None, **{name: value})
 
 
 @pytest.mark.slow

@@ -235,8 +235,7 @@ class Stubborn(Exception):
         super().__init__(first)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
+@pytest.mark.matrix(
     ("error", "kind", "said"),
     [
         (ValueError("no such key"), ValueError, "no such key"),

@@ -298,9 +298,9 @@ def main():
             for way in ways:
                 stop, rest = (run(way, folder, shuffled, task) for task in ("stop", "resume"))
                 numbers = [one for one in found[way] if one]
-                if numbers:
-                    rows[way] += [median(numbers, key) for key in ("us", "mib")]
-                rows[way].append(stop == rest != "none")
+                for key in ("us", "mib"):
+                    rows[way].append(median(numbers, key) if numbers else None)
+                rows[way].append(stop == rest and stop not in (None, "none"))
     header = ["us per row", "MiB", "resume exact"]
     shuffled = [f"{name}, shuffled" for name in header]
     print(markdown(["", *header, *shuffled], rows.values()))

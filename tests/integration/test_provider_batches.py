@@ -617,6 +617,7 @@ IN_TWO = {
     # A request that was not sent uses up no attempt.
     "expired": (ends_early("expired", "expired"), 1),
     "cancelled": (ends_early("cancelled", "expired"), 1),
+    "expired without a line": (ends_early("expired", "lost"), 1),
     "failed": (ends_early("failed", "lost"), 2),
 }
 PAID = [

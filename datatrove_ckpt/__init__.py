@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from datatrove_ckpt.executors.jobs import JobsPipelineExecutor as JobsPipelineExecutor
     from datatrove_ckpt.executors.local import LocalPipelineExecutor as LocalPipelineExecutor
     from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor as SlurmPipelineExecutor
-    from datatrove_ckpt.preflight.doctor import doctor as doctor
     from datatrove_ckpt.rollouts import Classification as Classification
     from datatrove_ckpt.rollouts import InferenceResult as InferenceResult
+    from datatrove_ckpt.run_folder.findings import doctor as doctor
     from datatrove_ckpt.runner import InferenceRunner as InferenceRunner
 
 _TYPES = "datatrove.pipeline.inference.types"
@@ -53,7 +53,7 @@ _MODULES = {
     "SlurmPipelineExecutor": f"{__name__}.executors.slurm",
     "run": "datatrove_ckpt.cli.short_form",
     **dict.fromkeys(("daly", "efficiency", "young"), f"{__name__}.checkpoint.interval"),
-    "doctor": f"{__name__}.preflight.doctor",
+    "doctor": f"{__name__}.run_folder.findings",
 }
 
 __all__ = [*_MODULES]

@@ -37,8 +37,8 @@ class InferenceRunner(Step):
             with checkpoints, and ``${rank}`` with several tasks.
         shared_context (identity): keyword arguments for the rollout: a dict, a context manager that
             gives one, or a function that returns either.
-        checkpoints_local_dir (free): local folder for checkpoints. None: none, and a run that dies
-            starts over.
+        checkpoints_local_dir (free): local folder for checkpoints. None: unfinished chunks are in
+            the system's temporary folder (``TMPDIR``), and a run that dies starts over.
         records_per_chunk (identity): documents per output file, with checkpoints.
         metadata_key (identity): where the results go in the document's metadata.
         skip_bad_requests (free): a document whose request the server rejects (HTTP 400, 413, 414,

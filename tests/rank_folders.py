@@ -14,7 +14,7 @@ from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.where import Place
 
 ELSEWHERE = "node7"
 """A host that is not this one: nobody here can see its locks."""

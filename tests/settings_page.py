@@ -7,13 +7,11 @@ A numeric setting says its unit: in its name (``..._seconds``, ``..._sec``), or 
 which begins with it ("tokens of ...") or names it ("..., in tokens").
 """
 
-import dataclasses
 import inspect
 import json
 import re
-import types
-import typing
 
+from datatrove_ckpt.common.declared import alternatives, meanings, parameters_of
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
@@ -33,7 +31,6 @@ _UNITS = (
     "stages", "port", "commits", "characters", "parts", "answers", "pixels", "numbers", "texts",
 )  # fmt: skip
 _PURE_NUMBERS = ("seed", "lowest", "highest", "threshold")
-_ENTRY = re.compile(r"^ {8}(\w+(?:, \w+)*)(?: \((\w+)\))?: (.*(?:\n {12}.*)*)", re.MULTILINE)
 _BETWEEN_RUNS = {
     "identity": "stays",
     "request": "stays",
@@ -86,80 +83,36 @@ _COLUMNS_OF_A_RUN = "\n| setting | between two runs | meaning |\n|---|---|---|\n
 
 def page():
     """The whole page."""
-    runner = [
-        (one.name, one.annotation, one.default)
-        for one in inspect.signature(InferenceRunner, eval_str=True).parameters.values()
-    ]
-    found = f"{_HEAD}{_RUNNER}{_COLUMNS_OF_A_RUN}{_rows(runner, InferenceRunner)}"
-    for head, columns, cls in (
-        (_CONFIG, _COLUMNS_OF_A_RUN, InferenceConfig),
-        (_MONITORING, _COLUMNS, MonitoringConfig),
-    ):
-        hints = typing.get_type_hints(cls)
-        settings = [
-            (one.name, hints[one.name], _field_default(one)) for one in dataclasses.fields(cls)
-        ]
-        found += f"{head}{columns}{_rows(settings, cls)}"
+    found = f"{_HEAD}{_RUNNER}{_COLUMNS_OF_A_RUN}{_rows(InferenceRunner)}"
+    found += f"{_CONFIG}{_COLUMNS_OF_A_RUN}{_rows(InferenceConfig)}"
+    found += f"{_MONITORING}{_COLUMNS}{_rows(MonitoringConfig)}"
     return found + "".join(_rollout(cls, others) for cls, others in _ROLLOUTS.items())
 
 
 def _rollout(cls, others):
     """A rollout's section. What its docstring leaves out is one of PromptRollout's settings."""
-    settings = [
-        (one.name, one.annotation, one.default)
-        for one in inspect.signature(cls, eval_str=True).parameters.values()
-    ]
+    inherited = set()
     if cls is not PromptRollout:
-        inherited = set(inspect.signature(PromptRollout).parameters) - set(descriptions(cls))
-        order = list(descriptions(cls))  # what a base class has comes first in the signature
-        settings = sorted(
-            (one for one in settings if one[0] not in inherited),
-            key=lambda one: order.index(one[0]),
-        )
+        inherited = set(parameters_of(PromptRollout)[0]) - set(meanings(cls))
     first = " ".join((cls.__doc__ or "").partition("\n\n")[0].split()).replace("``", "`")
     heading = _ROLLOUT.format(name=cls.__name__, first=first, others=others)
-    return f"{heading}{_COLUMNS}{_rows(settings, cls)}"
+    return f"{heading}{_COLUMNS}{_rows(cls, inherited)}"
 
 
-def _field_default(field):
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-
-
-def _rows(settings, cls):
-    texts = descriptions(cls)
-    assert list(texts) == [name for name, _, _ in settings], (
+def _rows(cls, inherited=()):
+    parameters = parameters_of(cls)[0]
+    texts = meanings(cls)
+    assert set(texts) == set(parameters) - set(inherited), (
         f"{cls.__name__}: settings and docstring differ"
     )
-    for name, hint, _ in settings:
-        check_unit(name, hint, texts[name])
-    effects = effects_of_changes(cls)
-    rows = [
-        [_shown(name, default), *map(_BETWEEN_RUNS.get, effects.get(name, "").split()), texts[name]]
-        for name, _, default in settings
-    ]
+    rows = []
+    for name, (effect, text) in texts.items():
+        check_unit(name, parameters[name].annotation, text)
+        shown = _shown(name, parameters[name].default)
+        rows.append([shown, *map(_BETWEEN_RUNS.get, effect.split()), text])
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows
     )
-
-
-def descriptions(cls):
-    """What the class's docstring says of each setting, as Markdown."""
-    return {
-        name: " ".join(text.split()).replace("``", "`")
-        for names, _, text in _entries(cls)
-        for name in names.split(", ")
-    }
-
-
-def effects_of_changes(cls):
-    """What the docstring says in brackets: "identity", "request" or "free", where it says so."""
-    return {names: effect for names, effect, _ in _entries(cls) if effect}
-
-
-def _entries(cls):
-    return _ENTRY.findall((cls.__doc__ or "").partition("Raises:")[0])
 
 
 def check_unit(name, hint, text):
@@ -170,7 +123,7 @@ def check_unit(name, hint, text):
     """
     if (
         name in _PURE_NUMBERS
-        or not {int, float} & set(_alternatives(hint))
+        or not {int, float} & set(alternatives(hint))
         or name.endswith(("_seconds", "_sec"))
     ):
         return
@@ -182,16 +135,14 @@ def check_unit(name, hint, text):
         )
 
 
-def _alternatives(hint):
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for part in typing.get_args(hint) for kind in _alternatives(part)]
-    return [hint]
-
-
 def _shown(name, default):
     if default is inspect.Parameter.empty:
         return f"`{name}` (required)"
-    return f"`{name}`" if default is None else f"`{name}: {json.dumps(default)}`"
+    return (
+        f"`{name}`"
+        if default is None
+        else f"`{name}: {json.dumps(default, default=lambda made: {})}`"
+    )
 
 
 if __name__ == "__main__":

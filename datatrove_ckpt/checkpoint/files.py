@@ -13,6 +13,7 @@ import errno
 import fcntl
 import io
 import os
+import secrets
 import shutil
 import socket
 import sqlite3
@@ -267,6 +268,16 @@ disk = Disk()
 
 Always accessed as ``files.disk``, so that a test can replace it.
 """
+
+
+def keep_first(path: Path, data: bytes) -> None:
+    """Makes a file of the job, whole, unless another process was first."""
+    disk.make_dirs(path.parent)
+    # Processes of two nodes may share a process id.
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    disk.write_new(staged, [data], PUBLIC_FILE)
+    disk.put_new(staged, path)
+    disk.remove(staged)
 
 
 class AppendFile:

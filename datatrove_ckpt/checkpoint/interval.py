@@ -17,11 +17,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.common.declared import Seconds
 
-Seconds = float | Literal["auto"]
 """A setting: a number of seconds, or "auto"."""
 
 RECENT = 5
@@ -104,14 +102,3 @@ class Interval:
         tuning = self._tuning
         best = sum(self._durations) / len(self._durations) / tuning.share
         self.seconds = min(max(best, tuning.shortest), tuning.longest)
-
-
-def check_seconds(name: str, value: object) -> None:
-    """Raises:
-    ConfigError: a setting is no ``Seconds``. The message names the setting.
-    """
-    is_valid = (
-        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-    )
-    if value != "auto" and not is_valid:
-        raise ConfigError(f'{name}: must be "auto" or a number of seconds >= 0; it is {value!r}.')

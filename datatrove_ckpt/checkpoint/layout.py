@@ -29,6 +29,8 @@ CACHE_LOGS = ("-wal", "-journal")
 CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
+COLUMNS = "columns.arrow"
+"""Types of the input's columns, in the job's folder."""
 """What the rank has read: its files, and how many lines were skipped.
 
 Written when the input has ended.

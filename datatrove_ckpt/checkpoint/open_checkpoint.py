@@ -28,7 +28,6 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.history_records import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
-from datatrove_ckpt.checkpoint.interval import Seconds as SecondsOrAuto
 from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
@@ -57,6 +56,7 @@ from datatrove_ckpt.checkpoint.rank_files import Mirror, RankFiles, Snapshot
 from datatrove_ckpt.checkpoint.recovery import recover
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
+from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
 

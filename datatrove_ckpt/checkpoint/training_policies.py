@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datatrove_ckpt.checkpoint.interval import check_seconds, daly
+from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.checkpoint.training_steps import StepName
+from datatrove_ckpt.common.declared import Count, CountFromZero, Seconds, check
 from datatrove_ckpt.errors import ConfigError
 
 _FIRST_SECONDS = 60.0  # of "auto", before a save was timed
@@ -94,10 +95,10 @@ class AnyOf(SavePolicy, KeepPolicy):
 class EverySteps(SavePolicy):
     """Saves at multiples of ``steps``, or at the first step after one that the loop skips."""
 
-    steps: int
+    steps: Count
 
     def __post_init__(self) -> None:
-        _check_number("EverySteps", self.steps, 1)
+        check(EverySteps, vars(self))
 
     def is_due(self, moment: Moment) -> bool:
         return moment.step // self.steps > moment.last_step // self.steps
@@ -111,11 +112,11 @@ class EverySeconds(SavePolicy):
     ``mtbf_seconds``, the mean time between failures of the whole job.
     """
 
-    seconds: float | Literal["auto"] = "auto"
+    seconds: Seconds = "auto"
     mtbf_seconds: float = 6 * 3600.0
 
     def __post_init__(self) -> None:
-        check_seconds("EverySeconds", self.seconds)
+        check(EverySeconds, vars(self))
 
     def is_due(self, moment: Moment) -> bool:
         return moment.seconds >= self.interval(moment)
@@ -132,10 +133,10 @@ class EverySeconds(SavePolicy):
 class Last(KeepPolicy):
     """Keeps the newest steps."""
 
-    count: int = 3
+    count: Count = 3
 
     def __post_init__(self) -> None:
-        _check_number("Last", self.count, 1)
+        check(Last, vars(self))
 
     def kept(self, metrics: Metrics) -> set[StepName]:
         return set(sorted(metrics)[-self.count :])
@@ -146,10 +147,10 @@ class Best(KeepPolicy):
     """Keeps the steps with the lowest ``metric``; "-accuracy": with the highest accuracy."""
 
     metric: str = "loss"
-    count: int = 1
+    count: CountFromZero = 1
 
     def __post_init__(self) -> None:
-        _check_number("Best", self.count, 0)
+        check(Best, vars(self))
 
     @property
     def name(self) -> str:
@@ -173,10 +174,10 @@ class Best(KeepPolicy):
 class Every(KeepPolicy):
     """Keeps the steps that are multiples of ``steps``."""
 
-    steps: int
+    steps: Count
 
     def __post_init__(self) -> None:
-        _check_number("Every", self.steps, 1)
+        check(Every, vars(self))
 
     def kept(self, metrics: Metrics) -> set[StepName]:
         return {name for name in metrics if name.step % self.steps == 0}
@@ -230,8 +231,3 @@ def _check_alone(name: str, policy: object, others: tuple[object, ...]) -> None:
         raise ConfigError(
             f"{name}= says all: give no {name}_..., every_..., mtbf_seconds or best beside it."
         )
-
-
-def _check_number(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name}: must be an integer from {least} on; it is {value!r}.")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 
-from datatrove_ckpt.checkpoint.batch_log import give_up
-from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
-from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.topics import describe_batch, open_batches
-from datatrove_ckpt.maintenance.where import restored, upload
+from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
+from datatrove_ckpt.run_folder.topics import describe_batch, open_batches
 
 
 def batches(arguments: argparse.Namespace) -> int:
@@ -24,18 +20,14 @@ def batches(arguments: argparse.Namespace) -> int:
             say("No batch is open.")
         if arguments.action == "list" or not found:
             return 0
-        from datatrove_ckpt.generation.provider_passes import cancel  # slow to import
+        from datatrove_ckpt.run_folder.batches import cancel_batch  # slow to import
 
         problems = []
         for rank, batch in found:
-            problem = asyncio.run(cancel(batch))
+            problem = cancel_batch(place, rank, batch)
             if problem is not None:
                 problems.append(problem)
                 continue
-            with restored(place) as changed:
-                folder = changed.folder / rank.folder.relative_to(place.folder)
-                give_up(folder, batch.number)
-                upload(changed, [RankLedger(rank.root, rank.rank, folder)])
             say(
                 f"The provider has forgotten {batch.id}. It is given up: the next run sends its "
                 "requests, and pays for them, again."

@@ -9,13 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from datatrove.executor.base import PipelineExecutor
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.job import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.cli import slurm_submit
-from datatrove_ckpt.cli.closing import closing_line
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.short_form import Node
@@ -35,16 +33,11 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import (
-    check_after_run,
-    check_before_run,
-    check_steps,
-    note_workers,
-)
-from datatrove_ckpt.preflight.doctor import check_rules_of_hub
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
+from datatrove_ckpt.run_folder.closing import closing_line
+from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
+from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
 
 
 def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
@@ -116,17 +109,14 @@ def _checked_run(
                 )
             if arguments.retry_dead_letters:
                 plan = _retry_dead_letters(executor, plan)
-            # Complete ranks have dead letters, too.
-            executor.skip_completed = executor.skip_completed and not plan.retries
+            if plan.retries:  # datatrove's executors, and a flag, leave it as it was
+                executor.skip_completed = False
             if arguments.worker:
                 started = True
                 _work(executor)
                 return 0
-            if isinstance(executor, JobsPipelineExecutor):
-                executor.check(plan)
             with plan.with_mirrors() as seen:
                 check_before_run(seen)
-            _warn_of_hub(plan)
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
@@ -184,13 +174,6 @@ def _work(executor: LocalPipelineExecutor) -> None:
     say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
 
 
-def _warn_of_hub(plan: RunPlan) -> None:
-    for runner in plan.runners:
-        for finding in check_rules_of_hub(plan, runner.step):
-            if finding.state == "warning":
-                logger.warning(f"{finding.what}: {finding.message}")
-
-
 def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     # Pickled with the executor into pool workers and cluster jobs.
@@ -203,14 +186,12 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
         return 0
     is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
-    marked = {}
-    if not is_ours and not executor.skip_completed:
-        marked = plan.marked()
     if is_ours:
         executor.run_ranks()
     else:
+        plan.forget_completed()
         executor.run()
-        _refuse_what_is_left(plan, marked)
+        _refuse_what_is_left(plan)
     with plan.with_mirrors() as seen:
         jobs = check_after_run(seen)
         for runner, root in seen.kept:
@@ -228,21 +209,13 @@ def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     return 128 + number
 
 
-def _refuse_what_is_left(plan: RunPlan, marked: dict[str, object]) -> None:
+def _refuse_what_is_left(plan: RunPlan) -> None:
     """Checks that all tasks are complete, because datatrove's executors hide failures.
-
-    Args:
-        marked: the markers before the run; a task that ran again has a new marker.
 
     Raises:
         CkptError: some tasks are not complete.
     """
-    now = {}
-    if marked:
-        now = plan.marked()
-    old = {name for name, time in marked.items() if now.get(name) == time}
-    anew = [rank for rank in range(plan.tasks) if f"completions/{rank:05d}" in old]
-    left = sorted({*plan.incomplete(skip_completed=True), *anew})
+    left = plan.incomplete(skip_completed=True)
     if left:
         raise CkptError(
             f"{len(left)} of {plan.tasks} tasks are not complete; task {left[0]} is the first. "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from datatrove_ckpt.cli.yaml_config import MASK, dump, import_name, leaves, parameters_of
+from datatrove_ckpt.cli.yaml_config import MASK, dump, import_name, leaves
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.redaction import is_secret
 
 

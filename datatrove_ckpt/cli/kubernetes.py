@@ -22,17 +22,21 @@ from pathlib import Path
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.kubernetes_job import KubernetesJob
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.short_form import Node, make_executor
 from datatrove_ckpt.cli.yaml_config import MASK, construct, dump, leaves
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.redaction import may_hold_secret
-from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.preflight.before_run import lost_with_disk, note_workers, refuse_without_claims
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.process.own_modules import own_modules
+from datatrove_ckpt.run_folder.run_plan import (
+    RunPlan,
+    lost_with_disk,
+    note_workers,
+    refuse_without_claims,
+)
 
 _SECTION = "kubernetes"
 # The pod's working folder, also if the submitter's folder is on a volume.

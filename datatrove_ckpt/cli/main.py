@@ -13,15 +13,18 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import os
 import re
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.cli.printing import fail
+from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.common.declared import meanings
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import written_in
@@ -58,6 +61,9 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["complete"]:
+        say("\n".join(_completions(*given[2:])))
+        return 0
     rest, overrides = split_overrides(given)
     parser = make_parser()
     if given[:1] == ["track"] and any(flag.startswith("--wandb") for flag in overrides):
@@ -72,9 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     safe_log()
     if overrides and not _takes_overrides(arguments):
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
-    bare = next((flag for flag in overrides if "=" not in flag), None)
-    if bare is not None:
-        parser.error(f"{bare}: its value is missing{did_you_mean(bare, _own_flags(given))}")
+    for override in overrides:
+        flag, equals, _ = override.partition("=")
+        hint = did_you_mean(flag, _own_flags(given), 0.8)
+        if not equals:
+            parser.error(f"{flag}: its value is missing{hint}")
+        if hint and flag.replace("_", "-") not in _flags_of_settings():
+            parser.error(f"{flag}: there is no such flag{hint}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
             "CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... "
@@ -121,6 +131,11 @@ def _module_of(arguments: argparse.Namespace) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
+    def format_help(self) -> str:
+        if "(SETTINGS)\n" in str(self.epilog):
+            self.epilog = str(self.epilog).replace("(SETTINGS)\n", _settings_help())
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         hint = ""
         if message.startswith("unrecognized"):
@@ -152,6 +167,40 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _completions(word: str, before: str) -> list[str]:
+    """Returns what may stand in the place of a word of the command line, as ``complete -C`` of bash
+    and zsh asks for it.
+    """
+    words = os.environ["COMP_LINE"].split()
+    possible = {name for name, _, _, _ in _COMMANDS}
+    if before != words[0]:
+        possible = _own_flags(words[1:])
+        if words[1] in _OF_JOBS:
+            possible |= _flags_of_settings()
+    return sorted(name for name in possible if name.startswith(word))
+
+
+def _flags_of_settings() -> set[str]:
+    from datatrove_ckpt import InferenceConfig, InferenceRunner
+    from datatrove_ckpt.cli.job_settings import ShortJob
+
+    return {
+        f"--{name.replace('_', '-')}"
+        for cls in (ShortJob, InferenceConfig, InferenceRunner)
+        for name in meanings(cls)
+    }
+
+
+def _settings_help() -> str:
+    from datatrove_ckpt.cli.job_settings import ShortJob
+
+    lines = ["settings of a job, in CONFIG or as flags (all others: docs/settings.md):"]
+    for name, (_, meaning) in meanings(ShortJob).items():
+        flag = f"  --{name.replace('_', '-')}"
+        lines += textwrap.wrap(meaning, 80, initial_indent=f"{flag:18}", subsequent_indent=" " * 18)
+    return "\n".join([*lines, ""])
+
+
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments into plain arguments and overrides, which are unknown flags.
 
@@ -181,7 +230,7 @@ def _own_flags(arguments: list[str]) -> set[str]:
 def _takes_overrides(arguments: argparse.Namespace) -> bool:
     if "what" not in arguments:
         return "config" in arguments
-    from datatrove_ckpt.maintenance.where import is_config
+    from datatrove_ckpt.run_folder.where import is_config
 
     return is_config(arguments.what)
 
@@ -225,6 +274,8 @@ _FULL = _flag("--full", "read all output and compare its content, too")
 
 
 _COMMANDS: list[tuple[str, str, str, tuple[_Argument, ...]]] = []
+_OF_JOBS = ("run", "doctor", "k8s")
+"""Commands whose flags may be settings."""
 _OF_TRAININGS = ("status", "show", "verify", "doctor")
 """Commands that also take the folder of a training's checkpoints."""
 
@@ -277,6 +328,8 @@ def run() -> None:
       datatrove-ckpt run configs/quickstart.yaml --dry-run --pipeline.0.limit=5
 
     (OVERRIDES)
+
+    (SETTINGS)
 
     exit codes:
       0  done, or submitted; with --worker: no task is free or given up, others may still run

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.cli.full_config import FullConfig
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         executor = _as_worker(executor, content, arguments)
     if "kubernetes" in content:
         from datatrove_ckpt.cli.kubernetes import kubernetes_job  # slow to import
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         kubernetes_job(content, RunPlan(executor))
     if arguments.print_config:
@@ -77,7 +76,7 @@ def _as_worker(
 def doctor(arguments: argparse.Namespace) -> int:
     _, executor = make_executor(arguments.config, arguments.overrides)
     # Not imported for a file with a mistake.
-    from datatrove_ckpt.preflight.doctor import doctor as examine
+    from datatrove_ckpt.run_folder.findings import doctor as examine
 
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)
@@ -86,7 +85,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         content = {
             "config": arguments.config,
             "exit_code": code,
-            "checks": [asdict(check) for check in checks],
+            "checks": [check.to_json() for check in checks],
         }
         say(as_json(content))
     else:

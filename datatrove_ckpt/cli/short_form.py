@@ -18,41 +18,37 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from glob import escape, has_magic
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
+from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
 from datatrove_ckpt.cli.yaml_config import (
-    ANSWER,
     SHORT_NAMES,
     build,
     construct,
     import_name,
     load,
-    parameters_of,
     refuse_unknown,
     set_at_path,
 )
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean, error_text
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.config.kubernetes import KubernetesJob
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
+    from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
 
-    OutputFormat = str
-else:
-    OutputFormat = Literal[*BY_NAME]
 
 Node = JsonObject
 
@@ -70,54 +66,6 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
 _LOOKED_AT = 100  # lines
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
-
-
-@dataclass(frozen=True)
-class ShortJob:
-    """The settings of the form itself.
-
-    Attributes:
-        run_folder: new, or of the run to go on with.
-        input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``,
-            or their URLs (``s3://``, ``hf://datasets/ORG/NAME``).
-        prompt: with ``{text}``; ``@FILE``: the text of that file.
-        task: in place of a prompt, "embed" (EmbedRollout, into the column "embedding" of Parquet
-            files) or "classify" (ClassifyRollout). A ``prompt`` beside it is the text that is sent.
-            "batch": the input is a batch file of OpenAI's form, which its first line shows, too.
-        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as
-            ``ChunkedRollout``.
-        model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it
-            knows.
-        endpoint: URL of a server that runs already, or several. None: one is started, on this
-            machine's GPUs, else on its CPU.
-        output_format: None: that of a run that has begun; else "parquet" for Parquet, Arrow
-            and vectors, and "jsonl" for others.
-        tasks: None: one for each input file, up to 100; here fewer where files are tiny.
-        workers: processes of this machine that share the tasks; -1: one for each task.
-        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu, workers: 40}``.
-        kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on
-            one of its volumes.
-        jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is
-            a URL, such as ``hf://buckets/ORG/NAME/summaries``.
-    """
-
-    run_folder: str
-    input: str
-    prompt: str | None = None
-    task: Literal["embed", "classify", "batch"] | None = None
-    rollout: str | Callable[..., Awaitable[object]] | None = None
-    model: str | None = None
-    endpoint: str | list[str] | None = None
-    output_format: OutputFormat | None = None
-    tasks: int | None = None
-    workers: int = 1
-    slurm: Node | None = None
-    kubernetes: KubernetesJob | None = None
-    jobs: Node | None = None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        return self.slurm is not None or self.kubernetes is not None or self.jobs is not None
 
 
 # As configs/slurm.yaml explains them.
@@ -248,7 +196,8 @@ def expand(content: Node, source: str, only_look: bool = False) -> Node:
     places += [(config, "InferenceConfig"), (runner, "InferenceRunner")]
     if isinstance(rollout, dict):
         places.append((rollout, rollout["class_path"]))
-    sampling = _distribute(content, places, source)
+    _distribute(content, places, source)
+    sampling = _sampling(job, content, source)
     if job.task not in (None, "batch"):
         if sampling:
             raise ConfigError(
@@ -320,15 +269,13 @@ def _first_request(reader: Node, source: str) -> Node:
     return {}
 
 
-def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> Node:
-    """Puts each setting into the first of the places whose class has it. Returns the sampling
-    parameters.
+def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> None:
+    """Puts each setting into the first of the places whose class has it.
 
     Args:
         places: nodes, with the classes whose arguments they hold.
     """
-    answer = Node()
-    known = dict.fromkeys(ANSWER, answer)
+    known: dict[str, Node] = {}
     for node, class_path in places:
         for name in parameters_of(import_name(class_path, source))[0]:
             known.setdefault(name, node.get("init_args", node))
@@ -337,13 +284,17 @@ def _distribute(content: Node, places: list[tuple[Node, str]], source: str) -> N
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
+
+
+def _sampling(job: ShortJob, content: Node, source: str) -> Node:
+    """Returns the parameters of requests that stand beside the other settings."""
+    given = {name: getattr(job, name) for name in SAMPLING if getattr(job, name) is not None}
     for other in ("generation_params", "default_generation_params"):
-        sampling = content.get(other)
-        if not isinstance(sampling, dict):
-            continue
-        for name in answer.keys() & sampling:
+        others = content.get(other)
+        if isinstance(others, dict) and given.keys() & others.keys():
+            name = min(given.keys() & others.keys())
             raise ConfigError(f'{source}: {name}: is in "{other}", too. Give it once.')
-    return answer
+    return given
 
 
 def _check_place(job: ShortJob, source: str) -> None:
@@ -411,8 +362,8 @@ def run(
         if value is None and name != "answer":
             del content[name]
     from datatrove_ckpt.cli.what_helps import advise  # slow to import
-    from datatrove_ckpt.maintenance.run_output import OutputPath, OutputUrl
-    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
     with written_in("run()"):
         executor = build(expand(content, "run()"))

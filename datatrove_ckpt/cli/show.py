@@ -13,11 +13,11 @@ from datatrove_ckpt.cli.printing import say, wrapped, write_out
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.errors import ConfigError, StorageFailed, printable
-from datatrove_ckpt.maintenance.documents import ShownDocument, read_dead_letters, read_documents
-from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.report.gather import gather
-from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
+from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
+from datatrove_ckpt.run_folder.report.gather import gather
+from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
     from datatrove.executor.base import PipelineExecutor
@@ -73,10 +73,10 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
-    from datatrove_ckpt.preflight.prompts import check_prompts
-    from datatrove_ckpt.preflight.run_plan import RunPlan
-    from datatrove_ckpt.preflight.sample import take_sample
     from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
+    from datatrove_ckpt.run_folder.prompts import check_prompts
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.sample import take_sample
 
     # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")

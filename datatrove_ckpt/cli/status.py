@@ -21,10 +21,10 @@ from datatrove_ckpt.common.formatting import (
     plural,
     ranges,
 )
-from datatrove_ckpt.maintenance.read_state import read_run_state, wanted_files
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
-from datatrove_ckpt.maintenance.topics import age, counted, progress_of, ranks_of, topics
-from datatrove_ckpt.maintenance.where import NotBegun
+from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
+from datatrove_ckpt.run_folder.run_state import RankState, RunState, to_json
+from datatrove_ckpt.run_folder.topics import age, counted, progress_of, ranks_of, topics
+from datatrove_ckpt.run_folder.where import NotBegun
 
 
 def status(arguments: argparse.Namespace) -> int:

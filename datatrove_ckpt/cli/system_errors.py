@@ -15,7 +15,7 @@ from datatrove_ckpt.checkpoint.lines import too_large
 from datatrove_ckpt.common.retrying import hub_refusal
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.errors.names import setting_name
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)

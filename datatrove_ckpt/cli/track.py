@@ -15,8 +15,8 @@ from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials, redact
 from datatrove_ckpt.errors import ConfigError, StorageFailed
-from datatrove_ckpt.maintenance.read_state import wanted_files
-from datatrove_ckpt.maintenance.tracking import (
+from datatrove_ckpt.run_folder.read_state import wanted_files
+from datatrove_ckpt.run_folder.tracking import (
     MlflowRun,
     Tracker,
     TrainingTracker,

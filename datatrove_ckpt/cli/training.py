@@ -12,7 +12,7 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint.training_steps import StepName
 from datatrove_ckpt.cli.printing import as_json, say, takes_unicode
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
-from datatrove_ckpt.maintenance.training import (
+from datatrove_ckpt.run_folder.training import (
     SavedStep,
     TrainingState,
     examine_training,

@@ -10,14 +10,13 @@ from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
-from datatrove_ckpt.maintenance import verify as checks
-from datatrove_ckpt.maintenance.findings import Report
-from datatrove_ckpt.maintenance.read_state import check_idle
-from datatrove_ckpt.maintenance.repair import carry_out
-from datatrove_ckpt.maintenance.repair_plan import RepairPlan, check_output_folder, make_plan
-from datatrove_ckpt.maintenance.where import Place, restored, upload
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.run_folder import verify as checks
+from datatrove_ckpt.run_folder.read_state import check_idle
+from datatrove_ckpt.run_folder.repair import RepairPlan, carry_out, check_output_folder, make_plan
+from datatrove_ckpt.run_folder.verify import Report
+from datatrove_ckpt.run_folder.where import Place, restored, upload
 
 
 def verify(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from datatrove_ckpt.maintenance.where import Place, is_config, open_place
+from datatrove_ckpt.run_folder.where import Place, is_config, open_place
 
 
 def place_of(

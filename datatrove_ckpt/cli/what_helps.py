@@ -10,7 +10,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.errors.names import form
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 
 def advise(error: Exception, plan: RunPlan, words: Sequence[str] = ()) -> None:
@@ -56,20 +56,12 @@ def _changed(words: Sequence[str], changes: Mapping[str, object], plan: RunPlan)
 
 
 def _run_folder(plan: RunPlan) -> Path | None:
-    """Returns the run folder of a job in the short form, if it is on this machine and has nothing
-    else.
+    """Returns the run folder of a job in the short form, if it is on this machine and does not hold
+    the input.
     """
-    folders = [
-        plan.logging_dir,
-        *(runner.step.output_writer.output_folder for runner in plan.runners),
-    ]
-    if not form() or not all(folder.is_local() for folder in folders):
+    if not form() or not plan.logging_dir.is_local():
         return None
-    below = [Path(folder.resolve_paths("")).absolute() for folder in folders]
-    below += [root for _, root in plan.kept]
-    found = {path.parent for path in below}
-    folder = found.pop()
-    holds_input = any(path.is_relative_to(folder) for path in plan.inputs)
-    if found or holds_input or not folder.is_dir():
+    folder = Path(plan.logging_dir.resolve_paths("")).absolute().parent
+    if not folder.is_dir() or any(path.is_relative_to(folder) for path in plan.inputs):
         return None
     return folder

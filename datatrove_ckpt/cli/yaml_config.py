@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib
 import inspect
 import json
 import math
 import re
-import types
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +30,7 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import Parameter, alternatives, parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
 from datatrove_ckpt.errors import ConfigError
@@ -60,13 +59,9 @@ MASK = "*** hidden ***"
 _EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task runs
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 SHORT_NAMES |= {one.writer: one.module for one in FORMATS}
-# Of ``default_generation_params``; settings in the short form.
-ANSWER = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
 
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)
-# With 0, datatrove reports success and does nothing. The values explain -1.
-_NUMBERS = {"tasks": "", "workers": "one per task", "local_tasks": "all", "tasks_per_job": ""}
 
 
 def load(path: str | Path) -> JsonObject:
@@ -116,16 +111,7 @@ def build(content: JsonObject) -> Any:
                 f"{place}: its value was hidden by --dry-run, because it may be a secret. Write "
                 "the value in its place, into a file that only you can read."
             )
-    executor: Any = _build(content["executor"], "executor", [PipelineExecutor])
-    for name, default in _NUMBERS.items():
-        number = getattr(executor, name, 1)
-        if number < 1 and (number != -1 or not default):
-            allowed = "at least 1"
-            if default:
-                allowed = f"at least 1, or -1 for {default}"
-            place = form() or f"executor {type(executor).__name__}"
-            raise ConfigError(f"{place}: {name}: must be {allowed}; it is {number}.")
-    return executor
+    return _build(content["executor"], "executor", [PipelineExecutor])
 
 
 def leaves(value: object, place: str) -> Iterator[tuple[str, object]]:
@@ -177,7 +163,7 @@ def construct(cls: type[_Built], given: object, label: str) -> _Built:
     absent = [
         f'"{key}"'
         for key, one in parameters.items()
-        if one.default is REQUIRED and key not in values
+        if one.default is Parameter.empty and key not in values
     ]
     if absent:
         raise ConfigError(f"{label}: missing key {', '.join(absent)}.")
@@ -461,42 +447,8 @@ def _hint_of(cls: type, key: str) -> object:
     return parameters_of(cls)[0].get(key, ANYTHING).annotation
 
 
-Parameter = inspect.Parameter
-REQUIRED = Parameter.empty
 ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 """An argument that goes into ``**kwargs``."""
-
-
-@functools.cache
-def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
-    try:
-        hints = typing.get_type_hints(cls.__init__)
-    except NameError:  # an annotation that exists only for type checkers: the constructor checks it
-        hints = {}
-    arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    parameters = {
-        one.name: one.replace(annotation=_hint(hints.get(one.name, Any), one.default))
-        for one in arguments
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    }
-    return parameters, any(one.kind is one.VAR_KEYWORD for one in arguments)
-
-
-def _hint(hint: Any, default: object) -> object:
-    """Corrects datatrove's annotations, as ``adapter: Callable = None``."""
-    if hint is Any:
-        if isinstance(default, bool):
-            return bool
-        return Any
-    if default is None:
-        return hint | None
-    return hint
-
-
-def alternatives(hint: object) -> list[object]:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for part in typing.get_args(hint) for kind in alternatives(part)]
-    return [hint]
 
 
 def origin(kind: object) -> Any:

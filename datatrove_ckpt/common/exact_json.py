@@ -1,4 +1,8 @@
-"""JSON with integers of any size: orjson makes floats of those beyond 64 bits."""
+"""JSON as other readers take it.
+
+orjson makes floats of integers beyond 64 bits, and refuses NaN, infinity and lone surrogates, which
+json, pandas and datasets read.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,31 @@ _LONG_LIST = 16
 
 
 def loads(line: bytes) -> Any:
-    """Raises orjson.JSONDecodeError for what is no JSON."""
-    data = orjson.loads(line)
+    """Returns the value of a line, with U+FFFD for lone surrogates.
+
+    Raises orjson.JSONDecodeError for what is no JSON.
+    """
+    try:
+        data = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        try:
+            return _tolerant(line.decode())
+        except (ValueError, RecursionError):
+            raise error from None
     if _may_be_inexact(data):
         zeros = line.translate(_AS_ZEROS)
         # Perhaps of a float or a text.
         if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:
             return json.loads(line)
     return data
+
+
+def _tolerant(text: str) -> Any:
+    data = json.loads(text)
+    if "\\u" not in text:
+        return data
+    whole = json.dumps(data, ensure_ascii=False).encode("utf-16", "surrogatepass")
+    return json.loads(whole.decode("utf-16", "replace"))
 
 
 def _may_be_inexact(value: object) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common.declared import Count, CountFromZero, Positive, check
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import Secret, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
@@ -118,44 +119,44 @@ class InferenceConfig:
     # YAML.
     server_type: str
     model_name_or_path: str
-    model_max_context: int = 8192
+    model_max_context: Count = 8192
     use_chat: bool = True
     endpoint_url: str | list[str] | None = None
     api_key: str | Secret | None = None
-    metric_interval: int = 120
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
+    metric_interval: Positive = 120
+    tp: Count = 1
+    dp: Count = 1
+    pp: Count = 1
     # May hold a header's key.
     default_generation_params: JsonObject = field(default_factory=dict, repr=False)
-    rollouts_per_document: int = 1
-    max_concurrent_generations: int | Literal["auto"] = "auto"
-    max_concurrent_documents: int | None = None
-    request_timeout: float | None = None
+    rollouts_per_document: Count = 1
+    max_concurrent_generations: Count | Literal["auto"] = "auto"
+    max_concurrent_documents: Count | None = None
+    request_timeout: Positive | None = None
     model_kwargs: JsonObject | None = None
     server_log_folder: str | None = None
     master_port: int = 9810
-    server_start_timeout_sec: float = 60.0
-    server_ready_max_attempts: int = 300
-    server_ready_delay_sec: float = 5.0
-    server_start_max_retries: int = 1
+    server_start_timeout_sec: Positive = 60.0
+    server_ready_max_attempts: Count = 300
+    server_ready_delay_sec: Positive = 5.0
+    server_start_max_retries: CountFromZero = 1
     # ours
     api_key_env: str | None = None
     trust_remote_code: bool = False
-    request_max_attempts: int = 8
-    server_patience_seconds: float = 600.0
-    server_stop_timeout_sec: float = 10.0
-    replicas: int = 1
-    server_max_restarts: int = 3
-    hang_timeout: float = 600.0
+    request_max_attempts: Count = 8
+    server_patience_seconds: Positive = 600.0
+    server_stop_timeout_sec: Positive = 10.0
+    replicas: Count = 1
+    server_max_restarts: CountFromZero = 3
+    hang_timeout: Positive = 600.0
     server_python: str | None = None
     reuse_servers: bool = True
     seed: int | None = None
     accept_null_finish_reason: bool = False
-    texts_per_request: int = 1
-    gpus: int | None = None
+    texts_per_request: Count = 1
+    gpus: CountFromZero | None = None
     prices: JsonObject | None = None
-    provider_batches: bool = False
+    provider_batches: Literal[False, True] = False
 
     # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
@@ -166,8 +167,8 @@ class InferenceConfig:
     answer_schema = ""
 
     def __post_init__(self) -> None:
+        check(InferenceConfig, vars(self))
         self._check_choices()
-        self._check_numbers()
         self._check_gpus()
         self._check_prices()
         check_generation_params("default_generation_params", self.default_generation_params)
@@ -204,13 +205,6 @@ class InferenceConfig:
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
-        requests = self.max_concurrent_generations
-        if isinstance(requests, str) and requests != "auto":
-            raise ConfigError(
-                f'max_concurrent_generations: {requests!r} is not a number or "auto".'
-            )
-        if not isinstance(self.provider_batches, bool):
-            raise ConfigError("provider_batches: takes true or false.")
         is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
         if self.provider_batches and not is_plain:
             raise ConfigError(
@@ -226,18 +220,6 @@ class InferenceConfig:
                 f"accept_null_finish_reason: is for {unknown} only, because the other servers give "
                 "one; remove it."
             )
-
-    def _check_numbers(self) -> None:
-        for rule, names in _MINIMA.items():
-            for name in names:
-                value = getattr(self, name)
-                default = type(self).__dataclass_fields__[name].default
-                is_auto = value == "auto" and name == "max_concurrent_generations"
-                if is_auto or (value is None and default is None):
-                    continue
-                is_enough = value >= int(rule[-1])  # NaN is not
-                if not is_enough or (value == 0 and rule == "> 0"):
-                    raise ConfigError(f"{name} must be {rule}; it is {value!r}.")
 
     def _check_gpus(self) -> None:
         if self.gpus is None:
@@ -403,31 +385,6 @@ _PRICES = {"prompt", "cached", "completion"}
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
-_MINIMA = {
-    "> 0": (
-        "model_max_context",
-        "metric_interval",
-        "request_timeout",
-        "server_start_timeout_sec",
-        "server_ready_delay_sec",
-        "server_stop_timeout_sec",
-        "hang_timeout",
-        "server_patience_seconds",
-    ),
-    ">= 1": (
-        "tp",
-        "dp",
-        "pp",
-        "rollouts_per_document",
-        "max_concurrent_generations",
-        "max_concurrent_documents",
-        "server_ready_max_attempts",
-        "request_max_attempts",
-        "replicas",
-        "texts_per_request",
-    ),
-    ">= 0": ("gpus", "server_start_max_retries", "server_max_restarts"),
-}
 
 
 def _check_flags(flags: JsonObject) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.common.declared import Port, check
 
 # Of which job it is.
 _TELL_NOTHING = {"checkpoint", "checkpoints", "ckpt", "ckpts", "ck", "output", "outputs", "out"}
@@ -28,14 +28,11 @@ class MonitoringConfig:
     """
 
     run_name: str | None = None
-    metrics_port: int | None = None
+    metrics_port: Port | None = None
     metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
-        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65535:
-            raise ConfigError(
-                f"monitoring.metrics_port: must be from 1 to 65535; it is {self.metrics_port}."
-            )
+        check(MonitoringConfig, vars(self))
 
 
 def name_of_folder(folder: str) -> str:

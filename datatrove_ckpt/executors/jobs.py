@@ -39,6 +39,7 @@ from loguru import logger
 from datatrove_ckpt.claims.progress import Progress
 from datatrove_ckpt.claims.stores import refuse_for_claims
 from datatrove_ckpt.common import datatrove_arguments
+from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
@@ -70,7 +71,7 @@ from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims
-    from datatrove_ckpt.preflight.run_plan import RunPlan
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -133,14 +134,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def __init__(
         self,
         pipeline: list[PipelineStep | Callable[..., object]],
-        tasks: int,
-        workers: int = -1,
+        tasks: Count,
+        workers: CountOrAll = -1,
         logging_dir: DataFolderLike = None,
         flavor: str = "cpu-basic",
         image: str | None = None,
         dependencies: list[str] | None = None,
         timeout: int | float | str | None = None,
-        tasks_per_job: int = 1,
+        tasks_per_job: Count = 1,
         depends: DatatroveExecutor | None = None,
         skip_completed: bool = True,
         randomize_start_duration: int = 0,
@@ -150,11 +151,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         token: str | None = None,
         secrets: dict[str, str | None] | None = None,
         env: dict[str, str] | None = None,
-        max_retries: int = 1,
+        max_retries: CountFromZero = 1,
         poll_interval: float = 15.0,
         run_on_dependency_fail: bool = False,
         job_name: str = "data_processing",
     ) -> None:
+        check(JobsPipelineExecutor, locals())
         given = datatrove_arguments(locals())
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
@@ -163,6 +165,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             raise ConfigError(
                 str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")
             ) from None
+        if any(runner.retry_dead_letters for runner in self._runners):
+            self.skip_completed = False  # complete ranks have dead letters
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
@@ -170,8 +174,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         # An image may contain its engine.
         engines = [] if image else [config.server_type for config in configs]
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
-        if max_retries < 0:
-            raise ConfigError(f"max_retries: must be at least 0; it is {max_retries}.")
         check_depends(depends, DatatroveExecutor)
         for key, name, value in _kept(
             env=env, labels=labels, dependencies=dependencies, image=image
@@ -207,12 +209,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ``check_before_run``.
             KeyboardInterrupt: SIGINT or SIGTERM. The jobs go on.
         """
-        from datatrove_ckpt.preflight.before_run import run_checked
+        from datatrove_ckpt.run_folder.findings import run_checked
 
         if job_launch.LAUNCH in os.environ:
             self._work()
         else:
-            run_checked(self, self.check)
+            run_checked(self)
 
     def _work(self) -> None:
         try:
@@ -231,16 +233,18 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _as_worker(self) -> LocalPipelineExecutor:
         attempts = self.max_retries + 1
-        return LocalPipelineExecutor(
+        worker = LocalPipelineExecutor(
             self.pipeline, self.tasks, 1, self.logging_dir, max_rank_attempts=attempts
         )
+        worker.skip_completed = True  # the markers of ranks that run again are gone
+        return worker
 
     def check(self, plan: RunPlan) -> None:
         """Raises:
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
-        from datatrove_ckpt.preflight.before_run import lost_with_disk
+        from datatrove_ckpt.run_folder.run_plan import lost_with_disk
 
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(

@@ -21,7 +21,7 @@ from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
@@ -31,14 +31,13 @@ from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.common import datatrove_arguments
+from datatrove_ckpt.common import JsonObject, datatrove_arguments
+from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import (
     CheckpointLocked,
-    CheckpointMismatch,
     CkptError,
     ConfigError,
     DocumentError,
@@ -114,28 +113,24 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def __init__(
         self,
         pipeline: list[PipelineStep | Callable[..., object]],
-        tasks: int = 1,
-        workers: int = -1,
+        tasks: Count = 1,
+        workers: CountOrAll = -1,
         logging_dir: DataFolderLike = None,
         depends: DatatroveExecutor | None = None,
         skip_completed: bool = True,
-        start_method: str = "forkserver",
-        local_tasks: int = -1,
+        start_method: Literal["fork", "spawn", "forkserver"] = "forkserver",
+        local_tasks: CountOrAll = -1,
         local_rank_offset: int = 0,
         randomize_start_duration: int = 0,
-        max_rank_attempts: int = 2,
-        ranks_at_once: int | None = None,
+        max_rank_attempts: Count = 2,
+        ranks_at_once: Count | None = None,
     ) -> None:
+        check(LocalPipelineExecutor, locals())
         super().__init__(**datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"))
+        if any(runner.retry_dead_letters for runner in self._runners):
+            self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
-        if max_rank_attempts < 1:
-            raise ConfigError(f"max_rank_attempts: must be at least 1; it is {max_rank_attempts}.")
         self.ranks_at_once = ranks_at_once
-        if ranks_at_once is not None and ranks_at_once < 1:
-            raise ConfigError(f"ranks_at_once: must be at least 1; it is {ranks_at_once}.")
-        if start_method not in multiprocess.get_all_start_methods():
-            allowed = ", ".join(multiprocess.get_all_start_methods())
-            raise ConfigError(f"start_method: {start_method!r} is not one of {allowed}.")
         check_depends(depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
@@ -151,7 +146,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
-        from datatrove_ckpt.preflight.before_run import run_checked
+        from datatrove_ckpt.run_folder.findings import run_checked
 
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
@@ -227,8 +222,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             KeyboardInterrupt, SystemExit, Preempted: a signal came. All tasks of this process have
                 drained.
         """
-        from datatrove_ckpt.preflight.before_run import check_before_worker
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.findings import check_before_worker
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         check_before_worker(RunPlan(self))
         worker = copy(self)
@@ -312,14 +307,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     @property
     def _runners(self) -> list[InferenceRunner]:
         return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-
-    @property
-    def _identities(self) -> list[RunIdentity]:
-        return [
-            runner.identity(self.world_size)
-            for runner in self._runners
-            if runner.checkpoints_local_dir is not None
-        ]
 
     @property
     def _may_have_workers(self) -> bool:
@@ -599,6 +586,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def _in_workers(
         self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done
     ) -> None:
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
+
+        kept = [identity.kept for identity in RunPlan(self).identities]
         context = multiprocess.get_context(self.start_method)
         context.set_forkserver_preload(["__main__", "datatrove_ckpt.executors.local", _RANK])
         if self.start_method == "fork":
@@ -609,7 +599,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             *(signal.Signals[name] for step in runners for name in step.drain_signals),
         }
         # Pickled for every start method, so that each rank gets its own copy.
-        work = partial(_work, self._pickled(), self._identities, overlap)
+        work = partial(_work, self._pickled(), kept, overlap)
         stop_seconds = max((runner.drain_seconds for runner in runners), default=0.0) + _TO_SAVE
         # Markers of ranks that run again are of an earlier run.
         anew = set(ranks) - set(self.get_incomplete_ranks(ranks, skip_completed=True))
@@ -666,12 +656,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
 
 def _work(
-    pickled: bytes, identities: Sequence[RunIdentity], overlap: bool, slot: int, ranks: Tasks
+    pickled: bytes, identities: Sequence[JsonObject], overlap: bool, slot: int, ranks: Tasks
 ) -> None:
     """Runs ranks in a worker, with the parent's ``identities``."""
     make_executor: Callable[[], LocalPipelineExecutor] = partial(ForkingPickler.loads, pickled)
     executor = make_executor()
-    _check_code(executor, identities)
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
+
+    RunPlan(executor).check_code(identities)
     executor._work_through(ranks, make_executor, slot, overlap)
 
 
@@ -697,31 +689,6 @@ def _own_listings(folder: DataFolder) -> DataFolder:
     shared = folder.fs
     own = type(shared)(*shared.storage_args, skip_instance_cache=True, **shared.storage_options)
     return DataFolder(folder.path, fs=own)
-
-
-def _check_code(executor: LocalPipelineExecutor, identities: Sequence[RunIdentity]) -> None:
-    """Compares the worker's code with its parent's, before anything is paid for.
-
-    Raises:
-        CheckpointMismatch: this worker has other code or values than its parent.
-    """
-    from datatrove_ckpt.checkpoint.identity import compare
-
-    for parents, own in zip(identities, executor._identities, strict=True):
-        if changes := compare(parents.kept, own):
-            lines = "".join(
-                f"  {change.field}: {change.shown_old} -> {change.shown_new}\n"
-                for change in changes
-            )
-            raise CheckpointMismatch(
-                "The worker processes have other code or values than the process that started "
-                f"them:\n{lines}"
-                "They import the script and its modules anew. So what is set under `if __name__ == "
-                "'__main__':`, or "
-                "changed after an import, is not there. Pass it to the rollout in a "
-                "functools.partial or as "
-                "shared_context, or set start_method='fork'."
-            )
 
 
 def stats_of_complete(logging_dir: DataFolder, ranks: Iterable[int]) -> PipelineStats:

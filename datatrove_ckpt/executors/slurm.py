@@ -30,6 +30,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.common import LAUNCH, datatrove_arguments
+from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
@@ -76,10 +77,10 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
     def __init__(
         self,
         pipeline: list[PipelineStep | Callable[..., object]],
-        tasks: int,
+        tasks: Count,
         time: str,
         partition: str,
-        workers: int = -1,
+        workers: CountOrAll = -1,
         cpus_per_task: int = 1,
         mem_per_cpu_gb: int = 2,
         gpus_per_task: int = 0,
@@ -105,9 +106,10 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         requeue: bool = True,
         srun_args: dict[str, Any] | None = None,
         with_srun: bool = True,
-        max_rank_attempts: int = 2,
-        ranks_at_once: int | None = None,
+        max_rank_attempts: Count = 2,
+        ranks_at_once: Count | None = None,
     ) -> None:
+        check(SlurmPipelineExecutor, locals())
         if nodes_per_task > 1:  # a node that fails must not leave the others
             srun_args = {"kill-on-bad-exit": 1, **(srun_args or {})}
         arguments = datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once")
@@ -124,6 +126,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                     "around an option."
                 )
         check_depends(depends, DatatroveExecutor)
+        if any(getattr(step, "retry_dead_letters", False) for step in self.pipeline):
+            self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them
@@ -137,8 +141,8 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
-        from datatrove_ckpt.preflight.before_run import check_before_run
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.findings import check_before_run
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -176,12 +180,14 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             max_rank_attempts=self.max_rank_attempts,
             ranks_at_once=self.ranks_at_once,
         )
+        worker.skip_completed = True
         worker.get_distributed_env = self.get_distributed_env  # of Slurm: steps see where they run
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.preflight.before_run import check_after_run, check_job, remove_markers
-        from datatrove_ckpt.preflight.run_plan import RunPlan
+        from datatrove_ckpt.run_folder.earlier_runs import check_job
+        from datatrove_ckpt.run_folder.findings import check_after_run, remove_markers
+        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)

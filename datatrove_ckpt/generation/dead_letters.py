@@ -114,15 +114,22 @@ Attempt = tuple[int, int]
 """A document's ordinal, and the attempt that failed, counted from 1."""
 
 
-class TakenLetters:
-    def __init__(self) -> None:
-        self._lines: dict[Attempt, tuple[Path, bytes]] = {}
+def _attempt_of(letter: Letter) -> Attempt:
+    return letter["ordinal"], letter["attempts"]
 
-    def read(self, root: Path, rank: int) -> None:
+
+class TakenLetters:
+    """The letters of a rank that its retries have taken."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self._lines: dict[Attempt, tuple[Path, bytes]] = {}
         for folder in retry_folders(root):
             path = rank_folder(folder, rank) / RETRY_INPUT
             for letter in read_letters(path):
-                self._lines[letter["ordinal"], letter["attempts"]] = path, orjson.dumps(letter)
+                self._lines[_attempt_of(letter)] = path, orjson.dumps(letter)
+
+    def __contains__(self, letter: Letter) -> bool:
+        return _attempt_of(letter) in self._lines
 
     def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
         """Returns the letter that replaces processing the document; None: no retry has taken it.
@@ -152,7 +159,7 @@ class TakenLetters:
         return line
 
 
-class DeadLetterPass:
+class Retry:
     """One pass over a rank's dead letters.
 
     Attributes:
@@ -161,54 +168,55 @@ class DeadLetterPass:
     """
 
     def __init__(self, root: Path, number: int, rank: int) -> None:
-        self.number = number
         self.root = retry_folder(root, number)
         self.prefix = f"retry{number}_"
-        self._folder = rank_folder(self.root, rank)
-        self._input = self._folder / RETRY_INPUT
-
-    @classmethod
-    def next(cls, root: Path, rank: int) -> DeadLetterPass | None:
-        """Resumes an interrupted pass, or starts another. None: there is nothing to retry.
-
-        Raises:
-            CheckpointMismatch: the rank itself is not finished; its own documents come first.
-            VersionMismatch, CheckpointCorrupt: see ``read_run``.
-        """
-        folder = rank_folder(root, rank)
-        if (folder / RUN).exists():
-            read_run(folder / RUN)
-        if not is_finished(folder):
-            raise CheckpointMismatch(
-                f"Task {rank} in {root} is not finished. Run it to its end first, without "
-                "retry_dead_letters."
-            )
-        numbers = sorted(filter(None, [retry_number(path.name) for path in retry_folders(root)]))
-        passes = [cls(root, number, rank) for number in numbers]
-        # The others are of other ranks.
-        passes = [retry for retry in passes if retry._input.exists()]
-        for retry in passes:
-            if not retry._is_finished():
-                return retry
-        letters = _untaken(folder, passes)
-        if not letters:
-            return None
-        retry = cls(root, 1 + max((retry.number for retry in passes), default=0), rank)
-        files.disk.make_dirs(retry._folder, files.PRIVATE_FOLDER)
-        files.disk.replace(
-            retry._input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters)
-        )
-        return retry
+        self.folder = rank_folder(self.root, rank)
+        self.input = self.folder / RETRY_INPUT
 
     def documents(self) -> RetriedDocuments:
-        return RetriedDocuments(self._input)
+        return RetriedDocuments(self.input)
 
-    def _is_finished(self) -> bool:
-        done = sum(commit.counts.read for commit in read_commits(self._folder / COMMITS).values())
-        return (
-            done == sum(1 for _ in read_letters(self._input))
-            and not (self._folder / CACHE).exists()
+    @property
+    def is_finished(self) -> bool:
+        done = sum(commit.counts.read for commit in read_commits(self.folder / COMMITS).values())
+        return done == len(self.documents()) and not (self.folder / CACHE).exists()
+
+
+def next_retry(root: Path, rank: int) -> Retry | None:
+    """Resumes an interrupted retry, or starts another. None: there is nothing to retry.
+
+    Raises:
+        CheckpointMismatch: the rank itself is not finished; its own documents come first.
+        VersionMismatch, CheckpointCorrupt: see ``read_run``.
+    """
+    folder = rank_folder(root, rank)
+    if (folder / RUN).exists():
+        read_run(folder / RUN)
+    if not is_finished(folder):
+        raise CheckpointMismatch(
+            f"Task {rank} in {root} is not finished. Run it to its end first, without "
+            "retry_dead_letters."
         )
+    folders = [folder]
+    last = 0
+    for path in retry_folders(root):
+        number = retry_number(path.name)
+        if number is None or not (retry := Retry(root, number, rank)).input.exists():
+            continue  # of other ranks
+        if not retry.is_finished:
+            return retry
+        folders.append(retry.folder)
+        last = number
+    taken = TakenLetters(root, rank)
+    found = [letter for each in folders for letter in read_letters(each / DEAD_LETTERS)]
+    # Chunks are committed in any order.
+    letters = sorted((letter for letter in found if letter not in taken), key=_attempt_of)
+    if not letters:
+        return None
+    retry = Retry(root, last + 1, rank)
+    files.disk.make_dirs(retry.folder, files.PRIVATE_FOLDER)
+    files.disk.replace(retry.input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
+    return retry
 
 
 class RetriedDocuments:
@@ -232,16 +240,3 @@ class RetriedDocument(Document):  # type: ignore[misc]
     def __init__(self, document: Document, letter: Letter) -> None:
         super().__init__(document.text, document.id, document.media, document.metadata)
         self.letter = letter
-
-
-def _untaken(rank_folder: Path, passes: list[DeadLetterPass]) -> list[Letter]:
-    taken = {
-        (letter["ordinal"], letter["attempts"])
-        for retry in passes
-        for letter in read_letters(retry._input)
-    }
-    folders = [rank_folder, *(retry._folder for retry in passes)]
-    letters = [letter for folder in folders for letter in read_letters(folder / DEAD_LETTERS)]
-    untaken = [letter for letter in letters if (letter["ordinal"], letter["attempts"]) not in taken]
-    # Chunks are committed in any order.
-    return sorted(untaken, key=lambda letter: (letter["ordinal"], letter["attempts"]))

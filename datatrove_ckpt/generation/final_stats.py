@@ -18,11 +18,9 @@ from datatrove_ckpt.checkpoint.layout import (
     SHARD,
     rank_folder,
     retry_folders,
-    retry_number,
 )
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Sums, WorkStats
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.rollouts.batch import BatchRollout
 
@@ -31,48 +29,42 @@ class RankNumbers:
     """The numbers of a rank and its retries. Each document counts once.
 
     Args:
-        root: ``checkpoints_local_dir``; None: there are no folders.
+        root: ``checkpoints_local_dir``.
         opened: the folder of the checkpoint that ``fill`` gets.
 
     Raises:
         CheckpointCorrupt: a commit of another folder is damaged.
     """
 
-    def __init__(self, rank: int, root: Path | None = None, opened: Path | None = None) -> None:
+    def __init__(self, rank: int, root: Path, opened: Path | None = None) -> None:
         self.counts = DocumentCounts()
         self.work = WorkStats()
         self.seconds = NO_SECONDS
-        self._opened = opened
-        self._shard: Path | None = None
-        if root is None:
-            return
+        self._opens_retry = opened is not None and opened.parent != root
         self._shard = rank_folder(root, rank) / SHARD
         for parent in (root, *retry_folders(root)):
             folder = rank_folder(parent, rank)
             if folder != opened:
-                self._add(folder, *sum_work(read_commits(folder / COMMITS).values()))
+                self._add(parent != root, *sum_work(read_commits(folder / COMMITS).values()))
 
     def _add(
-        self, folder: Path | None, counts: DocumentCounts, work: WorkStats, seconds: Seconds
+        self, is_retry: bool, counts: DocumentCounts, work: WorkStats, seconds: Seconds
     ) -> None:
-        if folder is not None and retry_number(folder.parent.name) is not None:
+        if is_retry:
             self.counts += counts.of_retry()
         else:
             self.counts += counts
         self.work += work
         self.seconds = Seconds(*(sum(both) for both in zip(self.seconds, seconds, strict=True)))
 
-    def fill(self, stats: Stats, checkpoint: Checkpoint | None = None) -> None:
+    def fill(self, stats: Stats, checkpoint: OpenCheckpoint | None = None) -> None:
         """Sets the numbers of a step. ``checkpoint``: the open one, closed."""
         if checkpoint is not None:
-            self._add(self._opened, checkpoint.counts, checkpoint.work, checkpoint.seconds)
+            self._add(self._opens_retry, checkpoint.counts, checkpoint.work, checkpoint.seconds)
         counts = self.counts
         work = self.work
         seconds = self.seconds
-        skipped = SkippedLines()
-        if self._shard is not None:
-            record = ShardRecord.read(self._shard) or ShardRecord()
-            skipped = record.skipped
+        skipped = (ShardRecord.read(self._shard) or ShardRecord()).skipped
         found = {
             "prompt_tokens": metric(work.prompt_tokens, "request"),
             "completion_tokens": metric(work.completion_tokens, "request"),

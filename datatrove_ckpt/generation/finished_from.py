@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -180,7 +180,7 @@ class FinishedDocuments:
     Args:
         places: folders or URLs, which may end with a pattern of file names.
         rollouts: the most results that a document may have.
-        folder: for the temporary file; None: the system's.
+        folder: for the temporary file.
         keeps_metadata: whether the rollout is none that may remove keys.
     """
 
@@ -190,7 +190,7 @@ class FinishedDocuments:
         rank: int,
         metadata_key: str,
         rollouts: int,
-        folder: Path | None,
+        folder: Path,
         keeps_metadata: bool,
     ) -> None:
         self._places = _listed(places)
@@ -200,7 +200,8 @@ class FinishedDocuments:
         self._folder = folder
         self._keeps_metadata = keeps_metadata
         self._lost: set[str] = set()  # names of which a line of the log tells
-        self._file: IO[bytes] | None = None
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (``close`` closes it)
+        self._is_read = False
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
         self._causes = Counter[str]()
@@ -219,11 +220,11 @@ class FinishedDocuments:
             CheckpointLocked: a process works on the old run.
             InputError, StorageFailed: an input file, or the temporary file, fails.
         """
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
-            self._read(self._file)
+        if not self._is_read:
+            self._is_read = True
+            self._read()
         digest = _digest(str(document.id), document.text)
-        rows: list[Json] = [decode(data).metadata for data in self._find(self._file, digest)]
+        rows: list[Json] = [decode(data).metadata for data in self._find(digest)]
         for old in rows:
             if not self._differing(document.metadata, old):
                 lost = [name for name in _lost(document.metadata, old) if name not in self._lost]
@@ -259,18 +260,19 @@ class FinishedDocuments:
 
     def close(self) -> None:
         """Removes the temporary file; a thread that uses it gets a ValueError."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
-    def _find(self, file: IO[bytes], digest: bytes) -> Iterator[bytes]:
+    def _find(self, digest: bytes) -> Iterator[bytes]:
         key = np.uint64(_key(digest))
         first = int(np.searchsorted(self._keys, key))
         last = int(np.searchsorted(self._keys, key, side="right"))
         for offset in self._offsets[first:last]:
             at = int(offset)
-            head = os.pread(file.fileno(), _DIGEST_BYTES + _LENGTH_BYTES, at)
+            head = os.pread(self._file.fileno(), _DIGEST_BYTES + _LENGTH_BYTES, at)
             if head.startswith(digest):
-                yield os.pread(file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head))
+                yield os.pread(
+                    self._file.fileno(), int.from_bytes(head[_DIGEST_BYTES:]), at + len(head)
+                )
 
     def _differing(self, as_read: Json, old: Json) -> list[str]:
         """Returns the keys with another value in an old row.
@@ -287,12 +289,13 @@ class FinishedDocuments:
 
     # the old output ------------------------------------------------------------------------------
 
-    def _read(self, file: IO[bytes]) -> None:
+    def _read(self) -> None:
+        file = self._file
         found = [old for place in self._places for old in self._files(place)]
         names = ", ".join(self._places)
         keys = array("Q")
         offsets = array("Q")
-        with explained("write a temporary file in", self._folder or tempfile.gettempdir()):
+        with explained("write a temporary file in", self._folder):
             for old in found:
                 for document in self._documents(old):
                     digest = _digest(document.id, document.text)

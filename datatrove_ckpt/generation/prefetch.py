@@ -38,7 +38,6 @@ from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
-from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.readers.step_records import StepRecord
 from datatrove_ckpt.readers.step_stats import STATS, StepStats
 
@@ -116,7 +115,13 @@ class SourceDocument:
     """
 
     def __init__(
-        self, documents: DocumentSource, document: Document, read: AsRead, keep: bool
+        self,
+        documents: DocumentSource,
+        document: Document,
+        read: AsRead,
+        keep: bool,
+        stats: State | None,
+        finished: Json | None,
     ) -> None:
         self.document = document
         self.id = safe_text(document.id)
@@ -127,8 +132,8 @@ class SourceDocument:
             with contextlib.suppress(Exception):
                 self._as_read = deepcopy(document)  # texts and bytes are shared
         self.resumable = False
-        self.stats: State | None = None
-        self.finished: Json | None = None
+        self.stats = stats
+        self.finished = finished
         self._documents = documents
 
     @property
@@ -191,7 +196,7 @@ class DocumentSource:
         self._closed = False
         self._ended = False
         self._error: BaseException | None = None
-        self._shard: ShardRecord | None = None
+        self._shard: State = {}
         self.handed_over = 0
         """Number of documents."""
         self._newest: Position | None = None
@@ -270,7 +275,7 @@ class DocumentSource:
         """Returns the content of ``shard.json``: what was read, and the stats of the steps before
         the runner.
         """
-        return (self._shard.to_json() if self._shard else {}) | self._stats.at_end(self._read)
+        return self._shard | self._stats.at_end(self._read)
 
     def add_earlier_stats(self) -> None:
         self._stats.finish(self._read)
@@ -296,17 +301,23 @@ class DocumentSource:
             with self._reading:
                 for document in self._documents:
                     end_fork(pid)
-                    source = SourceDocument(self, document, as_read(document), self._keep_as_read)
+                    read = as_read(document)
+                    finished = None
                     if self._finished is not None:
-                        source.finished = self._finished.take(document)
+                        finished = self._finished.take(document)
+                    stats = None
                     ordinal += 1
                     if ordinal == end:
-                        source.stats = self._stats.saved()
+                        stats = self._stats.saved()
                         end = next(ends)
+                    source = SourceDocument(
+                        self, document, read, self._keep_as_read, stats, finished
+                    )
                     if not self._put(source):
                         return
             self._read = ordinal - point.next_ordinal
-            self._shard = self._readers.finish(self._reading)
+            if record := self._readers.finish(self._reading):
+                self._shard = record.to_json()
             self._flush(is_last=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             end_fork(pid, error)

@@ -34,11 +34,11 @@ from datatrove_ckpt.checkpoint.history_records import (
     Wait,
 )
 from datatrove_ckpt.checkpoint.numbers import WorkCounts
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, WaitsForBatches
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion, token_counts, token_details
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
@@ -127,7 +127,7 @@ class RankReporter:
     """
 
     def __init__(
-        self, rank: int, checkpoint: Checkpoint, shutdown: Shutdown, interval: float
+        self, rank: int, checkpoint: OpenCheckpoint, shutdown: Shutdown, interval: float
     ) -> None:
         self.own = WorkCounts()
         self._rank = rank

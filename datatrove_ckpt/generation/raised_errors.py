@@ -65,11 +65,12 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
 class _OfServer(errors.CkptError, types.InferenceError, types.ServerError):
     """Both of datatrove's errors, because datatrove raises either for one failure of a server."""
 
+    document: None = None
+    payload: None = None
+
     def __init__(self, message: str) -> None:
         errors.CkptError.__init__(self, message)
-        self.document = None
         self.error = message
-        self.payload = None
 
 
 class ServerStartFailed(errors.ServerStartFailed, _OfServer):

@@ -6,12 +6,13 @@ A program that only makes or inspects a step (``runner.py``) does not import thi
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from datatrove.data import Document, Media
@@ -35,15 +36,15 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError
+from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
-from datatrove_ckpt.generation.dead_letters import DeadLetterPass, TakenLetters
+from datatrove_ckpt.generation.dead_letters import TakenLetters, next_retry
 from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint, NullCheckpoint
+from datatrove_ckpt.generation.input_columns import input_types
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
@@ -54,13 +55,13 @@ from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.chunk_output import ChunkOutput
-from datatrove_ckpt.output.committed import OutputCheck, RankCommits
+from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.parquet import prepare_arrow
-from datatrove_ckpt.output.writer_checks import check_rank_in_template
-from datatrove_ckpt.output.writer_trial import check_writable
+from datatrove_ckpt.output.writer_checks import check_rank_in_template, template_uses
+from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.output.writers import writes_media
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
@@ -75,6 +76,10 @@ from datatrove_ckpt.rollouts import ReadyMade, Rollout
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.mirror import RemoteMirror
+
+_STARTS_OVER = (
+    "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
+)
 
 
 def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size: int) -> None:
@@ -106,13 +111,32 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
 
                 asyncio.run(follow_head(step.model, rank, nodes, preemption.shutdown))
             else:
-                _Run(step, data or [], rank, world_size, preemption).lead()
+                with checkpoints_root(step) as root:
+                    _Run(step, data or [], root, rank, world_size, preemption).lead()
+
+
+@contextmanager
+def checkpoints_root(step: Step) -> Iterator[Path]:
+    """Yields ``checkpoints_local_dir``, or a temporary folder: without checkpoints, nothing is kept
+    for a resume.
+    """
+    if step.checkpoints_local_dir is not None:
+        yield step.checkpoints_root
+        return
+    # A stop does not wait for a blocked writer, which may still write there.
+    with TemporaryDirectory(prefix="datatrove-ckpt-", ignore_cleanup_errors=True) as folder:
+        try:
+            yield Path(folder)
+        except CkptError as error:
+            error.add_note(_STARTS_OVER)
+            raise
 
 
 @dataclass
 class _Run:
     step: Step
     data: Iterable[Document]
+    root: Path
     rank: int
     world_size: int
     preemption: Preemption
@@ -131,14 +155,7 @@ class _Run:
             self.accepted = old.accepted
             if old.unchecked:
                 logger.warning(f"Task {rank}:{old.unchecked}")
-        if step.checkpoints_local_dir is None:
-            refuse_strangers_without_checkpoint(step.output_writer, rank)
-            without = NullCheckpoint(
-                step.output_writer, rank, step.records_per_chunk, self.preemption.shutdown
-            )
-            self._process(self.data, without, RankNumbers(rank))
-            return
-        root = step.checkpoints_root
+        root = self.root
         refuse_resharded(root)
         with naming_mirror(step, root):
             if step.checkpoints_remote_dir is not None:
@@ -148,18 +165,16 @@ class _Run:
                     restore_rank(
                         step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
                     )
-            if step.retry_dead_letters:
-                self._retry(root)
-            else:
+            if not step.retry_dead_letters:
                 self._take_in_passes(self.data, root)
-
-    def _retry(self, root: Path) -> None:
-        StepStats(self.data).restore(rank_folder(root, self.rank) / SHARD)
-        if (retry := DeadLetterPass.next(root, self.rank)) is None:
-            logger.info(f"Task {self.rank}: there are no dead letters to retry.")
-            RankNumbers(self.rank, root).fill(self.step.stats)
-            return
-        self._take_in_passes(retry.documents(), retry.root, retry.prefix)
+                return
+            StepStats(self.data).restore(rank_folder(root, rank) / SHARD)
+            retry = next_retry(root, rank)
+            if retry is None:
+                logger.info(f"Task {rank}: there are no dead letters to retry.")
+                RankNumbers(rank, root).fill(step.stats)
+            else:
+                self._take_in_passes(retry.documents(), retry.root, retry.prefix)
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
         """Takes the rank again with the input read anew, until no request waits for a batch."""
@@ -189,17 +204,21 @@ class _Run:
         preemption = self.preemption
         folder = rank_folder(root, rank)
         identity = replace(step.identity(self.world_size), accepted=self.accepted)
+        is_kept = step.checkpoints_local_dir is not None
         check = OutputCheck(
             step.output_writer,
-            step.checkpoints_root,
+            self.root,
             step.checkpoints_remote_dir,
-            run=identity.digest,
+            run=identity.digest if is_kept else None,
         )
+        records_per_chunk = step.records_per_chunk
+        if not template_uses(step.output_writer, "chunk_index"):
+            records_per_chunk = sys.maxsize
         output_folder = OutputFolder(check, rank, folder, prefix)
         manager = CheckpointManager(
             root,
             rank,
-            step.records_per_chunk,
+            records_per_chunk,
             identity,
             placed_later=output_folder.hub is not None,
             sync_seconds=step.sync_seconds,
@@ -209,11 +228,11 @@ class _Run:
             mirror=self._open_mirror(folder, identity),
             shutdown=preemption.shutdown,
         )
-        numbers = RankNumbers(rank, step.checkpoints_root, folder)
+        numbers = RankNumbers(rank, self.root, folder)
         with manager.look() as found:
             old = None
             with preemption.interruptible():
-                if found.is_first:
+                if found.is_first and is_kept:
                     output_folder.refuse_existing()
                 if not found.is_finished:
                     old = self._open_old(identity)
@@ -236,7 +255,7 @@ class _Run:
         from datatrove_ckpt.mirror.job import join_mirrored_job
         from datatrove_ckpt.mirror.mirror import RemoteMirror
 
-        root = step.checkpoints_root
+        root = self.root
         job = None
         # This node sees the ranks of other nodes only on the mirror.
         if not step.retry_dead_letters:
@@ -257,12 +276,7 @@ class _Run:
 
     def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
         step = self.step
-        folder = None
-        revisions = None
         finished = None
-        if step.checkpoints_local_dir is not None:
-            folder = step.checkpoints_root
-            revisions = Revisions(folder)
         if step.finished_from:
             rollouts = step.model.rollouts_per_document
             finished = FinishedDocuments(
@@ -270,7 +284,7 @@ class _Run:
                 self.rank,
                 step.metadata_key,
                 rollouts,
-                folder,
+                self.root,
                 isinstance(step.rollout_fn, ReadyMade),
             )
         return DocumentSource(
@@ -278,7 +292,7 @@ class _Run:
             keep_as_read,
             step.seek,
             step.steps_before,
-            revisions,
+            Revisions(self.root),
             step.records_per_chunk,
             finished,
         )
@@ -286,10 +300,10 @@ class _Run:
     def _process(
         self,
         data: Iterable[Document],
-        checkpoint: Checkpoint,
+        checkpoint: OpenCheckpoint,
         numbers: RankNumbers,
-        output: ChunkOutput | None = None,
-        identity: str = "",
+        output: ChunkOutput,
+        identity: str,
     ) -> bool:
         """Returns whether requests were parked, so that another pass must follow."""
         step = self.step
@@ -304,20 +318,17 @@ class _Run:
         exports = Exports(step, rank, checkpoint, progress, shutdown)
         try:
             say.started()
-            if output is not None:
-                with preemption.interruptible():
-                    output.prepare()
+            with preemption.interruptible():
+                types = input_types(data, self.root, step.output_writer)
+                output.prepare(types)
             shutdown.check()
-            if output is not None:
-                names = output.names
-            else:
-                names = FileNames(step.output_writer, rank)
-            main = self._generate(data, checkpoint, progress, names, identity)
+            trial = WriterTrial(step.output_writer, types)
+            main = self._generate(data, checkpoint, progress, output.names, trial, identity)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
                 again = (event_loop if host is None else host).run(main)
-            if output is not None and not again:
+            if step.checkpoints_local_dir is not None and not again:
                 with preemption.interruptible():
                     output.check_complete()
             completed = not again
@@ -337,8 +348,7 @@ class _Run:
         if again:
             shutdown.check()
             return True
-        if output is not None:
-            output.finish()
+        output.finish()
         say.done(str(step.output_writer.output_folder.resolve_paths("")))
         return False
 
@@ -360,9 +370,10 @@ class _Run:
     async def _generate(
         self,
         data: Iterable[Document],
-        checkpoint: Checkpoint,
+        checkpoint: OpenCheckpoint,
         progress: RankReporter,
         names: FileNames,
+        trial: WriterTrial,
         identity: str,
     ) -> bool:
         step = self.step
@@ -377,16 +388,13 @@ class _Run:
         if self.has_batches:
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
-            assert isinstance(checkpoint, OpenCheckpoint)
             passes = ProviderPasses(
                 step.models, checkpoint, preemption.shutdown, identity, step.no_wait, watch
             )
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-        taken = TakenLetters()
-        if step.checkpoints_local_dir is not None:
-            taken.read(step.checkpoints_root, rank)
+        taken = TakenLetters(self.root, rank)
         failures = Failures(step, checkpoint.resumed.finished.dead, taken)
         documents = self._open_source(data, failures.keep_as_read)
         shared_host = shared_servers()
@@ -405,9 +413,7 @@ class _Run:
                     shutdown=preemption.shutdown,
                     check_document=names.check,
                     # A document that fails without a checkpoint is lost anyway.
-                    check_writable=partial(check_writable, step.output_writer)
-                    if failures.are_kept
-                    else None,
+                    trial=trial if failures.are_kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
                     parking=await passes.parking() if passes is not None else None,
@@ -467,20 +473,6 @@ def shared_servers() -> ServerHost | None:
     return None
 
 
-def refuse_strangers_without_checkpoint(writer: DiskWriter, rank: int) -> None:
-    """Refuses a rank without a checkpoint while a local folder holds files that it would not
-    overwrite.
-
-    Raises:
-        OutputMismatch: names some of them.
-    """
-    if writer.output_folder.is_local():
-        nowhere = Path("no checkpoint")
-        check = OutputCheck(writer, nowhere)
-        commits = RankCommits(nowhere, rank)
-        check.refuse_strangers(commits, check.look({}, rank))
-
-
 # What a rank logs at its start and its end -------------------------------------------------------
 
 
@@ -495,7 +487,7 @@ class RankMessages:
 
     rank: int
     folder: str | None
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     progress: RankReporter
     retrying: bool = False
 
@@ -522,10 +514,7 @@ class RankMessages:
                 f"Task {self.rank}: a part of its work could not be saved: {self.checkpoint.error}"
             )
         if self.folder is None:
-            saved = (
-                ". There is no checkpoint (checkpoints_local_dir is not set), so the same "
-                "command starts over."
-            )
+            saved = f". {_STARTS_OVER}"
         elif self.checkpoint.error is not None:
             saved = (
                 ". What was saved before that stays. Correct the cause, and run the same command "
@@ -567,10 +556,7 @@ class RankMessages:
 
     def _again(self, dead: int) -> str:
         if self.folder is None:
-            return (
-                "There is no checkpoint (checkpoints_local_dir is not set): the same command "
-                "starts over."
-            )
+            return _STARTS_OVER
         if self.retrying and dead:
             return (
                 f"If you run the same command again, it tries {plural(dead, 'dead letter')} "

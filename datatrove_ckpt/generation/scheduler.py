@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
@@ -45,7 +46,6 @@ from datatrove_ckpt.generation.exits import exit_error, name_of
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
@@ -54,6 +54,7 @@ from datatrove_ckpt.inference.client.attempts import Sender
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import WINDOW, Router
 from datatrove_ckpt.output.documents import encode_finished, is_plain
+from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
@@ -184,7 +185,7 @@ class Scheduler:
 
     step: Step
     rollout_fn: Rollout
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     connect: Connect
     observer: RankReporter
     failures: Failures
@@ -192,7 +193,7 @@ class Scheduler:
     check_document: Callable[[Document, int], None]
     media: ByteBudget
     parking: Parking | None = None
-    check_writable: Callable[[bytes, str], bool] | None = None
+    trial: WriterTrial | None = None
     drop_media: Callable[[Document], None] | None = None
 
     def __post_init__(self) -> None:
@@ -202,7 +203,7 @@ class Scheduler:
         self.has_ended = False
         self.parked = 0
         self._dropped = 0
-        self._takes_vectors = False  # not known yet
+        self._takes_usual = False  # not known yet
         self._document_limit = DocumentLimit(first, *others, media=self.media)
         self._server_needed = asyncio.Event()
         self._idle = asyncio.Event()
@@ -425,9 +426,13 @@ class Scheduler:
                 put_answer(self.step, document, kept)
                 self.check_document(document, slot.chunk.index)
                 data = encode_finished(document, self.step.metadata_key)
-            if self.check_writable is not None and not is_plain(data, self._takes_vectors):
-                self._takes_vectors = await asyncio.to_thread(self.check_writable, data, source.id)
-                self._raise_if_stopping(answers)
+            trial = self.trial
+            if trial is not None and not is_plain(data, self._takes_usual):
+                if trial.is_quick:
+                    self._takes_usual = trial(data, source.id)
+                else:
+                    self._takes_usual = await asyncio.to_thread(trial, data, source.id)
+                    self._raise_if_stopping(answers)
         except (Exception, asyncio.CancelledError) as raised:
             self._raise_if_stopping(answers)
             error: BaseException = raised

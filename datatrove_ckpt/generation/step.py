@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.writers.disk_base import DiskWriter
@@ -17,7 +17,7 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
-from datatrove_ckpt.checkpoint.interval import Seconds, check_seconds
+from datatrove_ckpt.common.declared import Count, NotNegative, Seconds, check
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import Nodes
@@ -50,7 +50,6 @@ from datatrove_ckpt.rollouts.interface import FIELDS
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.step_records import StepRecord
 
-OnDocumentError = Literal["stop", "dead_letter"]
 _NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 
@@ -63,22 +62,22 @@ class Step(PipelineStep):
     output_writer: DiskWriter
     shared_context: SharedContext = None
     checkpoints_local_dir: str | None = None
-    records_per_chunk: int = 6000
+    records_per_chunk: Count = 6000
     metadata_key: str = "rollout_results"
     skip_bad_requests: bool = False
-    on_document_error: OnDocumentError = "stop"
+    on_document_error: Literal["stop", "dead_letter"] = "stop"
     max_dead_letters: int | None = None
     retry_dead_letters: bool = False
     seek: bool | None = None
     sync_seconds: Seconds = 1.0
-    drain_seconds: float = DRAIN_SECONDS
+    drain_seconds: NotNegative = DRAIN_SECONDS
     drain_signals: Sequence[str] = SIGNALS
     retry_errors: bool = False
     accept_changes: bool = False
     checkpoints_remote_dir: str | None = None
     mirror_seconds: Seconds = 60.0
-    hub_commit_seconds: float = 300.0
-    hub_commits_per_hour: int = 112
+    hub_commit_seconds: NotNegative = 300.0
+    hub_commits_per_hour: Count = 112
     monitoring: MonitoringConfig = None  # type: ignore[assignment]  # None until it is checked
     keep_answers: bool = False
     finished_from: str | Sequence[str] | None = None
@@ -97,6 +96,7 @@ class Step(PipelineStep):
     def __post_init__(self) -> None:
         super().__init__()
         safe_log()
+        check(Step, vars(self))
         self.form = form()
         names = isinstance(self.config, Mapping) and "server_type" not in self.config
         if not names and not hasattr(self.config, "server_type"):
@@ -122,19 +122,7 @@ class Step(PipelineStep):
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
-        if self.records_per_chunk < 1:
-            raise ConfigError(
-                f"records_per_chunk: must be positive; it is {self.records_per_chunk}."
-            )
-        check_seconds("sync_seconds", self.sync_seconds)
-        check_seconds("mirror_seconds", self.mirror_seconds)
         check_notice(self.preemption_notice, self.drain_signals)
-        if not self.drain_seconds >= 0:
-            raise ConfigError(f"drain_seconds: must be >= 0; it is {self.drain_seconds}.")
-        if self.on_document_error not in get_args(OnDocumentError):
-            raise ConfigError(
-                f"on_document_error: {self.on_document_error!r} is not one of stop, dead_letter."
-            )
         self.rollout_fn = for_config(self.rollout_fn, self.model)
         if isinstance(self.rollout_fn, BatchRollout) and self.model.rollouts_per_document > 1:
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")

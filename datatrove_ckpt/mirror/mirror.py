@@ -30,11 +30,12 @@ from typing import IO
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import parse_run, read_run
-from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval, Seconds
+from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
 from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.declared import Seconds
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Versions

@@ -9,10 +9,12 @@ two zones (as UTC), and dicts and lists of these.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from datetime import time
+from datetime import datetime, time, timedelta
 from functools import cache
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,15 @@ DataType = Any
 Field = Any
 Schema = Any
 Row = dict[str, Any]
+Types = Mapping[str, DataType]
+"""Types of columns by their paths, as in ``metadata.scores``."""
 
+NO_TYPES: Types = MappingProxyType({})
 _LISTS = (list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, dict)
 _WHOLE_RESULT = {"tool_calls", "logprobs", "choices"}
 _INT64 = range(-(2**63), 2**63)
+_EXACT_FLOATS = 2**53
 
 
 class NotUnited(Exception):
@@ -42,8 +48,11 @@ class NotUnited(Exception):
         return f"column {self.column!r} has values of the types {self.old} and {self.new}"
 
 
-def type_of(values: list[object], column: str) -> DataType:
+def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataType:
     """Returns the type of a column with these values.
+
+    Args:
+        given: types of the input, which a column has as long as they hold its values.
 
     Raises:
         NotUnited: there is none without changing a value.
@@ -51,6 +60,8 @@ def type_of(values: list[object], column: str) -> DataType:
     """
     import pyarrow as pa
 
+    if column in given and holds(given[column], values):
+        return given[column]
     by_type_alone = {bool: pa.bool_(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
     found = pa.null()
     kinds = dict.fromkeys(map(type, values))  # no set: order counts
@@ -62,16 +73,16 @@ def type_of(values: list[object], column: str) -> DataType:
         if len(kinds) > 1 and plain not in by_type_alone:
             of_kind = [value for value in values if type(value) is kind]
         found = unite(
-            found, by_type_alone.get(plain) or _type_of_one(plain, of_kind, column), column
+            found, by_type_alone.get(plain) or _type_of_one(plain, of_kind, column, given), column
         )
     return found
 
 
-def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
+def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> DataType:
     import pyarrow as pa
 
     if kind is dict:
-        return _struct(values, column)
+        return _struct(values, column, given)
     if all(map(is_vector, values)):
         sizes = set(map(len, values))
         if len(sizes) == 1:
@@ -95,6 +106,92 @@ def _type_of_one(kind: type, values: list[Any], column: str) -> DataType:
     return found
 
 
+def holds(kind: DataType, values: Collection[Any]) -> bool:
+    """Whether a column of the type gives each value back, also with its Python type."""
+    import pyarrow as pa
+
+    values = [value for value in values if value is not None]
+    python_types = set(map(type, values))
+    if pa.types.is_struct(kind):
+        names = {field.name for field in kind}
+        return python_types <= {dict} and all(
+            [names.issuperset(value) for value in values]
+            + [holds(field.type, [value.get(field.name) for value in values]) for field in kind]
+        )
+    if is_any_list(kind) and python_types <= {list}:
+        size = getattr(kind, "list_size", None)
+        if size is not None and any(len(value) != size for value in values):
+            return False
+        return holds(kind.value_type, [*chain.from_iterable(values)])
+    if python_types == {str} and is_text(kind):
+        return True
+    if python_types == {int} and pa.types.is_integer(kind):
+        limits = np.iinfo(kind.to_pandas_dtype())
+        return bool(limits.min <= min(values) and max(values) <= limits.max)
+    if python_types and python_types <= {int, float} and pa.types.is_float64(kind):
+        return all(abs(value) <= _EXACT_FLOATS for value in values if type(value) is int)
+    if python_types == {float} and pa.types.is_float32(kind):
+        numbers = np.array(values)
+        return bool(np.array_equal(numbers.astype(np.float32), numbers, equal_nan=True))
+    try:
+        kept = pa.array([with_pairs(value, kind) for value in values], kind).to_pylist()
+    except (pa.ArrowException, ValueError, TypeError, OverflowError):
+        return False
+    return all(map(_is_same, values, kept))
+
+
+def _is_same(value: Any, kept: Any) -> bool:
+    if isinstance(value, dict) and isinstance(kept, dict):
+        return value.keys() <= kept.keys() and all(
+            _is_same(value.get(key), item) for key, item in kept.items()
+        )
+    if isinstance(value, list | tuple) and isinstance(kept, list | tuple):
+        return len(value) == len(kept) and all(map(_is_same, value, kept))
+    # pandas has subclasses of these.
+    same_type = type(value) is type(kept) or any(
+        isinstance(value, base) and isinstance(kept, base) for base in (datetime, timedelta)
+    )
+    return same_type and bool(value == kept or (value != value and kept != kept))
+
+
+def with_pairs(value: Any, kind: DataType) -> Any:
+    """Returns the value with tuples for the pairs of maps, which JSON keeps as lists, and Arrow
+    takes from tuples alone.
+    """
+    from pyarrow import types
+
+    if value is None or not has_maps(kind):
+        return value
+    if types.is_map(kind):
+        pairs = value
+        if isinstance(value, dict):
+            pairs = value.items()
+        return [(key, with_pairs(item, kind.item_type)) for key, item in pairs]
+    if types.is_struct(kind):
+        return value | {
+            field.name: with_pairs(value[field.name], field.type)
+            for field in kind
+            if field.name in value
+        }
+    return [with_pairs(item, kind.value_type) for item in value]
+
+
+def has_maps(kind: DataType) -> bool:
+    return "map<" in str(kind)
+
+
+def is_text(kind: DataType) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_bytes(kind: DataType) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
 def is_vector(value: object) -> bool:
     """Whether it becomes a fixed-size list among others of its length, such as an embedding."""
     return (
@@ -108,10 +205,12 @@ def is_vector(value: object) -> bool:
 def is_any_list(kind: DataType) -> bool:
     import pyarrow as pa
 
-    return bool(pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind))
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
 
 
-def _struct(values: list[dict[object, object]], column: str) -> DataType:
+def _struct(values: list[dict[object, object]], column: str, given: Types) -> DataType:
     import pyarrow as pa
 
     columns: dict[object, list[object]] = {}
@@ -121,7 +220,7 @@ def _struct(values: list[dict[object, object]], column: str) -> DataType:
     for key in columns:
         if not isinstance(key, str):
             raise TypeError(f"{column}: keys of dicts must be texts, not {type(key).__name__}")
-    types = {key: type_of(items, f"{column}.{key}") for key, items in columns.items()}
+    types = {key: type_of(items, f"{column}.{key}", given) for key, items in columns.items()}
     if types.keys() >= _WHOLE_RESULT:
         for key, kind in _of_whole_results().items():
             with suppress(NotUnited):  # a server with other forms
@@ -175,6 +274,10 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
 
     types = pa.types
     both = (old, new)
+    if all(map(is_text, both)):
+        return pa.large_string()
+    if all(map(_is_bytes, both)):
+        return pa.large_binary()
     if all(map(types.is_timestamp, both)):
         if (old.tz is None) != (new.tz is None):
             return None
@@ -206,7 +309,7 @@ def with_float32(value: Any, kind: DataType) -> Any:
         return {field.name: with_float32(value[field.name], field.type) for field in kind}
     if types.is_float32(kind):
         return np.float32(value)
-    if not types.is_list(kind):
+    if not (types.is_list(kind) or types.is_fixed_size_list(kind)):
         return value
     if types.is_float32(kind.value_type):
         return np.asarray(value, np.float32)

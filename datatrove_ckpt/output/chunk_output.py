@@ -15,6 +15,7 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.errors import OutputFailed, OutputMismatch
+from datatrove_ckpt.output.arrow_types import NO_TYPES, Types
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.output.committed import RankCommits, other_content, published_names
 from datatrove_ckpt.output.file_managers import StagedFiles
@@ -64,8 +65,11 @@ class ChunkOutput:
         self._check.refuse_lost(self._check.by_name([commits]), found)
         return commits, found
 
-    def prepare(self) -> None:
+    def prepare(self, given: Types = NO_TYPES) -> None:
         """Compares the folder with the commits, and removes what earlier processes staged.
+
+        Args:
+            given: types of the input's columns, by their paths in the writer's rows.
 
         Raises:
             OutputMismatch: the folder is not as the commits say, or belongs to another run.
@@ -79,13 +83,14 @@ class ChunkOutput:
         # On the hub, one listing compares all ranks' files elsewhere.
         is_elsewhere = self._folder.hub is None
         others = not is_first and (is_elsewhere or not self._intents.is_kept)
-        if others or self._commits().files:
+        commits = self._commits()
+        if others or commits.files:
             commits, found = self._look(others)
             if others:
                 self._refuse_strangers(commits, found)
-            self._writing.resume(commits.files)
-            if self.names.fields:  # otherwise the chunk index alone distinguishes names
-                self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
+        self._writing.resume(commits.files, given)
+        if self.names.fields:  # otherwise the chunk index alone distinguishes names
+            self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
         if not is_first:
             self._folder.claim()
         if not self._intents.is_kept:

@@ -16,7 +16,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.errors import CkptError, OutputFailed
-from datatrove_ckpt.output.arrow_types import DataType, NotUnited, Schema
+from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types
 from datatrove_ckpt.output.column_types import (
     ONE_TYPE,
     ColumnTypes,
@@ -42,13 +42,19 @@ _BATCH = 1000
 class ChunkWriting:
     def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
         self.columns = RankColumns()
+        self._given = NO_TYPES
         self._writer = writer
         self._decode: Callable[[bytes], Document] = decode
         self._rank = rank
         self._names = names
 
-    def resume(self, committed: Iterable[CommittedFile]) -> None:
-        """Reads the types of the first committed file, if it is on a disk."""
+    def resume(self, committed: Iterable[CommittedFile], given: Types) -> None:
+        """Reads the types of the first committed file, if it is on a disk.
+
+        Args:
+            given: types of the input's columns, by their paths in the writer's rows.
+        """
+        self._given = given
         folder = self._writer.output_folder
         if not infers_schema(self._writer) or not folder.is_local():
             return
@@ -92,7 +98,7 @@ class ChunkWriting:
         self, schema: Schema, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
     ) -> bool:
         """Writes the chunk with the previous chunk's schema, unless its own schema differs."""
-        types = ColumnTypes()
+        types = ColumnTypes(self._given)
         writer = self._copy(staged, schema, types.add)
         with suppress(_NotWritten):
             self._write(staged, chunk_index, documents, writer)
@@ -103,7 +109,7 @@ class ChunkWriting:
 
     def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
         writer = self._copy(staged)
-        types = ColumnTypes()
+        types = ColumnTypes(self._given)
         rows = (writer.adapter(self._decode(finished.document)) for finished in documents)
         size = min(_BATCH, max(1, writer.batch_size))
         batches = iter(lambda: list(islice(rows, size)), [])
@@ -160,7 +166,7 @@ class ChunkWriting:
         writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
-            culprit = name_culprit(writer, documents, self._decode, known)
+            culprit = name_culprit(writer, documents, self._decode, known, self._given)
         if culprit is not None:
             why = culprit
             advice = ONE_TYPE

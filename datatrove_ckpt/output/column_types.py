@@ -34,11 +34,13 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.output.arrow_types import (
+    NO_TYPES,
     DataType,
     Field,
     NotUnited,
     Row,
     Schema,
+    Types,
     type_of,
     unite,
 )
@@ -56,17 +58,21 @@ def infers_schema(writer: DiskWriter) -> bool:
 class ColumnTypes:
     """Collects the types of rows.
 
+    Args:
+        given: types of the input's columns, by their paths in the rows.
+
     Attributes:
         types: of each column.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Types = NO_TYPES) -> None:
         self.types: dict[str, DataType] = {}
+        self._given = given
 
     def add(self, rows: list[Row]) -> None:
         """Raises NotUnited, or what ``type_of`` raises."""
         for name in dict.fromkeys(name for row in rows for name in row):
-            kind = type_of([row.get(name) for row in rows], name)
+            kind = type_of([row.get(name) for row in rows], name, self._given)
             self.types[name] = unite(self.types.get(name), kind, name)
 
     def schema(self) -> Schema:
@@ -117,12 +123,14 @@ def name_culprit(
     documents: Iterable[Finished],
     decode: Callable[[bytes], Document],
     known: dict[str, DataType],
+    given: Types,
 ) -> str | None:
     """Returns which document cannot be written, and why; None if every row alone can.
 
     Args:
         documents: it is read twice.
         known: the types of the chunks before, if the writer has no schema.
+        given: types of the input's columns.
     """
 
     def find(check: Callable[[Row], object], where: str) -> str | None:
@@ -143,7 +151,7 @@ def name_culprit(
 
     if writer.schema is not None:
         return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
-    types = ColumnTypes()
+    types = ColumnTypes(given)
     types.types = dict(known)
     culprit = find(lambda row: types.add([row]), "it or one before it")
     if culprit is not None:

@@ -41,7 +41,14 @@ _Convert = Callable[[Any], object]
 TAG = "$py"
 _TAG_BYTES = b'"$py":'
 _RESULT_BYTES = b'"$py":["result",'
-_VECTOR_BYTES = b'"$py":["array",["<f4",['
+_USUAL_BYTES = (
+    _RESULT_BYTES,
+    b'"$py":["array",["<f4",[',
+    *(
+        f'"$py":["{name}",'.encode()
+        for name in ("bytes", "date", "datetime", "decimal", "float", "timedelta", "timestamp")
+    ),
+)
 _MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
@@ -244,18 +251,18 @@ def _after_text(text: object) -> int:
     return 0
 
 
-def is_plain(data: bytes, with_vectors: bool = False) -> bool:
+def is_plain(data: bytes, with_usual: bool = False) -> bool:
     """Whether an encoded document holds nothing but JSON and InferenceResults: then every writer
     can write it.
 
     Args:
-        with_vectors: arrays of float32 count as JSON, too.
+        with_usual: vectors of float32, and values that tables hold, count as JSON.
     """
     if data.endswith(_RESULTS_END):
         return True
     plain: tuple[bytes, ...] = (_RESULT_BYTES,)
-    if with_vectors:
-        plain = (_RESULT_BYTES, _VECTOR_BYTES)
+    if with_usual:
+        plain = _USUAL_BYTES
     # A quote inside a string is escaped.
     at = data.find(_TAG_BYTES)
     while at >= 0 and data.startswith(plain, at):

@@ -1,6 +1,6 @@
-"""File managers that replace datatrove's in a writer: they decide where and when files appear.
+"""StagedFiles replaces datatrove's file manager in a writer, and decides when files appear.
 
-Unlike datatrove's manager, both can abandon incomplete files. Bytes depend on the documents only:
+Unlike datatrove's manager, it can abandon incomplete files. Bytes depend on the documents only:
 the gzip header gets no time.
 """
 
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import gzip
 import io
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec.compression
 import fsspec.utils
 from datatrove.io import OutputFileManager
-from fsspec.spec import AbstractBufferedFile
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import missing_package
@@ -38,24 +36,7 @@ def missing_codec(compression: str | None, filename: str) -> str | None:
     return f"{compression!r} is not available here."
 
 
-class _Files(OutputFileManager):  # type: ignore[misc]
-    def get_file(self, filename: str) -> OutputStream:
-        if filename not in self._output_files:
-            self._output_files[filename] = self._create(filename)
-        stream: OutputStream = self._output_files[filename]
-        return stream
-
-    def _create(self, filename: str) -> OutputStream:
-        raise NotImplementedError
-
-    def abandon(self) -> None:
-        """Drops the files that were not closed, without completing them."""
-        for stream in self._output_files.values():
-            stream.abandon()
-        self._output_files.clear()
-
-
-class StagedFiles(_Files):
+class StagedFiles(OutputFileManager):  # type: ignore[misc]
     """Writes files below a staging folder, and keeps each complete one with its hash."""
 
     def __init__(self, folder: Path, original: OutputFileManager) -> None:
@@ -63,7 +44,13 @@ class StagedFiles(_Files):
         self.finished: dict[str, files.HashedFile] = {}
         self.folder = folder
 
-    def _create(self, filename: str) -> _StagedStream:
+    def get_file(self, filename: str) -> OutputStream:
+        if filename not in self._output_files:
+            self._output_files[filename] = self._create(filename)
+        stream: OutputStream = self._output_files[filename]
+        return stream
+
+    def _create(self, filename: str) -> OutputStream:
         if filename in self.finished:
             raise OutputFailed(
                 f"{filename} was closed and is written to again, which would lose its content."
@@ -77,19 +64,18 @@ class StagedFiles(_Files):
                 "documents names that differ in more than that, or choose another output_filename "
                 "or file system."
             )
-        return _StagedStream(path, filename, self)
+        return OutputStream(path, filename, self)
+
+    def abandon(self) -> None:
+        """Drops the files that were not closed, without completing them."""
+        for stream in self._output_files.values():
+            stream.abandon()
+        self._output_files.clear()
 
     def discard(self) -> None:
         self.abandon()
         self.finished.clear()
         files.disk.remove_tree(self.folder)
-
-
-class RemoteFiles(_Files):
-    """Writes to a remote file system, without a checkpoint."""
-
-    def _create(self, filename: str) -> _RemoteStream:
-        return _RemoteStream(self.fs.open(filename, "wb"), filename, self)
 
 
 class _RowFile(Protocol):
@@ -105,9 +91,11 @@ class OutputStream:
 
     table: _RowFile | None = None
 
-    def __init__(self, raw: io.RawIOBase, filename: str, manager: OutputFileManager) -> None:
-        self._raw = raw
-        self._buffered = io.BufferedWriter(raw, _BUFFER_BYTES)
+    def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
+        self._file = files.HashedFile(path)
+        self._filename = filename
+        self._manager = manager
+        self._buffered = io.BufferedWriter(self._file, _BUFFER_BYTES)
         compressed = _compressed(self._buffered, filename, manager.compression)
         # Any: binary or text, as the writer's mode says.
         self._stream: Any = compressed
@@ -118,6 +106,8 @@ class OutputStream:
         return getattr(self._stream, name)
 
     def close(self) -> None:
+        if self._filename in self._manager.finished:
+            return
         if self.table is not None:
             try:
                 self.table.close()
@@ -127,49 +117,13 @@ class OutputStream:
         self._stream.close()
         if not self._buffered.closed:  # gzip and zstd do not close the stream below them
             self._buffered.close()
-
-    def abandon(self) -> None:
-        """Closes the descriptor first, so that buffered bytes cannot reach the file."""
-        self._raw.close()
-        self._stream = io.BytesIO()  # for pyarrow's writer, which ends when it is collected
-
-
-class _StagedStream(OutputStream):
-    def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
-        self._file = files.HashedFile(path)
-        super().__init__(self._file, filename, manager)
-        self._filename = filename
-        self._manager = manager
-
-    def close(self) -> None:
-        if self._filename in self._manager.finished:
-            return
-        super().close()
         files.disk.sync(self._file.path)
         self._manager.finished[self._filename] = self._file
 
-
-class _RemoteStream(OutputStream):
     def abandon(self) -> None:
-        if isinstance(self._raw, AbstractBufferedFile):
-            # Keeps the error that led here.
-            with suppress(Exception):
-                self._raw.discard()
-            self._raw.closed = True  # closing it would publish it
-        super().abandon()
-        self._remove_copy()
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._remove_copy()
-
-    def _remove_copy(self) -> None:
-        """Removes the temporary copy that the hub's file system keeps after an error."""
-        copy = getattr(self._raw, "temp_file", None)
-        if copy is not None:
-            Path(copy.name).unlink(missing_ok=True)
+        """Closes the descriptor first, so that buffered bytes cannot reach the file."""
+        self._file.close()
+        self._stream = io.BytesIO()  # for pyarrow's writer, which ends when it is collected
 
 
 def _compressed(

@@ -187,10 +187,14 @@ class OutputOwnership:
     def claim(self, is_unused: Callable[[], bool]) -> None:
         """Makes this run the owner, unless another run is. A second call only compares.
 
+        A run without checkpoints cannot own a folder.
+
         Raises:
             OutputMismatch: another run owns the folder.
             OSError: the record can be neither read nor written.
         """
+        if self._homes.run is None:
+            return
         try:
             is_owned, owner = self._compare(is_unused)
             if is_owned and owner is not None:

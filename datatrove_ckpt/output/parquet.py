@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.output.arrow_types import Row
+from datatrove_ckpt.output.arrow_types import Row, Schema, has_maps, with_pairs
 from datatrove_ckpt.output.file_managers import OutputStream
 
+RecordBatch = Any
 Inspect = Callable[[list[Row]], object]
 """Raises an error for rows that must not be written."""
 
@@ -46,13 +48,20 @@ class _Table:
         self._parquet.close()
 
     def _write_batch(self) -> None:
-        import pyarrow as pa
-
-        self._writer.inspect(self._rows)
-        self._parquet.write_batch(
-            pa.RecordBatch.from_pylist(self._rows, schema=self._writer.schema)
-        )
+        rows = self._rows
         self._rows = []
+        self._parquet.write_batch(record_batch(rows, self._writer.schema, self._writer.inspect))
+
+
+def record_batch(rows: list[Row], schema: Schema, inspect: Inspect) -> RecordBatch:
+    """Converts the rows, which it may change, to Arrow, after ``inspect`` has seen them."""
+    import pyarrow as pa
+
+    for field in filter(lambda field: has_maps(field.type), schema):
+        for row in rows:
+            row[field.name] = with_pairs(row.get(field.name), field.type)
+    inspect(rows)
+    return pa.RecordBatch.from_pylist(rows, schema=schema)
 
 
 class _BatchWriter(ParquetWriter):  # type: ignore[misc]

@@ -44,7 +44,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
         )
     if template.startswith("/") or ".." in template.split("/"):
         raise ConfigError(f"output_writer: output_filename {template!r} leaves the output folder.")
-    if checkpoints and not _template_uses(writer, "chunk_index"):
+    if checkpoints and not template_uses(writer, "chunk_index"):
         raise ConfigError(
             "output_writer: with checkpoints each chunk is one file, so output_filename "
             f"{template!r} needs ${{chunk_index}}. Example: '{_example(template)}'."
@@ -53,7 +53,7 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
 
 def check_rank_in_template(writer: DiskWriter, world_size: int) -> None:
     """Refuses a writer by which several tasks would write one file. Raises ConfigError."""
-    if world_size > 1 and not _template_uses(writer, "rank"):
+    if world_size > 1 and not template_uses(writer, "rank"):
         template = writer.output_filename.template
         raise ConfigError(
             f"output_writer: {world_size} tasks would write the same files, so output_filename "
@@ -67,6 +67,6 @@ def _example(template: str) -> str:
     return "${rank}_chunk_${chunk_index}" + "".join(endings)
 
 
-def _template_uses(writer: DiskWriter, name: str) -> bool:
+def template_uses(writer: DiskWriter, name: str) -> bool:
     template = writer.output_filename
     return bool(template.safe_substitute({name: "0"}) != template.safe_substitute({name: "1"}))

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
+from datatrove.data import Document
 from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.output.arrow_types import Row, Schema, Types
 from datatrove_ckpt.output.column_types import ColumnTypes, infers_schema
-from datatrove_ckpt.output.formats import JSONL
-from datatrove_ckpt.output.writers import decode_for
+from datatrove_ckpt.output.formats import JSONL, PARQUET
+from datatrove_ckpt.output.parquet import record_batch
+from datatrove_ckpt.output.writers import decode_for, is_usual
 
 
 class _InMemory:
@@ -40,36 +44,81 @@ class _InMemory:
         pass
 
 
-def check_writable(writer: DiskWriter, data: bytes, doc_id: str) -> bool:
-    """Writes a document to memory with a copy of the user's writer, which must never have been
-    opened.
+class WriterTrial:
+    """Tells whether the user's writer, which must never have been opened, can write a document.
+
+    A writer whose rows are those of datatrove's class makes only the row, 40 times as fast (30 us
+    for ten columns).
 
     Args:
-        data: an encoded document.
+        given: types of the input's columns, by their paths in the writer's rows.
 
-    Returns:
-        Whether the writer can write all documents with float32 arrays, so that these need no trial.
-
-    Raises:
-        DocumentNotSerializable: the writer cannot write the document.
+    Attributes:
+        is_quick: whether a trial may run in the event loop.
     """
-    try:
-        files = writer.output_mg
-        copied = copy.deepcopy(writer, {id(files): _InMemory(files.mode)})
-        document = decode_for(copied)(data)
-        if infers_schema(copied):
-            types = ColumnTypes()
-            types.add([copied.adapter(document)])
-            copied.schema = types.schema()
-        copied.write(document, rank=0, chunk_index="00000")
-        if type(copied) is ParquetWriter:  # another writer's end may be a commit on the hub
-            copied.close()
+
+    def __init__(self, writer: DiskWriter, given: Types) -> None:
+        self._writer = writer
+        self._given = given
+        self.is_quick = is_usual(writer) and (
+            JSONL.is_written_by(writer) or PARQUET.is_written_by(writer)
+        )
+        self._copied = self._copy()
+
+    def __call__(self, data: bytes, doc_id: str) -> bool:
+        """Tries a document.
+
+        Args:
+            data: an encoded document.
+
+        Returns:
+            Whether the writer can write all documents of JSON, float32 arrays and values of tables,
+            so that these need no trial.
+
+        Raises:
+            DocumentNotSerializable: the writer cannot write the document.
+        """
+        writer = self._writer
+        try:
+            if self.is_quick:
+                self._try_row(data)
+            else:
+                self._try_all(data)
+        except Exception as error:
+            raise DocumentNotSerializable(
+                f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot "
+                f"write: {type(error).__name__}: {safe_text(error)}. Let the rollout return and "
+                "set JSON values, or give the writer an adapter."
+            ) from error
         return JSONL.is_written_by(writer) or (
             type(writer) is ParquetWriter and writer.schema is None
         )
-    except Exception as error:
-        raise DocumentNotSerializable(
-            f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot "
-            f"write: {type(error).__name__}: {safe_text(error)}. Let the rollout return and set "
-            "JSON values, or give the writer an adapter."
-        ) from error
+
+    def _copy(self) -> tuple[DiskWriter, Callable[[bytes], Document]]:
+        files = self._writer.output_mg
+        copied: DiskWriter = copy.deepcopy(self._writer, {id(files): _InMemory(files.mode)})
+        return copied, decode_for(copied)
+
+    def _try_row(self, data: bytes) -> None:
+        copied, decode = self._copied
+        row = copied.adapter(decode(data))
+        if JSONL.is_written_by(self._writer):
+            copied._write(row, io.BytesIO(), "")
+            return
+        record_batch([row], self._schema(copied, row), len)
+
+    def _schema(self, writer: DiskWriter, row: Row) -> Schema:
+        if not infers_schema(writer):
+            return writer.schema
+        types = ColumnTypes(self._given)
+        types.add([row])
+        return types.schema()
+
+    def _try_all(self, data: bytes) -> None:
+        copied, decode = self._copy()
+        document = decode(data)
+        if infers_schema(copied):
+            copied.schema = self._schema(copied, copied.adapter(document))
+        copied.write(document, rank=0, chunk_index="00000")
+        if type(copied) is ParquetWriter:  # another writer's end may be a commit on the hub
+            copied.close()

@@ -7,7 +7,10 @@ of dataclasses.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
+from datetime import timedelta
+from decimal import Decimal
 from functools import partial
 from types import MethodType
 
@@ -39,6 +42,11 @@ def has_default_adapter(writer: DiskWriter) -> bool:
     return getattr(writer.adapter, "__func__", None) is _DEFAULT
 
 
+def is_usual(writer: DiskWriter) -> bool:
+    """Whether the writer makes rows of documents as datatrove's do."""
+    return has_default_adapter(writer) and _has_default_write(writer)
+
+
 def _has_default_write(writer: DiskWriter) -> bool:
     return type(writer).write is DiskWriter.write
 
@@ -53,7 +61,7 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     is_json = JSONL.is_written_by(writer)
     if is_json:
         writer._write = partial(_write_row, writer._write)
-    if has_default_adapter(writer) and _has_default_write(writer):
+    if is_usual(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
         if is_json:
             return decode_json
@@ -69,7 +77,7 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
 def _write_row(write: Callable[..., None], row: Row, *place: object) -> None:
     try:
         write(row, *place)
-    except TypeError:  # perhaps an integer beyond 64 bits
+    except TypeError:  # perhaps an integer beyond 64 bits, or a value of a table
         write(_for_orjson(row), *place)
 
 
@@ -80,6 +88,12 @@ def _for_orjson(value: object) -> object:
         return [_for_orjson(item) for item in value]
     if isinstance(value, np.ndarray):
         return as_json(value)
+    if isinstance(value, Decimal):
+        return str(value)
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     if type(value) is int:
         return orjson.Fragment(str(value))
     return value
@@ -122,8 +136,7 @@ def _count_nothing(*numbers: object) -> None:
 
 def writes_media(writer: DiskWriter) -> bool:
     """Whether the writer may save the bytes of media: by its setting, or by code of its own."""
-    is_usual = has_default_adapter(writer) and _has_default_write(writer)
-    return not is_usual or bool(getattr(writer, "save_media_bytes", True))
+    return not is_usual(writer) or bool(getattr(writer, "save_media_bytes", True))
 
 
 def _plain_adapter(writer: DiskWriter, document: Document) -> Row:

@@ -10,9 +10,9 @@ each run forgets where the previous run ended.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from datatrove.data import Document, DocumentsPipeline, Media
 from datatrove.io import DataFolderLike
@@ -140,13 +140,14 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         kind = type(self)
         if "format" not in vars(kind):
             return [kind.__name__]
-        if self._has_default_adapter():
+        if self.has_default_adapter():
             return []
         adapter = getattr(self.adapter, "__func__", self.adapter)
         name = getattr(adapter, "__qualname__", type(adapter).__name__)
         return [f"the adapter {name} of {kind.__name__}"]
 
-    def _has_default_adapter(self) -> bool:
+    def has_default_adapter(self) -> bool:
+        """Whether rows become documents as datatrove makes them."""
         # datatrove binds an adapter to its reader.
         return getattr(self.adapter, "__func__", None) is BaseDiskReader._default_adapter
 
@@ -197,7 +198,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 )
             return None
         # datatrove's Document and its statistics accept no such text.
-        if not hasattr(fields["text"], "__len__"):
+        if not hasattr(fields["text"], "__len__") or isinstance(fields["text"], bytes):
             raise DocumentNotSerializable(
                 f"The document {fields.get('id')!r} of the input file {source_file!r} has a text "
                 f"of type {type(fields['text']).__name__}, not str. Write it as a string, or set "
@@ -222,6 +223,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 self._resolved[source_file] = self.data_folder.resolve_paths(source_file)
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
+
+    def schemas(self, inputs: Inputs) -> Iterable[tuple[str, Any]]:
+        """Yields the name and Arrow schema of each file, if the format has schemas."""
+        return ()
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None, of_rank=True).names

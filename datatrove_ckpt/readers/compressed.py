@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # Compressed bytes per call: a block of 4 bytes may become 128 kB.
 _ZSTD_BYTES = 2**14
+_LONGEST_WINDOW = 2**31  # bytes, as `zstd --long=31` writes
 # Without the library, fsspec would read such a file as text.
 _CODECS_BY_SUFFIX = {".zst": "zstd", ".lz4": "lz4"}
 _PACKAGES = {"zstd": "'datatrove-ckpt[zstd]'", "lz4": "lz4", "snappy": "python-snappy"}
@@ -99,7 +100,7 @@ class _ZstdFile(io.RawIOBase):
         import zstandard
 
         self._file = file
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj
         self._frame = self._new_frame()
         self._started = False
         self._waiting = memoryview(b"")

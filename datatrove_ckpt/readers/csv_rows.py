@@ -16,14 +16,18 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     line breaks within a cell stay as they are.
 
     Raises:
-        InputError: two columns have one name, or a row has more cells than there are names.
+        InputError: two columns have one name, a row has more cells than there are names, or another
+            character than the comma is between cells.
     """
 
     def read_file(self, filepath: str) -> DocumentsPipeline:
         options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}
         with self.data_folder.open(filepath, "r", **options) as file:
             rows = csv.DictReader(file)
-            refuse_equal_names(rows.fieldnames or [], filepath)
+            names = rows.fieldnames or []
+            refuse_equal_names(names, filepath)
+            if len(names) == 1 and self.text_key not in names:
+                _refuse_other_delimiter(names[0], filepath)
             for number, row in enumerate(rows):
                 if None in row:
                     raise InputError(
@@ -35,3 +39,12 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
                     document = self.get_document_from_dict(row, filepath, number)
                 if document:
                     yield document
+
+
+def _refuse_other_delimiter(header: str, file: str) -> None:
+    for delimiter in ";\t|":
+        if delimiter in header:
+            raise InputError(
+                f"The input file {file!r} has {delimiter!r} between its cells: the first line is "
+                f"{header!r}. Save it with commas, and run the same command again."
+            )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 from datatrove.data import Document
@@ -136,6 +136,12 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             document.metadata.setdefault("dataset", source_file)
         return document
 
+    def schemas(self, inputs: Inputs) -> Iterator[tuple[str, Any]]:
+        assert isinstance(inputs, DatasetInputs)
+        features = inputs.dataset.features
+        if features is not None:
+            yield self.dataset, features.arrow_schema
+
     def shares_rows(self, shards: int) -> bool:
         """Returns whether the tasks share a dataset of so many shards by rows instead of shards."""
         return self.load_from_disk or not self.streaming or shards <= 1
@@ -195,7 +201,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                 yield from made
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:
-        if not self._has_default_adapter():
+        if not self.has_default_adapter():
             raise NoDocument(
                 "This task's input holds no document: the adapter found no text in any row of "
                 f"{name!r}. Correct that, and run the same command again."
@@ -323,7 +329,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _check_columns(self, dataset: Dataset | IterableDataset) -> None:
         columns = dataset.column_names
-        if columns is None or not self._has_default_adapter() or self.text_key in columns:
+        if columns is None or not self.has_default_adapter() or self.text_key in columns:
             return
         shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
         raise NoDocument(

@@ -7,6 +7,7 @@ count skipped rows.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,15 +49,24 @@ def name_file(error: BaseException) -> BaseException:
     while trace is not None:
         names = trace.tb_frame.f_locals
         if isinstance(names.get("self"), BaseDiskReader) and isinstance(names.get("filepath"), str):
+            what = f"cannot be read as CSV: {error}. Perhaps a quote is not closed. Correct it"
+            if isinstance(error, UnicodeDecodeError):
+                what = f"is not UTF-8: {error}. Convert it ({_conversion(error.object)})"
             named = InputError(
-                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} is not "
-                f"UTF-8, or has a quote that is not closed: {error}. Correct it (iconv -t utf-8), "
+                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} {what}, "
                 "and run the same command again."
             )
             named.__cause__ = error
             return named
         trace = trace.tb_next
     return error
+
+
+def _conversion(content: bytes) -> str:
+    """Returns the command that makes UTF-8 of a file that begins like this."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "iconv -f utf-16 -t utf-8"
+    return "iconv -f latin1 -t utf-8, or another encoding"
 
 
 class PipelineReaders:

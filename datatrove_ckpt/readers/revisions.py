@@ -8,7 +8,6 @@ link: the first link wins, whole.
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +67,5 @@ class Revisions:
         )
 
     def _keep(self, path: Path, content: dict[str, str]) -> None:
-        files.disk.make_dirs(self._folder)
-        # Processes of two nodes may share a process id.
-        staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         data = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        files.disk.write_new(staged, [data], files.PUBLIC_FILE)
-        files.disk.put_new(staged, path)  # unless another rank was first
-        files.disk.remove(staged)
+        files.keep_first(path, data)

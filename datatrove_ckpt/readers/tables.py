@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,6 +30,7 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
+from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
         return type(table).from_arrays(columns, schema=table.schema)
 
 
+_SCHEMAS_AT_ONCE = 16
 _CONVERTED_ROWS = 1000
 _SKIPPED_ROWS = 2**13
 _BATCH_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
@@ -139,6 +142,13 @@ class _TableReader(SeekingReader):
         ):
             yield file
 
+    def schemas(self, inputs: Inputs) -> Iterator[tuple[str, pa.Schema]]:
+        with ThreadPoolExecutor(_SCHEMAS_AT_ONCE) as threads:
+            yield from zip(inputs.names, threads.map(self._schema, inputs.names), strict=True)
+
+    @abstractmethod
+    def _schema(self, name: str) -> pa.Schema: ...
+
     @abstractmethod
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         """Yields from (group, row) on: group, number of the batch's first row in it, batch.
@@ -152,12 +162,47 @@ class _TableReader(SeekingReader):
             refuse_equal_fields(batch.schema, name)
             documents: list[ReadResult] = []
             with self.track_time("batch"):
-                for data in batch.to_pylist():
+                for data in _python_rows(batch, name):
                     document = self.get_document_from_dict(data, name, number)
                     number += document is not None
                     row += 1
                     documents.append((document or Skipped.WITHOUT_TEXT, (group, row, number)))
             yield from documents
+
+
+def _python_rows(batch: Batch, name: str) -> list[Row]:
+    """Returns the rows with Python's values.
+
+    Raises:
+        InputError: a value has no form in Python, or would lose digits.
+    """
+    import pyarrow as pa
+
+    shorter = {"time64[ns]": pa.time64("us"), "duration[ns]": pa.duration("us")}
+    for field in batch.schema:
+        column = batch.column(field.name)
+        try:
+            if str(field.type) in shorter:
+                column.cast(shorter[str(field.type)])
+        except pa.ArrowInvalid as error:
+            raise _without_form(field, name, error) from error
+    try:
+        return cast("list[Row]", batch.to_pylist())
+    except (OverflowError, ValueError):
+        for field in batch.schema:
+            try:
+                batch.column(field.name).to_pylist()
+            except (OverflowError, ValueError) as error:
+                raise _without_form(field, name, error) from error
+        raise
+
+
+def _without_form(field: pa.Field, name: str, error: Exception) -> InputError:
+    return InputError(
+        f"The input file {name!r} has a value in the column {field.name!r}, of type {field.type}, "
+        f"that Python cannot hold: {error}. Convert the column, for example to microseconds or "
+        "to text, and run the same command again."
+    )
 
 
 def refuse_equal_fields(fields: Iterable[pa.Field], file: str, above: str = "") -> None:
@@ -224,6 +269,10 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
             return None
         return [self.text_key, self.id_key]
 
+    def _schema(self, name: str) -> pa.Schema:
+        with self._open(name) as file:
+            return file.schema_arrow
+
     def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
         with self._open(name) as file:
             groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
@@ -284,6 +333,16 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         shuffle_seed: int | None = None,
     ) -> None:
         super().__init__(**datatrove_arguments(locals()))
+
+    def _schema(self, name: str) -> pa.Schema:
+        import pyarrow as pa
+
+        with naming_damage(name), self._opened(name, map_or_open) as file:
+            if is_stream(file, name, self.stream):
+                with pa.ipc.open_stream(file) as stream:
+                    return stream.schema
+            with pa.ipc.open_file(file) as reader:
+                return reader.schema
 
     def _groups(self, name: str, first: int) -> Iterator[tuple[int, Batch]]:
         """Yields the record batches from the ``first`` on, each after its number."""

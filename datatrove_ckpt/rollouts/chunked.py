@@ -15,6 +15,7 @@ from typing import Literal
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
+from datatrove_ckpt.common.declared import Count
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import is_cut_off
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
@@ -115,24 +116,20 @@ class ChunkedRollout(ReadyMade):
 
     prompt: str = "{text}"
     system_prompt: str | None = None
-    max_chars_per_part: int = 8000
+    max_chars_per_part: Count = 8000
     separator: str = "\n\n"
     parallel: bool = True
     generation_params: Payload | None = None
     _: KW_ONLY
-    max_tokens_per_part: int | None = None
+    max_tokens_per_part: Count | None = None
     carry: Literal["conversation", "continue"] | None = None
-    carried_parts: int = 1
+    carried_parts: Count = 1
 
     _token_setting = "max_tokens_per_part"
     _unread = ("n", "tools")
 
     def __post_init__(self) -> None:
         check_template(self.prompt)
-        for name in ("max_chars_per_part", "max_tokens_per_part", "carried_parts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be >= 1; it is {value!r}.")
         if not times_text(self.prompt):
             raise ConfigError(
                 "prompt: has no {text}, so every part would get the same prompt. Put {text} where "

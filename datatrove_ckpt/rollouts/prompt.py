@@ -10,6 +10,7 @@ from functools import partial
 
 from datatrove.data import Document
 
+from datatrove_ckpt.common.declared import Count
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.cutting import cut_to_chars, cut_to_tokens, fits_for_sure
@@ -83,7 +84,7 @@ class PromptRollout(OneRequest):
     max_chars: int | None = None
     _: KW_ONLY
     images: str | None = None
-    max_image_side: int | None = None
+    max_image_side: Count | None = None
     media_folder: str | None = None
     media_urls: list[str] | None = None
 
@@ -100,8 +101,6 @@ class PromptRollout(OneRequest):
                     f'{setting}: nothing but text is sent; set images, such as "media".'
                 )
         if self.max_image_side is not None:
-            if self.max_image_side < 1:
-                raise ConfigError(f"max_image_side: must be >= 1; it is {self.max_image_side!r}.")
             check_pillow()
         super().__post_init__()
         if self.max_chars is None:

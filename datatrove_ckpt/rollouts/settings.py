@@ -12,6 +12,7 @@ import orjson
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import Count, Positive, check
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError
@@ -39,7 +40,7 @@ class ReadyMade:
     """
 
     prompt_column: str | None = None
-    chars_per_token: float | None = None
+    chars_per_token: Positive | None = None
     tokenizer: str | None = None
     # found by for_config
     tokenizer_hash: str | None = field(default=None, init=False)
@@ -52,9 +53,8 @@ class ReadyMade:
     _set_elsewhere: ClassVar[tuple[str, ...]] = ("messages", "prompt", "model", "stream")
 
     def __post_init__(self) -> None:
+        check(type(self), vars(self))
         self._check_params("generation_params", self._own_params())
-        if self.chars_per_token is not None and not self.chars_per_token > 0:
-            raise ConfigError(f"chars_per_token: must be > 0; it is {self.chars_per_token!r}.")
         if self.tokenizer is not None and self.chars_per_token is not None:
             raise ConfigError(
                 "tokenizer: is set together with chars_per_token; set only one of them."
@@ -164,19 +164,11 @@ class ReadyMade:
 class WholeText(ReadyMade):
     """The settings of rollouts whose requests are whole documents."""
 
-    max_prompt_tokens: int | Literal["auto"] | None = None
+    max_prompt_tokens: Count | Literal["auto"] | None = None
     # found by for_config
     prompt_tokens: int | None = field(default=None, init=False)
 
     _token_setting = "max_prompt_tokens"
-
-    def __post_init__(self) -> None:
-        limit = self.max_prompt_tokens
-        if limit not in (None, "auto") and not (isinstance(limit, int) and limit >= 1):
-            raise ConfigError(
-                f'max_prompt_tokens: {limit!r} is not "auto" or a number of 1 or more.'
-            )
-        super().__post_init__()
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
@@ -202,7 +194,7 @@ class OneRequest(WholeText):
     json_schema: JsonObject | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    answer_attempts: int = 3
+    answer_attempts: Count = 3
     show_error: bool = False
     invalid_answer: Literal["fail", "drop"] = "fail"
     engine: str | None = None
@@ -213,8 +205,6 @@ class OneRequest(WholeText):
         self.form.check()
         if self.engine is not None:
             self.form.fields(self.engine)
-        if self.answer_attempts < 1:
-            raise ConfigError(f"answer_attempts: must be >= 1; it is {self.answer_attempts!r}.")
         super().__post_init__()
 
     @property

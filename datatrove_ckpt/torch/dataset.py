@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from datatrove.data import Document
 
+from datatrove_ckpt.common.declared import Count, check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
@@ -91,9 +92,10 @@ class ReaderDataset(StatefulIterable):
         columns: Sequence[str] | None = None,
         even: Even = None,
         shuffle_window: int | str = "128MB",
-        batch_size: int | None = None,
+        batch_size: Count | None = None,
     ) -> None:
         super().__init__()
+        check(ReaderDataset, locals())
         if not 0 <= rank < world_size:
             raise ConfigError(
                 f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}."

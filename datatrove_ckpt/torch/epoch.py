@@ -33,12 +33,6 @@ class Settings:
     even: Even
     batch: int
 
-    def __post_init__(self) -> None:
-        if self.even not in ("drop", "repeat", None):
-            raise ConfigError(f'even must be "drop", "repeat" or None, not {self.even!r}.')
-        if self.batch < 1:
-            raise ConfigError(f"batch_size must be at least 1, or None, not {self.batch}.")
-
     @property
     def order(self) -> State:
         """The part that a state keeps, beside the number of shares."""

@@ -11,7 +11,7 @@ from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
 from datatrove_ckpt.checkpoint.request_cache import RequestCache, read_answers
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, DocumentFailed
-from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash

@@ -13,10 +13,10 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.preflight import checks, doctor
-from datatrove_ckpt.preflight.checks import check_remote
-from datatrove_ckpt.preflight.input_checks import Sample
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.run_folder import checks, findings
+from datatrove_ckpt.run_folder.checks import check_remote
+from datatrove_ckpt.run_folder.input_checks import Sample
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from tests.jobs import runner
 from tests.yaml_jobs import doctor_lines, job_yaml
 
@@ -72,7 +72,8 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(examined, tmp_path):
 @pytest.mark.parametrize(
     ("override", "check", "says"),
     [
-        ("--pipeline.1.output_writer.output_folder=job.yaml", "output, writable", "problem: {}/job.yaml: "),
+        ("--pipeline.1.output_writer.output_folder=job.yaml", "output, checked",
+         "problem: output_folder: '{}/job.yaml' cannot be a folder, because {}/job.yaml is a file"),
         ("--pipeline.1.checkpoints_local_dir=null", "checkpoints, folder", "warning: none: a run"),
         ("--pipeline.1.config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready",
          "problem: model_name_or_path: there is no file no.gguf"),
@@ -117,7 +118,7 @@ def test_a_remote_output_is_tried_and_left_as_it_was(examined):
 
 def checks_of(step, folder, sample):
     plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(folder)))
-    return list(doctor.check_runner(plan.runners[0], "", sample))
+    return list(findings.check_runner(plan.runners[0], sample))
 
 
 def test_the_mirror_is_tried_where_a_step_has_one(tmp_path, server):

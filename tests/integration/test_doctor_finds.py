@@ -11,7 +11,7 @@ from aiohttp import web
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.preflight import doctor, input_checks
+from datatrove_ckpt.run_folder import findings, input_checks
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
@@ -75,7 +75,7 @@ def test_an_endpoint_whose_host_has_no_address(found, monkeypatch):
 
 def test_one_dead_endpoint_of_two_is_a_warning(server):
     from datatrove_ckpt import InferenceConfig
-    from datatrove_ckpt.preflight.doctor import check_endpoints
+    from datatrove_ckpt.run_folder.findings import check_endpoints
 
     config = InferenceConfig("endpoint", "fake", endpoint_url=[server.url, "http://127.0.0.1:9"])
     assert [check.state for check in check_endpoints(config)] == ["ok", "warning"]
@@ -169,7 +169,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
     def fails(*arguments):
         raise RuntimeError("of a kind\nthat nobody thought of")
 
-    monkeypatch.setattr(doctor, "check_checkpoints", fails)
+    monkeypatch.setattr(findings, "check_checkpoints", fails)
     monkeypatch.setattr(input_checks, "as_read", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."

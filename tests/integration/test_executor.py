@@ -18,7 +18,6 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.yaml_jobs import write_tasks
 
@@ -226,20 +225,17 @@ def run_script(folder, *arguments):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_workers_with_other_values_than_the_script_are_noticed_before_anything_is_asked(
-    tmp_path,
+    tmp_path, server
 ):
     write_tasks(tmp_path, 3, 5)
     (tmp_path / "script.py").write_text(OTHER_CODE)
     (tmp_path / "prompts.py").write_text(PROMPTS)
-    with FakeServer() as server:
-        done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "spawn")
-        assert done.returncode == 1
-        assert not server.payloads
-        said = (
-            "The worker processes have other code or values than the process that started them:\n"
-        )
-        assert f'{said}  uses.PREFIX: "of the command line" -> "default"' in done.stderr
-        assert "set start_method='fork'" in done.stderr
-        done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")
-        assert done.returncode == 0, done.stderr
-        assert all(question.startswith("of the command line") for question in server.asked)
+    done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "spawn")
+    assert done.returncode == 1
+    assert not server.payloads
+    said = "The worker processes have other code or values than the process that started them:\n"
+    assert f'{said}  uses.PREFIX: "of the command line" -> "default"' in done.stderr
+    assert "set start_method='fork'" in done.stderr
+    done = run_script(tmp_path, server.url, "ask", "3", "of the command line", "fork")
+    assert done.returncode == 0, done.stderr
+    assert all(question.startswith("of the command line") for question in server.asked)

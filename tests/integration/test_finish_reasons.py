@@ -5,8 +5,8 @@
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, run_job
 

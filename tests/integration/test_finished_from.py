@@ -372,7 +372,8 @@ def test_an_old_output_at_a_url_is_taken_over(job, server, empty_memory_file_sys
         assert asked_first(server).keys() & DONE == {"id 8", "id 9"} & asked_first(server).keys()
 
 
-def test_vectors_keep_their_type(here, server):
+@pytest.mark.parametrize("checkpoints", [None, "checkpoints"])
+def test_vectors_keep_their_type(here, server, checkpoints):
     vector = base64.b64encode(np.arange(4, dtype="<f4") / 3).decode()
     server.paths["/v1/embeddings"] = lambda asked: {
         "data": [{"index": 0, "embedding": vector}],
@@ -382,9 +383,15 @@ def test_vectors_keep_their_type(here, server):
     write_input(here, 9)
     found = []
     for folder, limit, old in (("old", 6, None), ("new", -1, "old"), ("reference", -1, None)):
-        writer = ParquetWriter(folder, "${rank}.parquet", expand_metadata=True)
+        writer = ParquetWriter(folder, "${rank}_${chunk_index}.parquet", expand_metadata=True)
         reader = JsonlReader("input", limit=limit)
-        InferenceRunner(EmbedRollout(), config, writer, finished_from=old).run(reader.run())
+        InferenceRunner(
+            EmbedRollout(),
+            config,
+            writer,
+            finished_from=old,
+            checkpoints_local_dir=checkpoints and f"{folder}-{checkpoints}",
+        ).run(reader.run())
         found.append(pq.read_table(next(Path(folder).iterdir())).sort_by("id"))
     assert len(server.payloads) == 6 + 3 + 9
     assert found[1].schema == found[2].schema

@@ -354,7 +354,7 @@ def test_without_checkpoints_nothing_is_left_in_the_temporary_folder_either(hub,
     fault = hub.fail("commit", 403, times=None)
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")
     step = InferenceRunner(ask, job_config(server), writer)
-    with pytest.raises(OSError, match="403"):
+    with pytest.raises(OutputFailed, match="403"):
         step.run(documents(3))
     fault.stop()
     writer = ParquetWriter("hf://datasets/org/data/config", "${rank}.parquet")

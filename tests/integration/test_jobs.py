@@ -25,6 +25,7 @@ from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.executors.jobs import _Job, _wanted
 from datatrove_ckpt.testing import FakeServer
+from tests.golden import hold
 from tests.hub.jobs import Jobs
 from tests.jobs import runner
 from tests.patience import until
@@ -389,34 +390,6 @@ def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(hub, here, mo
     assert canceled == ["0", "2", "3"]
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"env": {"DATABASE_URL": "postgres://bob:hunter2pass@host/x"}},
-        {"env": {"NOPE": "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"}},
-        {"labels": {"auth": "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"}},
-        {
-            "dependencies": [
-                "mine @ git+https://bob:ghp_0123456789abcdefghijABCDEFGHIJ012345@github.com/x/y.git"
-            ]
-        },
-    ],
-)
-def test_a_secret_in_a_setting_that_files_keep_is_refused(hub, here, setting):
-    (name,) = setting
-    with pytest.raises(
-        ConfigError, match=rf"{name}: .*its value may be a secret, and {name} is kept in files"
-    ):
-        an_executor(hub, here, **setting)
-
-
-def test_an_input_that_is_not_there_is_noticed_before_jobs_are_paid_for(hub, jobs, here, command):
-    write_job(hub, "http://127.0.0.1:1", 1, 1)
-    folder = f"--pipeline.0.data_folder=hf://buckets/{BUCKET}/other"
-    assert f"hf://buckets/{BUCKET}/other" in command("run", "job.yaml", folder, code=2)
-    assert not jobs.all
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("grace", [0.0, 5.0])
 def test_a_job_drains_before_its_timeout(hub, jobs, here, command, grace):
@@ -433,31 +406,34 @@ def test_a_job_drains_before_its_timeout(hub, jobs, here, command, grace):
     assert "the end of the job's time limit" in jobs.all[0].log
 
 
-def test_what_would_be_lost_with_a_job_is_refused_before_anything_starts(
-    hub, jobs, here, command, monkeypatch
+TOKEN = "hf_aB3dE5gH7jK9mN1pQ3sT5vX7zA9bC1dE3x"
+REFUSED = {
+    "output here": "--pipeline.1.output_writer.output_folder=output",
+    "logs in a repository": "--executor.logging_dir=hf://datasets/a/b/x",
+    "logs here": "--executor.logging_dir=logs",
+    "a variable that may be a secret": "--executor.env={MY_TOKEN: x}",
+    "a password in a variable": "--executor.env={DATABASE_URL: 'postgres://bob:hunter2pass@host/x'}",
+    "a token in a variable": f"--executor.env={{NOPE: {TOKEN}}}",
+    "a token in a label": f"--executor.labels={{auth: {TOKEN}}}",
+    "a token in a dependency": (
+        "--executor.dependencies=['mine @ git+https://bob:ghp_0123456789abcdefghijABCDEFGHIJ012345@github.com/x/y.git']"
+    ),
+    "an input that is not there": f"--pipeline.0.data_folder=hf://buckets/{BUCKET}/other",
+    "a key that is not set": "--executor.poll_interval=0.1",
+    "a large file": "--executor.poll_interval=0.1",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_or_would_be_lost_is_refused_before_anything_starts(
+    hub, jobs, here, command, monkeypatch, name
 ):
     write_job(hub, "http://127.0.0.1:1", 1, 1)
-    said = command(
-        "run", "job.yaml", f"--pipeline.1.output_writer.output_folder={here}/output", code=2
-    )
-    assert "starts with an empty disk" in said
-    assert "output_folder of pipeline[1]" in said
-    repository = command("run", "job.yaml", "--executor.logging_dir=hf://datasets/a/b/x", code=2)
-    assert "logging_dir: hf://datasets/a/b/x is in a repository" in repository.error
-    assert "Set it to a bucket: hf://buckets/a/b/x" in repository.error
-    local = command("run", "job.yaml", "--executor.logging_dir=logs", code=2)
-    assert "a remote logging_dir (e.g. hf://buckets/ORG/NAME" in local.error
-    Path("jobs_package/large").write_bytes(bytes(10 * 2**20))
-    for name in ("run", "doctor"):
-        assert f"The largest file is {here}/jobs_package/large (10 MB)" in command(
-            name, "job.yaml", code=None
-        )
-    Path("jobs_package/large").unlink()
-    monkeypatch.delenv("ENDPOINT_KEY")
-    assert "secrets: ENDPOINT_KEY is not set here" in command("run", "job.yaml", code=2)
-    assert "env: MY_TOKEN: its value may be a secret" in command(
-        "run", "job.yaml", "--executor.env={MY_TOKEN: x}", code=2
-    )
+    if name == "a key that is not set":
+        monkeypatch.delenv("ENDPOINT_KEY")
+    if name == "a large file":
+        Path("jobs_package/large").write_bytes(bytes(10 * 2**20))
+    hold("jobs", name, command("run", "job.yaml", REFUSED[name], code=2).error)
     assert not jobs.all
 
 

@@ -34,15 +34,15 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.mirror import mirror, object_store
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
-from datatrove_ckpt.preflight.before_run import check_before_run
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.run_folder.findings import check_before_run
+from datatrove_ckpt.run_folder.run_plan import RunPlan
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, ids, rejects, runner
 from tests.mirrors import (

@@ -15,7 +15,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.job import note_output
 from datatrove_ckpt.checkpoint.layout import LOCK, RUN
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
-from datatrove_ckpt.maintenance.verify import verify
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
 from datatrove_ckpt.testing.disks import disk_in_place
 from tests.crash_points import CopyingDisk

@@ -55,6 +55,12 @@ def assert_paid_once(folder, provider, number=3, batches=None):
 
 
 @pytest.fixture
+def provider():
+    with FakeProvider() as running:
+        yield running
+
+
+@pytest.fixture
 def job(here, monkeypatch):
     """Returns the words of a job of four documents at a provider."""
     monkeypatch.setenv("THE_KEY", "k")
@@ -113,14 +119,13 @@ async def two_in_a_row(document, generate):
     return await generate({"messages": [{"role": "user", "content": first.text}]})
 
 
-def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
+def test_a_run_with_batches_has_the_output_of_one_without(tmp_path, provider):
     """The first answer to a creation is lost, and the list does not show that batch yet."""
-    with FakeProvider() as provider:
-        provider.list_lag = 0.1
-        provider.lose["/v1/batches"] = 1
-        runner(tmp_path / "online", provider, three).run(documents(5))
-        online = len(provider.payloads)
-        run(tmp_path / "batch", provider, 5, three)
+    provider.list_lag = 0.1
+    provider.lose["/v1/batches"] = 1
+    runner(tmp_path / "online", provider, three).run(documents(5))
+    online = len(provider.payloads)
+    run(tmp_path / "batch", provider, 5, three)
     assert len(provider.payloads) == online == 15
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(provider.billed) == 15
@@ -130,22 +135,21 @@ def test_a_run_with_batches_has_the_output_of_one_without(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("lost", [502, 429])
-def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost):
+def test_answers_that_are_missing_are_asked_for_again(tmp_path, lost, provider):
     """Expired, failed and unfinished requests, a lost answer to each path, a batch out of order."""
-    with FakeProvider() as provider:
-        draws = random.Random(0)
+    draws = random.Random(0)
 
-        def outcome(request):
-            if request["custom_id"].rpartition("-")[2] != "1":
-                return None
-            return draws.choice([None, "expired", FAILED, ["no response"]])
+    def outcome(request):
+        if request["custom_id"].rpartition("-")[2] != "1":
+            return None
+        return draws.choice([None, "expired", FAILED, ["no response"]])
 
-        provider.outcome = outcome
-        provider.list_lag = 0.1
-        provider.lost = lost
-        provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
-        runner(tmp_path / "online", provider).run(documents(15))
-        run(tmp_path / "batch", provider, 15)
+    provider.outcome = outcome
+    provider.list_lag = 0.1
+    provider.lost = lost
+    provider.lose.update(["/v1/files", "/v1/batches", "/v1/batches"])
+    runner(tmp_path / "online", provider).run(documents(15))
+    run(tmp_path / "batch", provider, 15)
     assert rows(tmp_path / "batch") == rows(tmp_path / "online")
     assert len(provider.payloads) == 15
     assert len(provider.billed) == 15
@@ -243,25 +247,23 @@ def test_messages_go_as_batches_in_the_form_of_anthropic(tmp_path):
     assert "in the words of the provider" in letter["error"]
 
 
-def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tmp_path):
+def test_a_rejected_line_becomes_a_dead_letter_with_the_words_of_the_provider(tmp_path, provider):
     rejection = {"status_code": 400, "body": {"error": {"message": "too long for this model"}}}
-    with FakeProvider() as provider:
-        provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
-        run(tmp_path, provider, skip_bad_requests=True, retry_errors=True)
+    provider.outcome = lambda request: rejection if "text 1" in str(request["body"]) else None
+    run(tmp_path, provider, skip_bad_requests=True, retry_errors=True)
     (letter,) = letters(tmp_path)
     assert letter["id"] == "id 1"
     assert "too long for this model" in letter["error"]
     assert len(rows(tmp_path)) == 2
 
 
-def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path):
-    with FakeProvider() as provider:
-        errors = [{"code": "model_not_found", "message": "no such model"}]
-        provider.refuse = lambda batch: {"data": errors}
-        with pytest.raises(Exception, match="no such model"):
-            run(tmp_path, provider, skip_bad_requests=True)
-        provider.refuse = lambda batch: []
-        run(tmp_path, provider)
+def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path, provider):
+    errors = [{"code": "model_not_found", "message": "no such model"}]
+    provider.refuse = lambda batch: {"data": errors}
+    with pytest.raises(Exception, match="no such model"):
+        run(tmp_path, provider, skip_bad_requests=True)
+    provider.refuse = lambda batch: []
+    run(tmp_path, provider)
     assert len(rows(tmp_path)) == 3
     assert not letters(tmp_path)
     assert set(provider.billed.values()) == {1}
@@ -373,28 +375,27 @@ def test_a_batch_whose_answers_have_other_ids_is_not_sent_again(tmp_path, form, 
 
 
 def test_a_batch_that_is_forgotten_is_sent_again_once_the_user_gives_it_up(
-    here, command, later, job
+    here, command, later, job, provider
 ):
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        job = ["run", *job(provider, "--server-patience-seconds=60", "--no-wait")]
-        batches = [*job, "--provider-batches=true"]
-        command(*batches, code=75)
-        provider.forgotten.add("batch_2")
-        assert "Run the same command again" in command("batches", "cancel", "job", code=1)
-        command(*batches, code=75)  # perhaps it is only missing for a while
-        later(61)
-        for more in (batches, [*batches, "--accept-changes=true"], job):
-            said = command(*more, code=1).error
-            assert "has no batch batch_2 (HTTP 404" in said
-            assert f"batches cancel {here / 'job' / 'checkpoints'}, then run" in said
-            assert "network" not in said
-        assert len(provider.batches) == 1
-        said = command("batches", "cancel", str(here / "job" / "checkpoints"))
-        assert "forgotten batch_2. It is given up" in said
-        assert "No batch is open" in command("batches", "list", "job")
-        provider.steps = 0
-        command(*batches)
+    provider.steps = 10**9
+    job = ["run", *job(provider, "--server-patience-seconds=60", "--no-wait")]
+    batches = [*job, "--provider-batches=true"]
+    command(*batches, code=75)
+    provider.forgotten.add("batch_2")
+    assert "Run the same command again" in command("batches", "cancel", "job", code=1)
+    command(*batches, code=75)  # perhaps it is only missing for a while
+    later(61)
+    for more in (batches, [*batches, "--accept-changes=true"], job):
+        said = command(*more, code=1).error
+        assert "has no batch batch_2 (HTTP 404" in said
+        assert f"batches cancel {here / 'job' / 'checkpoints'}, then run" in said
+        assert "network" not in said
+    assert len(provider.batches) == 1
+    said = command("batches", "cancel", str(here / "job" / "checkpoints"))
+    assert "forgotten batch_2. It is given up" in said
+    assert "No batch is open" in command("batches", "list", "job")
+    provider.steps = 0
+    command(*batches)
     assert len(rows(here / "job")) == 4
     assert len(provider.batches) == 2
     assert set(provider.billed.values()) == {2}
@@ -429,60 +430,58 @@ def test_a_batch_that_is_missing_for_a_while_is_awaited(tmp_path, later, form, r
 
 
 @pytest.mark.slow
-def test_a_forgotten_batch_of_a_mirror_is_given_up_there(tmp_path, command, later):
+def test_a_forgotten_batch_of_a_mirror_is_given_up_there(tmp_path, command, later, provider):
     mirror = {"checkpoints_remote_dir": str(tmp_path / "mirror"), "mirror_seconds": 600.0}
     config = {**BATCHES, "server_patience_seconds": 60}
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        for number in range(3):
-            step = runner(tmp_path / str(number), provider, config=config, **mirror)
-            step.accept_changes = True  # another output folder
-            step.no_wait = True
-            with pytest.raises(ServerRefused if number == 2 else WaitsForBatches):
-                step.run(documents(3))
-            provider.forgotten |= provider.batches.keys()
-            later(61)
-        assert "It is given up" in command("batches", "cancel", str(tmp_path / "mirror"))
-        provider.steps = 0
-        step.run(documents(3))
+    provider.steps = 10**9
+    for number in range(3):
+        step = runner(tmp_path / str(number), provider, config=config, **mirror)
+        step.accept_changes = True  # another output folder
+        step.no_wait = True
+        with pytest.raises(ServerRefused if number == 2 else WaitsForBatches):
+            step.run(documents(3))
+        provider.forgotten |= provider.batches.keys()
+        later(61)
+    assert "It is given up" in command("batches", "cancel", str(tmp_path / "mirror"))
+    provider.steps = 0
+    step.run(documents(3))
     assert len(rows(tmp_path / "2")) == 3
     assert set(provider.billed.values()) == {2}
 
 
 @pytest.mark.slow
-def test_a_kill_while_a_batch_is_given_up_sends_nothing_twice(tmp_path, later):
+def test_a_kill_while_a_batch_is_given_up_sends_nothing_twice(tmp_path, later, provider):
     """A kill before each effect on the disk."""
     folder = tmp_path / "job"
     config = {**BATCHES, "server_patience_seconds": 60}
     reports = CrashReport()
-    with FakeProvider() as provider:
-        step = runner(folder, provider, config=config)
-        step.no_wait = True
-        provider.steps = 10**9
-        with pytest.raises(WaitsForBatches):
-            step.run(documents(2))
-        provider.forgotten.add("batch_2")
-        with pytest.raises(WaitsForBatches):
-            step.run(documents(2))
-        later(61)
-        provider.steps = 0
-        state = provider.state()
-        disk = CopyingDisk(folder)
-        rank = folder / "checkpoints" / "00000"
-        with disk_in_place(disk):
+    step = runner(folder, provider, config=config)
+    step.no_wait = True
+    provider.steps = 10**9
+    with pytest.raises(WaitsForBatches):
+        step.run(documents(2))
+    provider.forgotten.add("batch_2")
+    with pytest.raises(WaitsForBatches):
+        step.run(documents(2))
+    later(61)
+    provider.steps = 0
+    state = provider.state()
+    disk = CopyingDisk(folder)
+    rank = folder / "checkpoints" / "00000"
+    with disk_in_place(disk):
+        batch_log.give_up(rank, 1)
+    for _, where in disk.left():
+        if not reports.is_new(folder, 0):
+            continue
+        provider.restore(state)
+        if read_batches(rank)[0][1].is_open:
+            with pytest.raises(ServerRefused, match="batches cancel"):
+                step.run(documents(2))
             batch_log.give_up(rank, 1)
-        for _, where in disk.left():
-            if not reports.is_new(folder, 0):
-                continue
-            provider.restore(state)
-            if read_batches(rank)[0][1].is_open:
-                with pytest.raises(ServerRefused, match="batches cancel"):
-                    step.run(documents(2))
-                batch_log.give_up(rank, 1)
-            step.no_wait = False
-            step.run(documents(2))
-            assert len(rows(folder)) == 2, where
-            assert set(provider.billed.values()) == {2}, where
+        step.no_wait = False
+        step.run(documents(2))
+        assert len(rows(folder)) == 2, where
+        assert set(provider.billed.values()) == {2}, where
     assert len(reports.states) > 2
 
 
@@ -630,25 +629,23 @@ PAID = [
 @pytest.mark.matrix
 @pytest.mark.parametrize(("set_up", "attempts", "batches"), PAID, ids=[*ODD, "400", "404", *IN_TWO])
 def test_what_was_paid_for_is_kept_however_a_batch_is_described_and_ends(
-    tmp_path, set_up, attempts, batches
+    tmp_path, set_up, attempts, batches, provider
 ):
-    with FakeProvider() as provider:
-        set_up(provider)
-        run(tmp_path, provider, config={**BATCHES, "request_max_attempts": attempts})
+    set_up(provider)
+    run(tmp_path, provider, config={**BATCHES, "request_max_attempts": attempts})
     assert_paid_once(tmp_path, provider, 3, batches)
 
 
-def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path):
+def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path, provider):
     """A server that dies may send one, too, so the requests are sent once more."""
 
     def other(line):
         line["response"]["body"] = {"output": "text"}
 
-    with FakeProvider() as provider:
-        provider.write = lambda content: changed(content, other)
-        for _ in range(2):
-            with pytest.raises(Exception, match=r"after 2 batches.*the answer has no choices"):
-                run(tmp_path, provider, 6)
+    provider.write = lambda content: changed(content, other)
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"after 2 batches.*the answer has no choices"):
+            run(tmp_path, provider, 6)
     assert len(provider.batches) == 2
 
 
@@ -663,40 +660,40 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path):
     ],
     ids=["none", "text", "list", "dict"],
 )
-def test_why_a_batch_failed_is_shown_in_any_form(tmp_path, errors, cause):
-    with FakeProvider() as provider:
-        provider.refuse = lambda batch: ["no credit"]
-        provider.describe = lambda batch: {**batch, "errors": errors}
-        with pytest.raises(ServerRefused, match=cause):
-            run(tmp_path, provider, 1)
+def test_why_a_batch_failed_is_shown_in_any_form(tmp_path, errors, cause, provider):
+    provider.refuse = lambda batch: ["no credit"]
+    provider.describe = lambda batch: {**batch, "errors": errors}
+    with pytest.raises(ServerRefused, match=cause):
+        run(tmp_path, provider, 1)
 
 
-def test_what_a_provider_writes_is_one_line_without_the_key(here, command, later, job, monkeypatch):
+def test_what_a_provider_writes_is_one_line_without_the_key(
+    here, command, later, job, monkeypatch, provider
+):
     """Its ids, states and errors. An id that was changed by that is none, and nothing is paid for
     twice.
     """
     key = "the-key-of-a-test"
     monkeypatch.setenv("THE_KEY", key)
-    with FakeProvider() as provider:
 
-        def describe(batch):
-            said = f"{batch['id']}\nchunks 9 of 9 {key}\x1b[2J"
-            return {**batch, "id": said, "status": f"in a\nmood {key}", "errors": said}
+    def describe(batch):
+        said = f"{batch['id']}\nchunks 9 of 9 {key}\x1b[2J"
+        return {**batch, "id": said, "status": f"in a\nmood {key}", "errors": said}
 
-        provider.describe = describe
-        flags = ("--provider-batches=true", "--no-wait", "--server-patience-seconds=60")
-        job = ["run", *job(provider, *flags)]
-        said = command(*job, code=75)
-        assert "batch_2 chunks 9 of 9 ***" in said
-        provider.batches["batch_2 chunks 9 of 9 ***\\u001b[2J"] = provider.batches.pop("batch_2")
-        command(*job, code=75)
-        status = command("status", "job")
-        assert "\nchunks 9 of 9" not in status
-        command("report", "job")
-        provider.batches.clear()
-        command(*job, code=75)
-        later(61)
-        assert "may have been paid for" in command(*job, code=1).error
+    provider.describe = describe
+    flags = ("--provider-batches=true", "--no-wait", "--server-patience-seconds=60")
+    job = ["run", *job(provider, *flags)]
+    said = command(*job, code=75)
+    assert "batch_2 chunks 9 of 9 ***" in said
+    provider.batches["batch_2 chunks 9 of 9 ***\\u001b[2J"] = provider.batches.pop("batch_2")
+    command(*job, code=75)
+    status = command("status", "job")
+    assert "\nchunks 9 of 9" not in status
+    command("report", "job")
+    provider.batches.clear()
+    command(*job, code=75)
+    later(61)
+    assert "may have been paid for" in command(*job, code=1).error
     for path in (here / "job").rglob("*"):
         assert path.is_dir() or key.encode() not in path.read_bytes()
     assert provider.effects.count("create") == 1
@@ -725,16 +722,15 @@ async def test_values_of_any_type_are_no_traceback():
     await provider.close()
 
 
-def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path):
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        step = runner(tmp_path, provider, config=BATCHES)
-        step.no_wait = True
-        with pytest.raises(WaitsForBatches):
-            step.run(documents(2))
-        other = {**BATCHES, "default_generation_params": {"temperature": 0.5}}
-        with pytest.raises(CheckpointMismatch, match="temperature"):
-            run(tmp_path, provider, 2, config=other)
+def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path, provider):
+    provider.steps = 10**9
+    step = runner(tmp_path, provider, config=BATCHES)
+    step.no_wait = True
+    with pytest.raises(WaitsForBatches):
+        step.run(documents(2))
+    other = {**BATCHES, "default_generation_params": {"temperature": 0.5}}
+    with pytest.raises(CheckpointMismatch, match="temperature"):
+        run(tmp_path, provider, 2, config=other)
 
 
 async def unrepeatable(document, generate):
@@ -742,40 +738,37 @@ async def unrepeatable(document, generate):
     return await generate({"messages": [{"role": "user", "content": text}]})
 
 
-def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path):
-    with FakeProvider() as provider:
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="each pass would be paid for"):
-                run(tmp_path, provider, rollout=unrepeatable, config=BATCHES)
-        assert len(provider.billed) == 3
-        letter = {"on_document_error": "dead_letter"}
-        run(tmp_path, provider, rollout=unrepeatable, **letter)
+def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path, provider):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="each pass would be paid for"):
+            run(tmp_path, provider, rollout=unrepeatable, config=BATCHES)
+    assert len(provider.billed) == 3
+    letter = {"on_document_error": "dead_letter"}
+    run(tmp_path, provider, rollout=unrepeatable, **letter)
     assert len(provider.billed) == 3
     assert len(letters(tmp_path)) == 3
 
 
-def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch):
+def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch, provider):
     monkeypatch.setattr(provider_passes, "MOST_REQUESTS", 3)
     folder = tmp_path / "checkpoints" / "00000" / BATCHES_FOLDER
     folder.mkdir(parents=True)
     (folder / "00001.jsonl").write_bytes(b"of a kill before its line was written\n")
-    with FakeProvider() as provider:
-        run(tmp_path, provider, 7)
-        sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]
+    run(tmp_path, provider, 7)
+    sizes = [content.count(b"\n") for name, content in provider.files.items() if "file" in name]
     assert sizes == [3, 3, 1]
     assert_paid_once(tmp_path, provider, 7)
 
 
-def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path):
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        step = runner(tmp_path, provider, three, config=BATCHES)
-        step.no_wait = True
-        for _ in range(2):
-            with pytest.raises(WaitsForBatches, match="batch_"):
-                step.run(documents(4))
-        provider.steps = 0
-        runner(tmp_path, provider, three).run(documents(4))
+def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path, provider):
+    provider.steps = 10**9
+    step = runner(tmp_path, provider, three, config=BATCHES)
+    step.no_wait = True
+    for _ in range(2):
+        with pytest.raises(WaitsForBatches, match="batch_"):
+            step.run(documents(4))
+    provider.steps = 0
+    runner(tmp_path, provider, three).run(documents(4))
     assert len(rows(tmp_path)) == 4
     assert len(provider.billed) == 8
     assert set(provider.billed.values()) == {1}
@@ -844,31 +837,30 @@ def test_no_kill_pays_for_an_answer_twice(
     assert len(reports) > 4
 
 
-def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job):
+def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job, provider):
     """And what a canceled batch has answered is kept."""
-    with FakeProvider() as provider:
-        provider.steps = 10**9
-        prices = '--prices={"prompt": 2, "completion": 500000}'
-        job = job(provider, "--provider-batches=true", prices, "--max-tokens=2")
-        said = command("doctor", *job, "--all")
-        assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
-        for _ in range(2):
-            said = command("run", *job, "--no-wait", code=75)
-            assert "batch_2" in said
-            assert "error" not in said.lower()
-            assert "No task needs attention" in command("status", "job")
-            log = (here / "job" / "logs" / "logs" / "task_00000.log").read_text()
-            assert "ERROR" not in log
-        assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
-        assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
-        assert "All are being canceled" in command("batches", "cancel", "job")
-        assert provider.batches["batch_2"]["status"] == "cancelled"
-        assert "0 sent in this run, 4 answered in batches" in command("run", *job, "--no-wait")
-        assert "No batch is open" in command("batches", "list", "job")
-        said = command("status", "job")
-        assert "4 answers in tier batch, cost 2.0" in said
-        assert "0 sent, 4 answered in batches, 0 answered from cache" in said
-        command("verify", "job")
+    provider.steps = 10**9
+    prices = '--prices={"prompt": 2, "completion": 500000}'
+    job = job(provider, "--provider-batches=true", prices, "--max-tokens=2")
+    said = command("doctor", *job, "--all")
+    assert "1,000 documents cost about 1,000, and with provider_batches 500: 1 token" in said
+    for _ in range(2):
+        said = command("run", *job, "--no-wait", code=75)
+        assert "batch_2" in said
+        assert "error" not in said.lower()
+        assert "No task needs attention" in command("status", "job")
+        log = (here / "job" / "logs" / "logs" / "task_00000.log").read_text()
+        assert "ERROR" not in log
+    assert "batch_2 of task 0: 4 requests, created" in command("status", "job")
+    assert "batch_2 of task 0: 4 requests, created" in command("batches", "list", "job")
+    assert "All are being canceled" in command("batches", "cancel", "job")
+    assert provider.batches["batch_2"]["status"] == "cancelled"
+    assert "0 sent in this run, 4 answered in batches" in command("run", *job, "--no-wait")
+    assert "No batch is open" in command("batches", "list", "job")
+    said = command("status", "job")
+    assert "4 answers in tier batch, cost 2.0" in said
+    assert "0 sent, 4 answered in batches, 0 answered from cache" in said
+    command("verify", "job")
     assert set(provider.billed.values()) == {1}
     assert len(provider.billed) == 4
     assert not provider.payloads
@@ -913,22 +905,21 @@ async def test_another_batch_of_this_task_is_not_waited_for():
     await provider.close()
 
 
-def test_a_stop_leaves_batches_at_the_provider(tmp_path, log):
-    with FakeProvider() as provider:
-        shown = provider._shown
+def test_a_stop_leaves_batches_at_the_provider(tmp_path, log, provider):
+    shown = provider._shown
 
-        def stop(batch):
-            provider._shown = shown
-            os.kill(os.getpid(), signal.SIGINT)
-            return shown(batch)
+    def stop(batch):
+        provider._shown = shown
+        os.kill(os.getpid(), signal.SIGINT)
+        return shown(batch)
 
-        provider._shown = stop
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, provider)
-        assert "They stay there; the same command collects" in "".join(log)
-        assert "k requests in a row takes k passes" in "".join(log)
-        assert not rows(tmp_path)
+    provider._shown = stop
+    with pytest.raises(KeyboardInterrupt):
         run(tmp_path, provider)
+    assert "They stay there; the same command collects" in "".join(log)
+    assert "k requests in a row takes k passes" in "".join(log)
+    assert not rows(tmp_path)
+    run(tmp_path, provider)
     assert len(rows(tmp_path)) == 3
     assert len(provider.batches) == 1
 
@@ -943,19 +934,18 @@ class WithoutTwo(PipelineStep):
                 yield document
 
 
-def test_each_pass_reads_the_pipeline_anew(tmp_path):
+def test_each_pass_reads_the_pipeline_anew(tmp_path, provider):
     """A seeking reader and a filter; what cannot be read again is refused before it is paid for."""
     lines = [orjson.dumps({"text": f"text {index}", "id": f"id {index}"}) for index in range(5)]
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
 
-    with FakeProvider() as provider:
-        step = runner(tmp_path, provider, two_in_a_row, config=BATCHES)
-        for read in (iter(documents(3)), (one for one in documents(3))):
-            with pytest.raises(ConfigError, match="function or an iterator"):
-                step.run(read)
-        read = WithoutTwo().run(JsonlReader(str(tmp_path / "in")).run(), 0, 1)
-        step.run(read)
+    step = runner(tmp_path, provider, two_in_a_row, config=BATCHES)
+    for read in (iter(documents(3)), (one for one in documents(3))):
+        with pytest.raises(ConfigError, match="function or an iterator"):
+            step.run(read)
+    read = WithoutTwo().run(JsonlReader(str(tmp_path / "in")).run(), 0, 1)
+    step.run(read)
     assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 1", "id 3", "id 4"]
     assert len(provider.billed) == 8
     assert set(provider.billed.values()) == {1}

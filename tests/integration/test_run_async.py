@@ -29,18 +29,17 @@ async def test_datatroves_calls_of_it_work(tmp_path, server):
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, None])
-def test_the_output_is_that_of_run(tmp_path, new_loop):
+def test_the_output_is_that_of_run(tmp_path, new_loop, server):
     if new_loop is None:
         new_loop = pytest.importorskip("uvloop").new_event_loop
-    with FakeServer() as server:
-        run_job(tmp_path / "run", server, 5)
-        with asyncio.Runner(loop_factory=new_loop) as loop:
-            loop.run(runner(tmp_path / "async", server).run_async(documents(5)))
+    run_job(tmp_path / "run", server, 5)
+    with asyncio.Runner(loop_factory=new_loop) as loop:
+        loop.run(runner(tmp_path / "async", server).run_async(documents(5)))
     assert outputs(tmp_path / "async") == outputs(tmp_path / "run")
     assert len(outputs(tmp_path / "run")) == 3
 
 
-async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path):
+async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path, server):
     here, seen = asyncio.get_running_loop(), asyncio.Queue()
     others = asyncio.Event()
 
@@ -56,28 +55,26 @@ async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path)
         others.set()
         return found
 
-    with FakeServer() as server:
-        step = runner(tmp_path, server, rollout)
-        _, found = await asyncio.gather(step.run_async(documents(4)), other())
+    step = runner(tmp_path, server, rollout)
+    _, found = await asyncio.gather(step.run_async(documents(4)), other())
     assert sorted(found) == [f"id {index}" for index in range(4)]
     assert step.stats.stats["documents_processed"].total == 4
     assert len(outputs(tmp_path)) == 2
 
 
-async def test_several_ranks_run_on_one_loop_at_once(tmp_path):
+async def test_several_ranks_run_on_one_loop_at_once(tmp_path, server):
     both = asyncio.Barrier(2)
 
     async def rollout(document, generate):
         await both.wait()
         return await ask(document, generate)
 
-    with FakeServer() as server:
-        step = runner(tmp_path, server, rollout)
-        other = runner(tmp_path, server, rollout)
-        await asyncio.gather(
-            step.run_async(documents(2), rank=0, world_size=2),
-            other.run_async(documents(2), 1, world_size=2),
-        )
+    step = runner(tmp_path, server, rollout)
+    other = runner(tmp_path, server, rollout)
+    await asyncio.gather(
+        step.run_async(documents(2), rank=0, world_size=2),
+        other.run_async(documents(2), 1, world_size=2),
+    )
     assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
 
 

@@ -5,6 +5,7 @@ on.
 import asyncio
 import copy
 import json
+import tempfile
 from contextlib import contextmanager
 
 import pytest
@@ -24,6 +25,7 @@ from tests.jobs import (
     chat,
     config,
     documents,
+    fails_at,
     ids,
     make_server,
     rejects,
@@ -240,12 +242,34 @@ def test_a_rollout_beside_one_that_raised_has_ended_before_the_next_document_beg
 # without checkpoints -----------------------------------------------------------------------------
 
 
-def test_without_checkpoints_everything_is_written_and_nothing_is_kept(tmp_path, server):
-    output = JsonlWriter(str(tmp_path / "output"), "${rank}.jsonl", compression=None)
-    for number in (7, 5):  # started again, it starts over
-        InferenceRunner(ask, config(server), output).run(documents(number))
-        assert sorted(ids(tmp_path)) == [f"id {index}" for index in range(number)]
+@pytest.mark.parametrize("template", ["${rank}.jsonl", "${rank}_${chunk_index}.jsonl"])
+def test_without_checkpoints_everything_is_written_and_nothing_is_kept(
+    tmp_path, server, monkeypatch, template
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
+    for number in (7, 5, 6):  # started again, it starts over
+        InferenceRunner(ask, config(server), output, records_per_chunk=3).run(documents(number))
+        found = ids(tmp_path)
+        if "chunk" in template:  # the files of the first run that the later ones do not write
+            found = found[:number]
+        assert found == [f"id {index}" for index in range(number)], "in the order of the input"
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def test_a_failure_without_checkpoints_leaves_whole_files_and_no_temporary_ones(
+    tmp_path, server, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output = JsonlWriter(str(tmp_path / "output"), "${chunk_index}.jsonl", compression=None)
+    step = InferenceRunner(fails_at({"id 5"}), config(server), output, records_per_chunk=3)
+    with pytest.raises(DocumentFailed) as failed:
+        step.run(documents(7))
+    assert failed.value.__notes__ == [
+        "There is no checkpoint (checkpoints_local_dir is not set): the same command starts over."
+    ]
+    assert ids(tmp_path) in ([], ["id 0", "id 1", "id 2"])
+    assert {path.name for path in tmp_path.iterdir()} <= {"output"}
 
 
 # refusals ----------------------------------------------------------------------------------------
@@ -320,3 +344,15 @@ def test_all_requests_of_a_document_go_to_one_replica(tmp_path):
     found = [{text.partition(",")[0] for text in server.asked} for server in (one, other)]
     assert all(found)
     assert not found[0] & found[1]
+
+
+def test_accepted_changes_are_recorded(tmp_path, server):
+    run_job(tmp_path, server, 2)
+    for number, model in enumerate(("other", "third"), 3):
+        config = {"model_name_or_path": model}
+        run_job(tmp_path, server, number, config=config, accept_changes=True)
+    record = json.loads((tmp_path / "checkpoints/00000/run.json").read_text())["accepted_changes"]
+    assert [(change["field"], change["old"], change["new"]) for change in record] == [
+        ("model", "fake", "other"),
+        ("model", "other", "third"),
+    ]

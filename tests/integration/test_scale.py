@@ -13,7 +13,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.generation import step
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
 from tests.bench.ranks import make, measure
 from tests.yaml_jobs import ENDPOINT, job_yaml, write_job

@@ -12,6 +12,7 @@ import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.checkpoint.identity import compare
+from datatrove_ckpt.common.declared import meanings
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.generation import provider_passes
@@ -29,7 +30,6 @@ from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.testing import outputs
 from tests.jobs import Budget, chat, documents, writer
 from tests.provider import FakeProvider
-from tests.settings_page import effects_of_changes
 
 CLASSES = ("identity", "request", "free")
 CHOOSE = """\
@@ -94,7 +94,12 @@ OF_SERVERS = {"replicas", "server_python"}
 
 CONFIG = inspect.signature(InferenceConfig).parameters
 RUNNER = inspect.signature(InferenceRunner).parameters
-EFFECTS = effects_of_changes(InferenceConfig) | effects_of_changes(InferenceRunner)
+EFFECTS = {
+    name: effect
+    for cls in (InferenceConfig, InferenceRunner)
+    for name, (effect, _) in meanings(cls).items()
+    if effect
+}
 SETTINGS = [name for name in (*CONFIG, *RUNNER) if EFFECTS.get(name) != "below"]
 
 

@@ -57,10 +57,9 @@ def test_a_run_goes_on_in_another_tier_and_no_saved_answer_is_requested_again(tm
     assert len(rows(tmp_path)) == 10
 
 
-def test_a_run_goes_on_without_the_tier_that_was_its_only_parameter(tmp_path):
-    with FakeServer() as server:
-        run_job(tmp_path, server, 2, **of_prompt({"service_tier": "flex"}))
-        run_job(tmp_path, server, 2, **of_prompt(None))
+def test_a_run_goes_on_without_the_tier_that_was_its_only_parameter(tmp_path, server):
+    run_job(tmp_path, server, 2, **of_prompt({"service_tier": "flex"}))
+    run_job(tmp_path, server, 2, **of_prompt(None))
 
 
 @pytest.mark.usefixtures("sleeps")

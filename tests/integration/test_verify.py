@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint.journal import ChunkJournal
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import OutputMismatch, StorageFailed
-from datatrove_ckpt.maintenance.verify_output import check_output
+from datatrove_ckpt.run_folder.verify import check_output
 from datatrove_ckpt.testing import (
     FakeServer,
     disk_in_place,
@@ -263,7 +263,7 @@ def test_what_cannot_be_read_is_no_reason_to_make_it_again(job, said, monkeypatc
     def refuse(*args):
         raise PermissionError("not yours")
 
-    monkeypatch.setattr("datatrove_ckpt.maintenance.verify_output.content_hash", refuse)
+    monkeypatch.setattr("datatrove_ckpt.run_folder.verify.content_hash", refuse)
     text = said("repair", job, "--full", code=1)
     assert text.count("cannot be read: PermissionError: not yours") == 8
     assert "nothing that repair can do" in text
@@ -290,7 +290,7 @@ def test_a_rank_that_has_finished_while_others_were_looked_at_is_looked_at_again
     if not is_new:
         run(1, 2)
 
-    monkeypatch.setattr("datatrove_ckpt.maintenance.verify.check_output", check)
+    monkeypatch.setattr("datatrove_ckpt.run_folder.verify.check_output", check)
     said("verify", tmp_path, code=3 if is_new else 0)
 
 

@@ -10,8 +10,8 @@ from datatrove_ckpt.inference.client.answers import (
     as_asked,
     way_to,
 )
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.where import Place
 from tests.integration.test_ready_made_ways import in_pieces
 from tests.jobs import chat, rows, run_job
 

@@ -35,8 +35,8 @@ from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
-from datatrove_ckpt.maintenance.verify import verify
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config
 from tests.rank_folders import place_at

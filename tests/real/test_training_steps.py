@@ -16,10 +16,10 @@ from torch import nn
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.maintenance import tracking
-from datatrove_ckpt.maintenance import training as training_module
-from datatrove_ckpt.maintenance.tracking import TrainingTracker
-from datatrove_ckpt.maintenance.training import read_training
+from datatrove_ckpt.run_folder import tracking
+from datatrove_ckpt.run_folder import training as training_module
+from datatrove_ckpt.run_folder.tracking import TrainingTracker
+from datatrove_ckpt.run_folder.training import read_training
 from datatrove_ckpt.torch import Best, Every, EverySteps, Last, TrainingCheckpoints
 from datatrove_ckpt.torch import checkpoints as module
 from tests.real.loops import Full

@@ -93,6 +93,12 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
     assert made.limit == limit
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+
+
 async def adapted(read, until):
     """The target whose limit ``adapt_admission`` adapts."""
     target = Target()
@@ -106,9 +112,7 @@ async def adapted(read, until):
     return target
 
 
-async def test_without_metrics_the_answers_decide_and_a_line_says_why(monkeypatch, log):
-    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+async def test_without_metrics_the_answers_decide_and_a_line_says_why(log):
 
     async def read(seconds):
         return None
@@ -121,10 +125,7 @@ async def test_without_metrics_the_answers_decide_and_a_line_says_why(monkeypatc
     ) in said
 
 
-async def test_several_servers_behind_one_address_are_noticed_before_the_limit_runs_away(
-    monkeypatch, log
-):
-    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+async def test_several_servers_behind_one_address_are_noticed_before_the_limit_runs_away(log):
     limits = []
     tokens = cycle([1000, 900, 1100, 950])
 
@@ -141,9 +142,7 @@ async def test_several_servers_behind_one_address_are_noticed_before_the_limit_r
     assert "as a load balancer does" in log[0]
 
 
-async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
-    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+async def test_metrics_that_stop_for_a_while_are_waited_for(log):
     reads = []
 
     async def read(seconds):
@@ -155,12 +154,8 @@ async def test_metrics_that_stop_for_a_while_are_waited_for(monkeypatch, log):
     assert (target.limit, log) == (8, [])
 
 
-async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_long(
-    monkeypatch,
-):
+async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_long():
     """Else a server that stops showing them when its cache is full would stay full."""
-    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(probes, "_WAIT_FOR_METRICS_SECONDS", 0.05)
     pages = [Metrics(8, 8, 1, 0, 0.9)]
 
     async def read(seconds):
@@ -177,8 +172,7 @@ async def test_what_metrics_showed_of_the_cache_is_forgotten_when_they_stop_for_
     assert max(loads) > 1
 
 
-async def test_a_cache_that_no_running_request_takes_holds_back_no_document(monkeypatch):
-    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
+async def test_a_cache_that_no_running_request_takes_holds_back_no_document():
     reads = []
 
     async def read(seconds):
@@ -195,7 +189,6 @@ async def test_a_cache_that_no_running_request_takes_holds_back_no_document(monk
 async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     monkeypatch, name, shown
 ):
-    monkeypatch.setattr(probes, "_SAMPLE_SECONDS", 0.0)
     reads = []
 
     async def get(url, api_key, seconds, proxied):

@@ -8,7 +8,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,6 +191,30 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path, tail, is_tor
     ):
         CommitLog(path)
     assert path.read_bytes() == whole + tail, "refused, and nothing is changed"
+
+
+def test_a_commit_is_read_back_as_it_was_written(tmp_path):
+    names = [each.name for each in fields(DocumentCounts) if each.type == "int"]
+    counts = DocumentCounts(**dict(zip(names, range(1, 99), strict=False)), reasons=Counter(odd=3))
+    written = Commit(
+        4,
+        8,
+        counts,
+        [OutputFile("a/b.jsonl", 10, "ff"), OutputFile("c.jsonl", 11, "ee", "dd", 7)],
+        {"offset": 7},
+        "abc",
+        12,
+        seconds=Seconds(1.5, 2.5),
+        at=3.5,
+    )
+    log = CommitLog(tmp_path / "commits.jsonl")
+    log.append(written)
+    (found,) = CommitLog(tmp_path / "commits.jsonl").commits.values()
+    assert found.to_json() == written.to_json()
+    assert replace(found, work=written.work) == written
+    log.append(replace(written, chunk_index=5, dead_letters_size=11))
+    with pytest.raises(CommitsDamaged, match="not in the order in which they were written"):
+        CommitLog(tmp_path / "commits.jsonl")
 
 
 def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):

@@ -468,6 +468,12 @@ def test_an_owner_of_an_earlier_release_with_a_host_name_is_judged_by_its_beats(
     assert list(is_alive_here(gone, tmp_path)) == [True, False]
 
 
+def test_of_two_marks_of_one_number_the_first_counts(tmp_path):
+    first, second = (Process(Job(on_disk(tmp_path))) for _ in range(2))
+    assert first.store.put(Mark(0, 1, first.owner), b"{}") is True
+    assert second.store.put(Mark(0, 1, second.owner), b"{}") is False
+
+
 def test_of_two_processes_that_take_a_rank_at_once_the_object_store_gives_it_to_one(
     tmp_path, monkeypatch
 ):

@@ -186,7 +186,7 @@ _OF_A_RUN = {
     *("aiohttp", "httptools", "pyarrow", "datasets", "prometheus_client", "mlflow"),
     *(
         f"datatrove_ckpt.{name}"
-        for name in ("inference", "maintenance", "preflight", "checkpoint.open_checkpoint")
+        for name in ("inference", "run_folder", "checkpoint.open_checkpoint")
     ),
     *(
         f"datatrove_ckpt.{name}"
@@ -309,6 +309,22 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch,
     )
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("datatrove-ckpt rep", "repair report"),
+        ("datatrove-ckpt run job.yaml --max-t", "--max-tokens"),
+        ("datatrove-ckpt run --dr", "--drain-seconds --drain-signals --dry-run"),
+        ("datatrove-ckpt status x --al", "--all"),
+    ],
+)
+def test_what_a_shell_completes(line, found, monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", line)
+    *_, before, word = line.split()
+    assert main(["complete", "datatrove-ckpt", word, before]) == 0
+    assert capsys.readouterr().out.split() == found.split()
+
+
 def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys):
     with pytest.raises(RuntimeError, match="a bug 7"):
         run("--pipeline.1.end=bug")
@@ -328,7 +344,13 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
             "unrecognized arguments: --executor.tasks=4",
         ),
         ([], 2, "usage: datatrove-ckpt"),
-        (["run", "job.yaml", "--dyr-run"], 2, "--dyr-run"),
+        (
+            ["run", "job.yaml", "--dyr-run"],
+            2,
+            '--dyr-run: its value is missing, did you mean "--dry-run"?',
+        ),
+        (["run", "job.yaml", "--sampel", "5"], 2, 'no such flag, did you mean "--sample"?'),
+        (["run", "--help"], 0, "--max-tokens    longest answer, in tokens."),
         (["track", "runs/x", "--wandb", "team/texts"], 2, "--wandb was removed. Use --mlflow"),
     ],
 )

@@ -199,6 +199,16 @@ class Outcome:
             self.stats = client.stats
 
 
+def fails(fault, is_due=lambda: True):
+    """A reply that fails at ``BODY`` alone."""
+
+    async def reply(server, writer):
+        is_bad = server.requests[-1][1] == BODY and is_due()
+        await (fault if is_bad else GOOD)(server, writer)
+
+    return reply
+
+
 def choices(*found):
     return json.dumps({"choices": list(found)}).encode()
 
@@ -567,10 +577,7 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
         await client.complete(b"{}")  # another request is answered
         await sleeps(seconds)
 
-    async def reply(server, writer):
-        fails = server.requests[-1][1] == BODY
-        await (answer(http(status, b"", header)) if fails else GOOD)(server, writer)
-
+    reply = fails(answer(http(status, b"", header)))
     # Under "auto" it would keep the only place while it waits.
     settings = {"server_patience_seconds": 100.0, "max_concurrent_generations": 2}
     async with talking(reply, sleep=sleep, **settings) as (_, client, sleeps):
@@ -600,11 +607,7 @@ async def test_a_request_is_at_fault_if_the_server_answers_50_others_between_its
             await client.complete(b"{}")
         await sleeps(seconds)
 
-    async def reply(server, writer):
-        fails = server.requests[-1][1] == BODY
-        await (fault if fails else GOOD)(server, writer)
-
-    async with talking(reply, sleep=sleep, **KINDS["endpoint"]) as (server, client, sleeps):
+    async with talking(fails(fault), sleep=sleep, **KINDS["endpoint"]) as (server, client, sleeps):
         await client.complete(b"{}")
         with pytest.raises(
             RequestFailed, match=f"after {attempts} attempts.* answers others"
@@ -618,11 +621,7 @@ async def test_a_request_is_at_fault_if_the_server_answers_50_others_between_its
 async def test_a_refusal_while_no_other_request_is_answered_is_of_all(answered):
     """Once, or if the server has answered before, three times."""
 
-    async def reply(server, writer):
-        is_good = len(server.requests) <= answered
-        await (GOOD if is_good else answer(http(403, b"")))(server, writer)
-
-    async with talking(reply) as (server, client, _):
+    async with talking(*[GOOD] * answered, answer(http(403, b""))) as (server, client, _):
         for _ in range(answered):
             await client.complete(BODY)
         with pytest.raises(ServerRefused, match="HTTP 403"):
@@ -670,10 +669,7 @@ async def test_an_outage_is_no_mark_against_the_requests_that_it_hit():
         if sleeps.now > 550:
             await client.complete(b"{}")
 
-    async def reply(server, writer):
-        fails = server.requests[-1][1] == BODY and sleeps.now < 900
-        await (answer(http(500, b"")) if fails else GOOD)(server, writer)
-
+    reply = fails(answer(http(500, b"")), lambda: sleeps.now < 900)
     async with talking(reply, sleep=sleep) as (_, client, sleeps):
         assert (await client.complete(BODY)).text == "hi"
 

@@ -39,10 +39,10 @@ ROOMS = {
     "generation": "errors common config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "common process generation",
-    "maintenance": "errors common config checkpoint mirror claims output",
-    "preflight": "errors common config process checkpoint mirror claims inference.servers output readers generation runner",
-    "executors": "errors common config process checkpoint claims inference.servers generation runner preflight",
-    "cli": "errors common config process checkpoint output maintenance generation preflight executors",
+    "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
+    " runner",
+    "executors": "errors common config process claims inference.servers generation runner run_folder",
+    "cli": "errors common config process checkpoint output run_folder executors",
     "testing": "common checkpoint mirror",
 }
 

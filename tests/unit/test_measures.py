@@ -8,7 +8,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.preflight.checks import (
+from datatrove_ckpt.run_folder.checks import (
     RemoteFailed,
     probe_folder,
     probe_object,

@@ -59,6 +59,15 @@ def test_a_chunk_that_was_committed_already_is_passed_and_its_last_document_comp
         chunks.admit("another", no_position)
 
 
+def test_an_input_that_ends_before_the_answers_that_are_kept_has_shrunk(tmp_path):
+    chunks, _ = tracker(tmp_path, ResumePoint(last_cached=1))
+    assert admit(chunks, 0).cached
+    with pytest.raises(CheckpointMismatch, match="shrunk, or limit of the reader was lowered"):
+        chunks.end_of_input()
+    assert admit(chunks, 1).cached
+    chunks.end_of_input()
+
+
 # the whole ---------------------------------------------------------------------------------------
 
 

@@ -19,11 +19,11 @@ from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
-from datatrove_ckpt.maintenance import verify, verify_columns, verify_output
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, to_json
 from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.output.committed import file_problem
 from datatrove_ckpt.readers import base
+from datatrove_ckpt.run_folder import verify
+from datatrove_ckpt.run_folder.run_state import RankState, RunState, to_json
 from tests import settings_page
 from tests.bench import report
 from tests.pages import (
@@ -289,7 +289,7 @@ def test_the_kinds_of_problems_are_those_of_verify():
         for code in codes(row[0])
         if code.islower() and not code.startswith("--")
     ]
-    sources = "".join(map(inspect.getsource, (verify, verify_columns, verify_output, file_problem)))
+    sources = "".join(map(inspect.getsource, (verify, file_problem)))
     assert set(re.findall(r'roblem\(\s*"(\w+)"', sources)) <= {*listed, "unfinished"}
     assert [kind for kind in listed if f'"{kind}"' not in sources] == []
 

@@ -7,7 +7,6 @@ import pytest
 from datatrove.data import Document, Media
 
 from datatrove_ckpt.generation.user_code import unsent_prompts
-from datatrove_ckpt.preflight.prompts import check_prompts
 from datatrove_ckpt.rollouts import (
     BatchRollout,
     ChunkedRollout,
@@ -15,6 +14,7 @@ from datatrove_ckpt.rollouts import (
     PromptRollout,
     chat,
 )
+from datatrove_ckpt.run_folder.prompts import check_prompts
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from datatrove_ckpt.maintenance.report.page import Chart, Page, Table
+from datatrove_ckpt.run_folder.report.page import Chart, Page, Table
 
 START = 1_790_000_000.0
 INTERVALS = 160

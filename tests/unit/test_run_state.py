@@ -9,11 +9,11 @@ from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.history_records import Silence, Wait
 from datatrove_ckpt.checkpoint.ledger import JobSums
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RunNumbers, WorkCounts
-from datatrove_ckpt.cli.closing import _attempts
 from datatrove_ckpt.cli.status import describe
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.report.gather import gather
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.closing import _attempts
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.report.gather import gather
+from datatrove_ckpt.run_folder.where import Place
 from tests.rank_folders import (
     HERE,
     done,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from datatrove_ckpt.maintenance import read_state
-from datatrove_ckpt.maintenance.tracking import Tracker
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder import read_state
+from datatrove_ckpt.run_folder.tracking import Tracker
+from datatrove_ckpt.run_folder.where import Place
 from tests.rank_folders import done, failed, minute, minutes, start, stopped, write_rank
 
 T = 1_800_000_000.0

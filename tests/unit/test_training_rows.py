@@ -314,9 +314,9 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused():
             parse_window(window)
     with pytest.raises(ConfigError, match="rank must be from 0 to world_size - 1"):
         ReaderDataset(JsonlReader("/"), 2, 2)
-    for name, value in (("even", "cut"), ("batch", 0)):
-        with pytest.raises(ConfigError, match=f"{name}.* must be"):
-            settings(**{name: value})
+    for name, value in (("even", "cut"), ("batch_size", 0)):
+        with pytest.raises(ConfigError, match=f"{name}: must be"):
+            ReaderDataset(None, **{name: value})
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
-from datatrove_ckpt.maintenance.where import NotBegun, open_place
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
+from datatrove_ckpt.run_folder.where import NotBegun, open_place
 
 NONCE = "0123456789abcdef"
 RUN = {

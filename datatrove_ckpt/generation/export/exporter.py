@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.formatting import error_text, missing_package
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.null_checkpoint import Checkpoint
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -53,7 +53,7 @@ class Exports:
 
     step: Step
     rank: int
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     history: RankReporter
     shutdown: Shutdown
 

@@ -10,11 +10,11 @@ from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
-from datatrove_ckpt.maintenance.documents import output_files, read_rows
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.where import open_place
 from datatrove_ckpt.output.documents import document_of
 from datatrove_ckpt.output.formats import JSONL, format_of_file
+from datatrove_ckpt.run_folder.documents import output_files, read_rows
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.where import open_place
 
 if TYPE_CHECKING:
     import datasets

@@ -22,10 +22,10 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed, printable
-from datatrove_ckpt.maintenance.report.page import shortened
-from datatrove_ckpt.maintenance.verify import find_output
-from datatrove_ckpt.maintenance.where import Place
 from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.run_folder.report.page import shortened
+from datatrove_ckpt.run_folder.verify import find_output
+from datatrove_ckpt.run_folder.where import Place
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
 _VECTOR = 3  # numbers of one that are shown

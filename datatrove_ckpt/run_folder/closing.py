@@ -12,8 +12,8 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
-from datatrove_ckpt.preflight.input_checks import rows_without_document
-from datatrove_ckpt.preflight.run_plan import RunnerPlan
+from datatrove_ckpt.run_folder.input_checks import rows_without_document
+from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 
 
 def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, command: str) -> str:

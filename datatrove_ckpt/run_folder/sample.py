@@ -13,7 +13,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.user_code import NotedRequest, NotedRequests, noting
-from datatrove_ckpt.preflight.run_plan import RunPlan
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 
 def take_sample(

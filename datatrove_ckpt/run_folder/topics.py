@@ -10,7 +10,7 @@ from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
-from datatrove_ckpt.maintenance.run_state import RankState, RunState, State, Totals
+from datatrove_ckpt.run_folder.run_state import RankState, RunState, State, Totals
 
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.batch_log import Batch

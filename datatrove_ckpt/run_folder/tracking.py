@@ -19,10 +19,10 @@ import xxhash
 from datatrove_ckpt.checkpoint.training_history import Row
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.maintenance.read_state import read_run_state
-from datatrove_ckpt.maintenance.run_state import RunState, to_json
-from datatrove_ckpt.maintenance.training import TrainingState, read_training
-from datatrove_ckpt.maintenance.where import Place
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import RunState, to_json
+from datatrove_ckpt.run_folder.training import TrainingState, read_training
+from datatrove_ckpt.run_folder.where import Place
 
 _JOB_TAG = "datatrove_ckpt.job"
 _NOT_IN_NAMES = re.compile(r"[^\w./ -]")  # what MLflow refuses

@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,6 +28,7 @@ from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.stoppable import in_thread
+from datatrove_ckpt.run_folder.run_plan import WrongMarker
 
 PROBE = ".datatrove-ckpt-probe-"
 
@@ -46,11 +47,6 @@ def probe_folder(folder: Path) -> Iterator[Path]:
     Raises:
         StorageFailed: it cannot be created or removed.
     """
-    blocking = [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]
-    if blocking:
-        raise StorageFailed(
-            f"{blocking[0]} is a file where a folder is needed. Move it, or choose another folder."
-        )
     probe = existing_part(folder) / f"{PROBE}{secrets.token_hex(4)}"
     try:
         files.disk.make_dir(probe)
@@ -168,12 +164,20 @@ class Finding:
         what: which property was checked, such as "locks".
         message: what was found, and what to do about it.
         subject: what was checked, such as "checkpoints". ``about`` adds it.
+        error: a run raises it; None: a run starts.
+        markers: a run removes them.
     """
 
     state: State
     what: str
     message: str
     subject: str = ""
+    error: Exception | None = None
+    markers: Sequence[WrongMarker] = ()
+
+    def to_json(self) -> dict[str, str]:
+        names = ("state", "what", "message", "subject")
+        return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
         return f"{self.state:<8} {self.subject}, {self.what}: {' '.join(self.message.split())}"
@@ -187,14 +191,7 @@ def about(subject: str, check: Iterable[Finding]) -> Iterator[Finding]:
         text = f"this could not be checked: {failure_line(error)}."
         if isinstance(error, CkptError):
             text = str(error)
-        yield Finding("problem", "checked", text, subject)
-
-
-def tried(what: str, check: Callable[[], str]) -> Finding:
-    try:
-        return Finding("ok", what, check())
-    except CkptError as error:
-        return Finding("problem", what, str(error))
+        yield Finding("problem", "checked", text, subject, error)
 
 
 def file_system(folder: Path) -> FilesystemTraits:

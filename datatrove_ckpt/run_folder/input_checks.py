@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from datatrove.data import Document
@@ -22,17 +23,17 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
+from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
-from datatrove_ckpt.preflight.checks import Finding, within
-from datatrove_ckpt.preflight.run_plan import RunPlan
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
 from datatrove_ckpt.readers.input_errors import is_on_hub
 from datatrove_ckpt.readers.inputs import (
     MISSING,
     InputFolder,
     Inputs,
+    check_reachable,
     list_input,
     options_of,
     sample_files,
@@ -43,6 +44,8 @@ from datatrove_ckpt.readers.positions import Reading
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import FileRecord, ReaderRecord, ShardRecord
 from datatrove_ckpt.readers.step_records import describe_pipeline, differences
+from datatrove_ckpt.run_folder.checks import Finding, within
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _SAMPLE_DOCUMENTS = 1000
 _SAMPLE_SECONDS = 2.0
@@ -82,14 +85,22 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     if is_dataset:
         reader = reader.preview()
     try:
-        inputs = within(lambda: _list(reader), where)
+        place = f'{setting_name("data_folder")}: "{where}"'
+        inputs = within(lambda: _list(place, reader), where)
         names = list(inputs.names)
-        check_codecs(where, reader, names)
         if isinstance(reader, BatchReader) and reader.data_folder.is_local():
             reader.check()
-        sample = within(lambda: _read_some(reader, len(names)), where)
-        if not is_dataset:
-            _refuse_tasks_without_documents(sample, len(names), tasks)
+        documents: list[Document] = []
+        refused: dict[int, NoDocument] = {}
+        within(partial(_read_some, reader, len(names), documents, refused), where)
+        sample = Sample(documents, refused)
+        if documents:
+            sample = replace(sample, first=as_read(documents[0]).data)
+        for first in range(min(len(names), tasks)):
+            if not is_dataset and refused.keys() >= set(range(first, len(names), tasks)):
+                raise refused[first]
+        if refused and not documents and not is_dataset:
+            raise next(iter(refused.values()))
     except Exception as error:  # whatever a reader, an adapter or a file system raises
         text = (
             f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's "
@@ -105,10 +116,7 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     ):
         return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
     if not sample.documents:
-        files = ": no file matches"
-        if names:
-            files = ""
-        text = f"{where} holds no documents for this reader{files}. {_advice(reader, names)}"
+        text = f"{where} holds no documents for this reader. {_advice(reader, names)}"
         return [Finding("problem", "readable", text)], sample
     text = f"{where}: the first {plural(len(sample.documents), 'document')} read."
     if is_dataset and whole.shares_rows(len(names)):
@@ -127,32 +135,78 @@ def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Findi
     return found, sample
 
 
-def _refuse_tasks_without_documents(sample: Sample, files: int, tasks: int) -> None:
-    """Raises NoDocument for a task whose files were all refused, or if nothing else was found."""
-    for first in range(min(files, tasks)):
-        if sample.refused.keys() >= set(range(first, files, tasks)):
-            raise sample.refused[first]
-    if sample.refused and not sample.documents:
-        raise next(iter(sample.refused.values()))
+def refuse_input(plan: RunPlan, index: int, step: object) -> Iterator[Finding]:
+    """Refuses an input folder without files: datatrove only warns, and marks the empty ranks
+    complete.
+
+    Lists local folders, and others only before paid jobs. A retry does not need its input.
+
+    Raises:
+        ConfigError: see ``list_files``.
+        InputError, OSError: the tasks run here, and their input cannot be reached.
+    """
+    folder = getattr(step, "data_folder", None)
+    if plan.waits or plan.retries or folder is None or getattr(step, "paths_file", None):
+        return
+    place = f"{step_place(index, step)}: {setting_name('data_folder')}"
+    if not folder.is_local():
+        if plan.is_local and plan.incomplete():
+            check_reachable(folder)
+        elif plan.as_jobs and hasattr(step, "glob_pattern") and plan.incomplete():
+            check_listed(place, step)
+    elif hasattr(step, "glob_pattern"):
+        list_files(f'{place}: "{folder.path}"', step)
+        if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
+            step.check()
+    elif not folder.isdir(""):  # of the media that documents name
+        raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
+    yield from ()
 
 
-def _list(reader: BaseDiskReader) -> Inputs:
-    folder = reader.data_folder
-    if not reader.paths_file and not is_on_hub(folder) and not folder.isdir(""):
+def check_listed(place: str, reader: BaseDiskReader) -> None:
+    """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
+    url = reader.data_folder.resolve_paths("")
+    pattern = reader.glob_pattern
+    try:
+        names = list_input(reader).names
+    except FileNotFoundError as error:
         raise ConfigError(
-            f"{folder.resolve_paths('')}: there is no such folder. Correct the path of the input."
+            f"{place}: {url} is not there, or this account may not see it: {failure_line(error)}"
+        ) from error
+    if not names:
+        raise ConfigError(
+            f"{place}: {url} has no files{f' that match {pattern!r}' if pattern else ''}."
         )
-    return list_input(reader)
 
 
-def _read_some(reader: BaseDiskReader, files: int) -> Sample:
-    found: list[Document] = []
-    refused: dict[int, NoDocument] = {}
-    _read_files(reader, files, found, refused)
-    return Sample(found, refused, as_read(found[0]).data if found else b"")
+def _list(place: str, reader: BaseDiskReader) -> Inputs:
+    if not reader.paths_file and not is_on_hub(reader.data_folder):
+        return list_files(place, reader)
+    inputs = list_input(reader)
+    check_codecs(place, reader, inputs.names)
+    return inputs
 
 
-def _read_files(
+def list_files(place: str, reader: BaseDiskReader) -> Inputs:
+    """Lists the input of a reader. ``place`` names the reader's setting in errors.
+
+    Raises:
+        ConfigError: the folder is missing, no file matches, or a package for a compression is
+            missing.
+    """
+    if not reader.data_folder.isdir(""):
+        raise ConfigError(f"{place} is not a folder.")
+    inputs = list_input(reader)
+    if not inputs.names:
+        pattern = ""
+        if reader.glob_pattern:
+            pattern = f' that match "{reader.glob_pattern}"'
+        raise ConfigError(f"{place} contains no files{pattern}.")
+    check_codecs(place, reader, inputs.names)
+    return inputs
+
+
+def _read_some(
     reader: BaseDiskReader, files: int, found: list[Document], refused: dict[int, NoDocument]
 ) -> None:
     """Adds the first documents, file after file, and the files that are ``refused``.

@@ -23,7 +23,7 @@ from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Rates, RunNumbers, WorkCounts
 from datatrove_ckpt.common.formatting import duration, plural
-from datatrove_ckpt.maintenance.run_state import RankState
+from datatrove_ckpt.run_folder.run_state import RankState
 
 SILENT_SECONDS = 180.0
 """A rank that runs and has written no line for so long is silent."""

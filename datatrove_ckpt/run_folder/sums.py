@@ -9,8 +9,8 @@ from datatrove_ckpt.checkpoint.history_read import RATE_SECONDS, AttemptSummary
 from datatrove_ckpt.checkpoint.history_records import InputPosition
 from datatrove_ckpt.checkpoint.ledger import few
 from datatrove_ckpt.checkpoint.numbers import Rates, RunNumbers
-from datatrove_ckpt.maintenance.judge import done_rates
-from datatrove_ckpt.maintenance.run_state import RankState, State, Totals
+from datatrove_ckpt.run_folder.judge import done_rates
+from datatrove_ckpt.run_folder.run_state import RankState, State, Totals
 
 
 def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:

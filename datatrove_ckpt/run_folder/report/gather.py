@@ -18,10 +18,10 @@ from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.common.formatting import figure
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.maintenance.report.histories import time_axis
-from datatrove_ckpt.maintenance.report.page import Chart, Page, Table, Tone, clock
-from datatrove_ckpt.maintenance.run_state import RankState, RunState
-from datatrove_ckpt.maintenance.topics import age, progress_of, ranks_of, topics
+from datatrove_ckpt.run_folder.report.histories import time_axis
+from datatrove_ckpt.run_folder.report.page import Chart, Page, Table, Tone, clock
+from datatrove_ckpt.run_folder.run_state import RankState, RunState
+from datatrove_ckpt.run_folder.topics import age, progress_of, ranks_of, topics
 
 _PROGRESS_LINES = 30_000
 """Lines about progress to read in sum.

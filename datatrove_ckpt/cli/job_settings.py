@@ -1,0 +1,76 @@
+"""The settings of a job in the short form, which ``run --help`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from datatrove_ckpt.cli.kubernetes_job import KubernetesJob
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.output.formats import BY_NAME
+
+if TYPE_CHECKING:
+    OutputFormat = str
+else:
+    OutputFormat = Literal[*BY_NAME]
+SAMPLING = ("max_tokens", "temperature", "top_p", "stop", "service_tier")
+"""Those that become ``default_generation_params``."""
+
+
+@dataclass(frozen=True)
+class ShortJob:
+    """The settings of the form itself.
+
+    Attributes:
+        run_folder: new, or of the run to go on with.
+        input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``,
+            or their URLs (``s3://``, ``hf://datasets/ORG/NAME``).
+        prompt: with ``{text}``; ``@FILE``: the text of that file.
+        task: in place of a prompt, "embed" (EmbedRollout, into the column "embedding" of Parquet
+            files) or "classify" (ClassifyRollout). A ``prompt`` beside it is the text that is sent.
+            "batch": the input is a batch file of OpenAI's form, which its first line shows, too.
+        rollout: in place of a prompt, ``my_module.my_function``; or a ready-made one, such as
+            ``ChunkedRollout``.
+        model: its name on the hub, a folder, or a GGUF file; of an endpoint, the name that it
+            knows.
+        endpoint: URL of a server that runs already, or several. None: one is started, on this
+            machine's GPUs, else on its CPU.
+        output_format: None: that of a run that has begun; else "parquet" for Parquet, Arrow
+            and vectors, and "jsonl" for others.
+        tasks: None: one for each input file, up to 100; here fewer where files are tiny.
+        workers: processes of this machine that share the tasks; -1: one for each task.
+        slurm: arguments of SlurmPipelineExecutor, such as ``{partition: gpu, workers: 40}``.
+        kubernetes: settings of ``datatrove-ckpt k8s``, such as ``{image: ...}``; the folder is on
+            one of its volumes.
+        jobs: arguments of JobsPipelineExecutor, such as ``{flavor: a10g-small}``; ``run_folder`` is
+            a URL, such as ``hf://buckets/ORG/NAME/summaries``.
+        max_tokens: longest answer, in tokens.
+        temperature: of sampling; 0: the likeliest answer.
+        top_p: of sampling, the share of the likeliest tokens that are drawn from.
+        stop: a text that ends an answer, or several.
+        service_tier: of the provider, such as "flex", or several that are tried in turn.
+    """
+
+    run_folder: str
+    input: str
+    prompt: str | None = None
+    task: Literal["embed", "classify", "batch"] | None = None
+    rollout: str | Callable[..., Awaitable[object]] | None = None
+    model: str | None = None
+    endpoint: str | list[str] | None = None
+    output_format: OutputFormat | None = None
+    tasks: int | None = None
+    workers: int = 1
+    slurm: JsonObject | None = None
+    kubernetes: KubernetesJob | None = None
+    jobs: JsonObject | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    service_tier: str | list[str] | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self.slurm is not None or self.kubernetes is not None or self.jobs is not None

@@ -1,0 +1,141 @@
+"""The types of the input's columns, which Parquet output gives back.
+
+Values alone do not tell them: a date has no unit, an integer no width, and a column may begin with
+values of a narrower type. So the first task that starts reads the schemas of all input files, and
+keeps their union in the job's folder, from which all tasks and restarts take it. A column has its
+input's type in each chunk whose values it holds as they are, and else the type of its values, as
+where a step or a rollout has changed it. A job that wrote output before this file existed goes on
+without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from io import BytesIO
+from pathlib import Path
+
+from datatrove.data import Document
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import COLUMNS, COMMITS, rank_folder, rank_numbers
+from datatrove_ckpt.errors import CheckpointCorrupt, InputError
+from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types, unite
+from datatrove_ckpt.output.column_types import infers_schema
+from datatrove_ckpt.output.writers import is_usual
+from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.inputs import list_input
+from datatrove_ckpt.readers.pipeline import steps_before
+
+_METADATA = "metadata."
+
+
+def input_types(documents: Iterable[Document], root: Path, writer: DiskWriter) -> Types:
+    """Returns the types of the input's columns, by their paths in the writer's rows.
+
+    Args:
+        root: the job's checkpoint folder.
+
+    Raises:
+        InputError: two files have types of a column that no type can hold.
+        CheckpointCorrupt: the kept types cannot be read.
+    """
+    if not infers_schema(writer) or not is_usual(writer):
+        return NO_TYPES
+    path = root / COLUMNS
+    if not path.exists():
+        if any((rank_folder(root, rank) / COMMITS).exists() for rank in rank_numbers(root)):
+            return NO_TYPES
+        types = _found_types(documents)
+        if not types:
+            return NO_TYPES
+        files.keep_first(path, _schema_of(types).serialize().to_pybytes())
+    types = {field.name: field.type for field in _kept(path)}
+    if not writer.expand_metadata:
+        return types
+    return {name.removeprefix(_METADATA): kind for name, kind in types.items()}
+
+
+def _kept(path: Path) -> Schema:
+    import pyarrow as pa
+
+    try:
+        return pa.ipc.read_schema(pa.py_buffer(path.read_bytes()))
+    except pa.ArrowException as error:
+        raise CheckpointCorrupt(
+            path,
+            f" should hold the types of the input's columns, and cannot be read ({error}). Restore "
+            "it from a copy, or remove it: output written from then on has the types of its "
+            "values.",
+        ) from error
+
+
+def _found_types(documents: Iterable[Document]) -> dict[str, DataType]:
+    steps = [step for step, _, _ in steps_before(documents)]
+    readers = [step for step in steps if isinstance(step, SeekingReader)]
+    types: dict[str, DataType] = {}
+    places: dict[str, str] = {}
+    changed: set[str] = set()
+    for reader in reversed(readers):
+        if not reader.has_default_adapter():
+            continue
+        for file, schema in reader.schemas(list_input(reader)):
+            for path, kind in _columns(reader, schema):
+                try:
+                    types[path] = unite(types.get(path), kind, path)
+                except NotUnited as clash:
+                    if len(readers) == len(steps):
+                        name = path.removeprefix(_METADATA)
+                        raise InputError(
+                            f"The column {name!r} has the type {clash.old} in {places[path]!r} and "
+                            f"{clash.new} in {file!r}, which no column of a Parquet output can "
+                            "hold. Convert the files to one type, or write output_format: jsonl."
+                        ) from None
+                    changed.add(path)  # a step may convert or remove it
+                places.setdefault(path, file)
+    return {
+        path: written
+        for path, kind in types.items()
+        if path not in changed and (written := _written_type(kind)) is not None
+    }
+
+
+def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataType]]:
+    """Yields each column's path in a document, as datatrove's adapter fills it, and its type."""
+    import pyarrow as pa
+
+    own = {reader.text_key: "text", reader.id_key: "id", "media": None}
+    metadata: dict[str, DataType] = {}
+    for field in schema:
+        kind = field.type
+        if pa.types.is_dictionary(kind):  # an index of 8 bits may be too small for all files
+            kind = pa.dictionary(pa.int32(), kind.value_type)
+        path = own.get(field.name, field.name)
+        if field.name in own:
+            if path is not None:
+                yield path, kind
+        elif field.name == "metadata" and pa.types.is_struct(kind):
+            metadata = {inner.name: inner.type for inner in kind} | metadata
+        else:
+            metadata[field.name] = kind
+    for name, kind in metadata.items():
+        yield _METADATA + name, kind
+
+
+def _written_type(kind: DataType) -> DataType | None:
+    """Returns the type that Parquet gives back for it; None if Parquet has none."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = BytesIO()
+    try:
+        pq.write_table(pa.table({"": pa.array([], kind)}), file)
+        return pq.read_schema(file).field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def _schema_of(types: dict[str, DataType]) -> Schema:
+    import pyarrow as pa
+
+    return pa.schema(list(types.items()))

@@ -1,0 +1,10 @@
+"""What lies in a run's folder, what is wrong with it, and what repairs it.
+
+Before and after a run: ``run_plan`` reads a job, ``findings`` checks it (``earlier_runs`` compares
+its folders), ``closing`` sums it up. During and after a run: ``where`` finds the folder that a
+command means, ``read_state`` reads all ranks (``judge`` judges each, ``sums`` adds them up), which
+``topics``, ``report`` and ``tracking`` show; ``verify`` compares the output, ``repair`` has chunks
+made again.
+
+It may import ``runner`` and everything below it, starts no server or rank, and prints nothing.
+"""

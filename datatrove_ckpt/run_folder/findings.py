@@ -1,0 +1,556 @@
+"""What is wrong with a job, and what is fine, in the order in which a run looks.
+
+A run raises the first finding that refuses, before it starts anything; doctor prints all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from datatrove.data import Document
+from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.readers.base import BaseReader
+from datatrove.utils.stats import PipelineStats
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.job import note_output
+from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
+from datatrove_ckpt.common import BATCH
+from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
+from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.generation_params import max_tokens_of
+from datatrove_ckpt.config.paths import existing_part, expand_path
+from datatrove_ckpt.errors import (
+    CkptError,
+    ConfigError,
+    DocumentNotSerializable,
+    ServerStartFailed,
+    TooManyDeadLetters,
+)
+from datatrove_ckpt.errors.names import setting_name, step_place
+from datatrove_ckpt.generation.export.exporter import check_monitoring
+from datatrove_ckpt.generation.final_stats import lines_with_error
+from datatrove_ckpt.generation.named_answer import check_answer
+from datatrove_ckpt.generation.rank import naming_mirror
+from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
+from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
+from datatrove_ckpt.inference.servers.host import check_servers
+from datatrove_ckpt.mirror.restore import find_outdated
+from datatrove_ckpt.output.arrow_types import NO_TYPES
+from datatrove_ckpt.output.documents import decode, encode
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
+from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.process.open_files import files_needed, limits, too_low
+from datatrove_ckpt.process.task_errors import log_disabled
+from datatrove_ckpt.run_folder.checks import (
+    Finding,
+    State,
+    about,
+    answered,
+    check_checkpoints,
+    check_local_output,
+    check_remote,
+    within,
+)
+from datatrove_ckpt.run_folder.earlier_runs import (
+    check_access_of,
+    check_hub,
+    check_job,
+    check_output,
+    earlier_runs,
+)
+from datatrove_ckpt.run_folder.input_checks import (
+    Sample,
+    check_input,
+    check_inputs_unchanged,
+    note_steps,
+    refuse_input,
+)
+from datatrove_ckpt.run_folder.prompts import check_prompts
+from datatrove_ckpt.run_folder.run_plan import (
+    RunnerPlan,
+    RunPlan,
+    WrongMarker,
+    check_steps,
+    note_workers,
+    refuse_without_claims,
+)
+from datatrove_ckpt.runner import InferenceRunner
+
+_USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+_ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
+
+
+_COSTED_DOCUMENTS = 1000
+_CHARACTERS_PER_TOKEN = 4
+_ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
+
+
+def doctor(executor: PipelineExecutor) -> list[Finding]:
+    """Checks folders, input, servers and limits before a run.
+
+    What would fail has the state "problem".
+    """
+    plan = RunPlan(executor)
+    with log_disabled("datatrove", "datatrove_ckpt"):
+        found = list(surroundings(plan, is_thorough=True))
+        unreachable = {
+            finding.subject
+            for finding in found
+            if (finding.state, finding.what) == ("problem", "reachable")
+        }
+        return [*found, *about("job", _earlier_runs(plan, unreachable))]
+
+
+def _earlier_runs(plan: RunPlan, unreachable: Collection[str]) -> Iterator[Finding]:
+    """Compares the job with earlier runs, unless a run would restore from a mirror first."""
+    for runner, root in plan.kept:
+        mirror = runner.step.checkpoints_remote_dir
+        if mirror is None:
+            continue
+        names = within(partial(find_outdated, mirror, root, needed=()), mirror)
+        if names:
+            text = (
+                f"another node has continued {plural(len(names), 'task')} of this node. A run "
+                f"restores from {mirror} first, and then compares the output, which is not "
+                "compared here: leave its files as they are."
+            )
+            yield Finding("warning", "folder", text, "checkpoints")
+            return
+    with plan.with_mirrors(dry_run=True) as seen:
+        for finding in earlier_runs(seen, True, unreachable):
+            yield replace(finding, message=str(seen.shown(finding.message)))
+
+
+def surroundings(plan: RunPlan, is_thorough: bool = False) -> Iterator[Finding]:
+    """Checks what a job needs: settings, folders, input, and what its servers need.
+
+    Args:
+        is_thorough: try the folders, read the first documents and ask the endpoints. A run finds
+            that out by itself.
+    """
+    yield from about("pipeline", _check_pipeline(plan))
+    yield from about(setting_name("logging_dir"), _check_logging_dir(plan, is_thorough))
+    sample = Sample()
+    runners = {runner.index: runner for runner in plan.runners}
+    for index, step in enumerate(plan.pipeline):
+        place = plan.place(index)
+        if not is_thorough:
+            yield from about(f"{place}input", refuse_input(plan, index, step))
+        elif isinstance(step, BaseReader):
+            checks, found_here = check_input(step, plan.tasks, plan.waits)
+            yield from about(f"{place}input", checks)
+            if not sample.documents:
+                sample = found_here
+        if index in runners:
+            yield from check_runner(runners[index], sample, is_thorough)
+
+
+def _check_pipeline(plan: RunPlan) -> Iterator[Finding]:
+    check_steps(plan)
+    plan.check_executor()
+    yield from ()
+
+
+def _check_logging_dir(plan: RunPlan, is_thorough: bool) -> Iterator[Finding]:
+    if plan.pulls:
+        refuse_without_claims(plan)
+    if plan.logging_dir.is_local():
+        refuse_file("logging_dir", plan.logging_dir.resolve_paths(""))
+    if is_thorough:
+        yield from check_remote(plan.logging_dir)
+
+
+def refuse_file(setting: str, folder: str | Path) -> None:
+    """Raises ConfigError if a file is in the place of a folder, or of one of its parents."""
+    place = existing_part(Path(folder).absolute())
+    if not place.is_dir():
+        raise ConfigError(
+            f"{str(folder)!r} cannot be a folder, because {place} is a file. Choose another "
+            "folder.",
+            setting=setting,
+        )
+
+
+def check_runner(runner: RunnerPlan, sample: Sample, is_thorough: bool = True) -> Iterator[Finding]:
+    plan = runner.plan
+    place = plan.place(runner.index)
+    step = runner.step
+    remote = runner.step.checkpoints_remote_dir
+    yield from about(f"{place}input", _check_prompt(runner, sample))
+    # Cluster jobs may have what is missing here.
+    if is_thorough or (plan.is_local and plan.incomplete()):
+        for config in step.models.values():
+            subject = f"{place}{config.server_name('server')}"
+            yield from about(subject, _check_server(runner, config, is_thorough))
+            if config.prices and sample.documents and config.server_type == "endpoint":
+                yield _costs(config, sample)
+        yield from about(f"{place}monitoring", _check_monitoring(runner))
+    yield from about(f"{place}checkpoints", _check_checkpoints(runner, is_thorough))
+    yield from about(f"{place}output", _check_output(runner, is_thorough))
+    if is_thorough:
+        yield from about(f"{place}output", _check_writer(runner, sample))
+        if remote is not None:
+            yield from about(f"{place}mirror", check_remote(remote, deletes=True))
+    yield from about(f"{place}output", check_rules_of_hub(plan, step))
+
+
+def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
+    if sample.first and runner.index == 1:
+        first = decode(sample.first)
+        check_answer(runner.step, first)
+        if runner.step.on_document_error == "stop":
+            check_first(runner.step.rollout_fn, first)
+            asyncio.run(try_media(runner.step.rollout_fn, first))
+        prompts = asyncio.run(unsent_prompts(runner.step.rollout_fn, sample.documents))
+        yield from check_prompts(prompts, runner.step.model.servers)
+
+
+def _costs(config: InferenceConfig, sample: Sample) -> Finding:
+    """Estimates what documents cost, from the texts of the first ones."""
+    characters = sum(len(document.text) for document in sample.documents)
+    prompt = characters // len(sample.documents) // _CHARACTERS_PER_TOKEN
+    answer = max_tokens_of(config.default_generation_params)
+    number = _COSTED_DOCUMENTS * config.rollouts_per_document
+    plain, batch = (number * config.cost(prompt, 0, answer, tier) / 1e9 for tier in ("", BATCH))
+    text = (
+        f"{_COSTED_DOCUMENTS:,} documents cost about {figure(plain)}, and with provider_batches "
+        f"{figure(batch)}: {plural(prompt, 'token')} of their text and {answer} of an answer "
+        "(max_tokens) each, in one request. A longer prompt costs more, and a shorter answer less."
+    )
+    return Finding("ok", "costs", text, config.server_name("server"))
+
+
+def _refused(runner: RunnerPlan, what: str, error: CkptError) -> Finding:
+    """Returns the problem of a step, which a run names with its place in the pipeline."""
+    refusal = ConfigError(f"{step_place(runner.index, runner.step)}: {error}")
+    return Finding("problem", what, str(error), error=refusal)
+
+
+def _check_server(
+    runner: RunnerPlan, config: InferenceConfig, is_thorough: bool
+) -> Iterator[Finding]:
+    """Checks that what the server needs is installed, and its key set.
+
+    Starts nothing; ``is_thorough`` asks endpoints for their models.
+    """
+    as_jobs = runner.plan.as_jobs
+    is_endpoint = config.server_type == "endpoint"
+    text = f"everything that {config.server_type} needs is installed here."
+    if is_endpoint:
+        text = "the key is set, if the endpoint needs one."
+    elif as_jobs:
+        text = f"the jobs install {config.server_type}, unless their image has it."
+    ready = Finding("ok", "ready", text)
+    if is_endpoint or not as_jobs:
+        try:
+            check_servers(config)
+        except (ConfigError, ServerStartFailed) as error:
+            ready = _refused(runner, "ready", error)
+    yield ready
+    if not is_thorough or (as_jobs and not is_endpoint):
+        return
+    yield Finding("note", "requests", f"{config.places} (max_concurrent_generations).")
+    if config is runner.step.model:
+        yield _check_open_files(*runner.step.requests_and_servers())
+    if config.server_log_folder is not None:
+        expand_path("server_log_folder", config.server_log_folder)
+    if is_endpoint and ready.state == "ok":
+        yield from check_endpoints(config)
+    here = [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]
+    if as_jobs and here:
+        yield Finding(
+            "warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach."
+        )
+
+
+def _check_checkpoints(runner: RunnerPlan, is_thorough: bool) -> Iterator[Finding]:
+    if runner.root is not None:
+        refuse_file("checkpoints_local_dir", runner.root)
+    plan = runner.plan
+    step = runner.step
+    if plan.as_jobs or not is_thorough:
+        return  # each job has a disk of its own
+    if step.checkpoints_local_dir is None:
+        yield Finding(
+            "warning", "folder", "none: a run that dies starts over. Set checkpoints_local_dir."
+        )
+        return
+    folder = step.checkpoints_root
+    mirrored = step.checkpoints_remote_dir is not None
+    files = _FILES_PER_RANK * plan.at_once
+    yield from answered(folder, check_checkpoints(folder, files, mirrored, not plan.is_local))
+
+
+def _check_output(runner: RunnerPlan, is_thorough: bool) -> Iterator[Finding]:
+    output = runner.step.output_writer.output_folder
+    if output.is_local():
+        refuse_file("output_folder", output.resolve_paths(""))
+    if not is_thorough:
+        return  # tasks write there soon
+    hub = HubFolder.of(output)
+    if hub is not None:
+        look = partial(check_access_of, runner, hub, only_look=True)
+        try:
+            yield Finding("ok", "reachable", within(look, hub.url))
+        except CkptError as error:
+            yield Finding("problem", "reachable", str(error), error=error)
+    elif not output.is_local():
+        yield from check_remote(output)
+    else:
+        folder = Path(output.resolve_paths("")).absolute()
+        files = _STAGED_PER_RANK * runner.plan.at_once
+        yield from answered(folder, check_local_output(folder, files, not runner.plan.is_local))
+
+
+def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
+    step = runner.step
+    writer = runner.step.output_writer
+    name = writer_name(writer)
+    if sample.first:
+        document = decode(sample.first)
+    else:
+        document = Document(text="text", id="id")
+    document.metadata[step.metadata_key] = [_ANSWER] * step.config.rollouts_per_document
+    try:
+        WriterTrial(writer, NO_TYPES)(encode(document), document.id)
+    except DocumentNotSerializable as error:
+        text = (
+            f"{name} cannot write a document with an answer that is made up: "
+            f"{error_text(error.__cause__ or error)}."
+        )
+        text += " Correct it, unless real answers are different."
+        # datatrove's writers write any document, but an adapter or a schema may expect another
+        # answer.
+        yield Finding("warning" if name.startswith("datatrove.") else "problem", "writer", text)
+    else:
+        yield Finding("ok", "writer", f"{name} writes a document with an answer that is made up.")
+
+
+def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding]:
+    """Compares a job's commits, at least one per task, with the hub's limit for a free account."""
+    hub = HubFolder.of(step.output_writer.output_folder)
+    if hub is None or hub.is_bucket:
+        return
+    pace = step.hub_pace
+    text = f"all tasks together keep to {pace.per_hour} per hour (hub_commits_per_hour)."
+    if pace.per_hour > COMMITS_PER_HOUR:
+        text += (
+            f" The hub allows {COMMITS_PER_HOUR} to a free account, and refuses more for up to "
+            "an hour."
+        )
+    state: State = "ok"
+    if plan.tasks > _HOURS_OF_COMMITS * pace.per_hour:
+        state = "warning"
+        text += (
+            f" Each of {plural(plan.tasks, 'task')} makes one commit at least, which takes "
+            f"{duration(plan.tasks * HOUR / pace.per_hour)}. Use fewer tasks, or several "
+            "repositories."
+        )
+    yield Finding(state, "commits", text)
+
+
+def _check_monitoring(runner: RunnerPlan) -> Iterator[Finding]:
+    if runner.step.monitoring.metrics_port is None:
+        return
+    try:
+        check_monitoring(runner.step.monitoring)
+    except ConfigError as error:
+        yield _refused(runner, "checked", error)
+    else:
+        yield Finding("ok", "ready", "everything that it needs is installed here.")
+
+
+# job checks --------------------------------------------------------------------------------------
+
+_SHOWN_MODELS = 5
+
+
+def check_endpoints(config: InferenceConfig) -> list[Finding]:
+    try:
+        answers = within(
+            lambda: asyncio.run(ExternalServers(config).ask()), setting_name("endpoint_url")
+        )
+    except CkptError as error:
+        return [Finding("problem", "endpoint", str(error))]
+    silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
+    return [_check_answer(answer, config, silent) for answer in answers]
+
+
+def _check_answer(answer: EndpointAnswer, config: InferenceConfig, silent: State) -> Finding:
+    model = config.model_name_or_path
+    if answer.refused:
+        return Finding("problem", "endpoint", f"{answer.url} {answer.cause}.")
+    if answer.cause:
+        text = f"{answer.url}: {answer.cause}. Start the server, or correct its URL."
+        return Finding(silent, "endpoint", text)
+    if answer.models is None:
+        text = (
+            f"{answer.url} answers, and does not list its models. Some gateways have no such list: "
+            "then all is well. Otherwise correct its URL."
+        )
+        return Finding("warning", "endpoint", text)
+    if model in answer.models:
+        context = answer.models[model]
+        asked = max_tokens_of(config.default_generation_params)
+        if isinstance(context, int) and asked >= context:
+            text = f"max_tokens is {asked}, and max_model_len of {answer.url} {context}: lower it."
+            return Finding("problem", "endpoint", text)
+        return Finding("ok", "endpoint", f"{answer.url} answers, and serves {model}.")
+    listed = ", ".join([*answer.models][:_SHOWN_MODELS]) + (
+        ", ..." if len(answer.models) > _SHOWN_MODELS else ""
+    )
+    text = (
+        f"{answer.url} does not list the model {model!r}; it lists {listed or 'none'}. Correct "
+        "the model's name."
+    )
+    return Finding("problem", "endpoint", text)
+
+
+def _check_open_files(requests: int, servers: int) -> Finding:
+    needed = files_needed(requests, servers)
+    allowed = limits()[1]
+    if allowed < needed:
+        return Finding("problem", "open files", too_low(requests, servers, needed, allowed))
+    text = (
+        f"{plural(requests, 'request')} at once need up to {needed}; the hard limit is {allowed}."
+    )
+    return Finding("ok", "open files", text)
+
+
+# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, journals and
+# staged files.
+_FILES_PER_RANK = 20
+_STAGED_PER_RANK = 4
+_HOURS_OF_COMMITS = 24
+
+
+# What a run does with them ------------------------------------------------------------------------
+
+
+def check_before_run(plan: RunPlan) -> None:
+    """Makes all checks that need more than the settings. Starts nothing, and notes in each runner
+    the steps before it.
+
+    Raises:
+        ConfigError: a setting cannot work on this machine, or with the others.
+        CheckpointMismatch: markers, checkpoints or the input of finished ranks are another run's.
+        OutputFailed: the output's repository on the hub cannot be written to.
+        CkptError: see ``check_output_of_run``.
+        OSError: the input cannot be listed.
+    """
+    note_workers(plan.workers, plan.tasks)
+    _refuse(surroundings(plan))
+    with ExitStack() as stack:
+        for runner, root in plan.kept:
+            stack.enter_context(naming_mirror(runner.step, root))
+        wrong = _refuse(earlier_runs(plan))
+    note_steps(plan)
+    for runner, root in plan.kept:
+        note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
+        mirror = runner.step.checkpoints_remote_dir
+        if mirror is not None and root.is_dir():
+            from datatrove_ckpt.mirror.changing import upload_finished_ranks
+
+            # datatrove skips complete ranks, so they are uploaded here.
+            upload_finished_ranks(mirror, root)
+    remove_markers(wrong)
+
+
+def check_before_worker(plan: RunPlan) -> None:
+    """Makes the checks of this machine, for a worker that takes tasks beside others. ``run`` makes
+    those of the job.
+
+    Each starting task compares its settings with ``job.json``; a worker without a task compares
+    here.
+
+    Raises:
+        CheckpointMismatch: the run is finished, and another one.
+        ConfigError, OutputFailed: as ``check_before_run``; or see ``refuse_without_claims``.
+    """
+    refuse_without_claims(plan)
+    _refuse(surroundings(plan))
+    check_hub(plan)
+    if not plan.incomplete():
+        check_job(plan, dry_run=True)
+    note_steps(plan)
+
+
+def _refuse(findings: Iterable[Finding]) -> list[WrongMarker]:
+    """Raises the error of the first finding that refuses. Returns the markers to remove."""
+    markers: list[WrongMarker] = []
+    for finding in findings:
+        if finding.error is not None:
+            raise finding.error
+        markers += finding.markers
+        if finding.state == "warning" and not finding.markers:
+            logger.warning(f"{finding.what}: {finding.message}")
+    return markers
+
+
+def remove_markers(wrong: Iterable[WrongMarker]) -> None:
+    for marker in wrong:
+        logger.warning(f"{marker.text} The marker is removed, so the task runs again.")
+        marker.plan.forget(marker.rank)
+
+
+def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
+    """Checks what exit code 0 promises. Another run on the same folders may have finished ranks
+    meanwhile.
+
+    Returns the sums of each checkpoint that is on this machine, by its folder.
+
+    Raises:
+        CkptError, OSError: as ``check_before_run``.
+        TooManyDeadLetters: all documents are dead letters, or all lines of a batch file have an
+            error.
+    """
+    check_job(plan)
+    check_inputs_unchanged(plan)
+    jobs = check_output(plan, before=False)
+    for root, job in jobs.items():
+        if 0 < job.counts.read == job.counts.dead:
+            causes = Counter[str]()
+            for rank in find_ranks(root):
+                causes += read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)).causes
+            often = "".join(cause for cause, _ in causes.most_common(1))
+            raise TooManyDeadLetters(
+                f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} "
+                f"--dead. Correct the cause, and start again with retry_dead_letters."
+            )
+    for runner, root in plan.kept:
+        counts = jobs[root].counts
+        if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
+            folder = runner.step.output_writer.output_folder.resolve_paths("")
+            raise TooManyDeadLetters(
+                f"All lines have an error, as the output in {folder} shows. Correct the cause.",
+                starts_over="anew",
+            )
+    return jobs
+
+
+def run_checked(executor: PipelineExecutor) -> PipelineStats | None:
+    """Runs the ranks of an executor between ``check_before_run`` and ``check_after_run``.
+
+    Returns what its ``run_ranks`` returns.
+    """
+    plan = RunPlan(executor)
+    try:
+        with plan.with_mirrors() as seen:
+            check_before_run(seen)
+        stats = executor.run_ranks()
+        with plan.with_mirrors() as seen:
+            check_after_run(seen)
+    except CkptError as error:  # its message says it all; of the frames, a script shows its own
+        error.__traceback__ = None
+        raise
+    return stats

@@ -1,0 +1,515 @@
+"""Takes back the commits of the chunks to redo. The next run processes these chunks again.
+
+It uses journals and cached answers where they still exist, else new answers, and skips the later
+chunks, which are committed.
+
+The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
+
+    0. take the lock and the fence            no other process works on the rank until the end
+    1. remove datatrove's completion marker   else the executor skips the rank
+    2. overwrite the chunks' dead letters     if others follow them: the redone chunk appends them
+       with spaces                            again
+    3. remove the chunks' output files        the next run may choose other names (from metadata,
+                                              for example), and replaces no content that it does not
+                                              know; on the hub in one commit
+    4. correct run.json and last_chunk        they hold the number of commits, and a run refuses
+                                              fewer
+    5. replace commits.jsonl                  <- from here on the next run redoes the chunks
+    6. cut off the chunks' dead letters       if no others follow them
+
+A run between 3 and 5 refuses the missing files, as it refused the damaged ones before.
+
+Dead letters are not cut out, because each commit records the size of dead_letters.jsonl after it.
+The lock file stays, and marks the rank as unfinished.
+
+What is redone
+    Chunks can be redone if they end exactly where the next chunk starts. Otherwise (the input grew
+    after a short last chunk, or records_per_chunk changed) the rank must start over.
+
+A damaged commit log
+    is rebuilt from the commits that it still proves: each whole line has a checksum. A commit is
+    kept if redone chunks before it end where it starts. The next run processes the other chunks
+    again, and their dead letters are overwritten with spaces. The damaged log is copied first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from datatrove.io import get_datafolder
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import (
+    Commit,
+    count_unbroken,
+    read_commits,
+    read_last_chunk,
+    read_whole_commits,
+)
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.job import recorded_output
+from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING, journal_indices
+from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
+from datatrove_ckpt.checkpoint.lines import explained, seal
+from datatrove_ckpt.checkpoint.recovery import write_last_chunk
+from datatrove_ckpt.common.formatting import plural, ranges
+from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputMismatch
+from datatrove_ckpt.mirror.job import restore_advice
+from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.output.owner import Homes
+from datatrove_ckpt.output.removal import remove_output
+from datatrove_ckpt.run_folder.verify import REDO_KINDS, Problem, Report, is_owned, other_run
+
+
+@dataclass
+class Redo:
+    """What one rank must do again.
+
+    Attributes:
+        before: the log as it was read; None: it is damaged.
+        kept: the commits to keep, in the order of the lines.
+        commits: those to take back.
+        lost: chunks without a commit.
+        letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
+    """
+
+    rank: RankLedger
+    before: dict[int, Commit] | None
+    kept: list[Commit] = field(default_factory=list)
+    commits: list[Commit] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    letters: list[tuple[int, int]] = field(default_factory=list)
+
+    def describe(self) -> Iterator[str]:
+        place = self.rank.place
+        if self.before is None:
+            yield (
+                f"{place}: rebuild {self.rank.commits_file} from the "
+                f"{plural(len(self.kept), 'commit')} that can be "
+                "proved; all other chunks are processed again, and their requests are paid again"
+            )
+        for commit in self.commits:
+            what = (
+                f"take back its commit, to have {plural(commit.counts.read, 'document')} "
+                "processed again"
+            )
+            if commit.counts.dead:
+                what += f", {plural(commit.counts.dead, 'dead letter')} among them"
+            if commit.files:
+                what += f"; remove {', '.join(file.path for file in commit.files)}"
+            yield f"{name_place(*self.rank.key, commit.chunk_index)}: {what}"
+        if self.lost:
+            yield f"{place}: mark as not done the chunks {ranges(self.lost)}"
+
+
+# A damaged commit log -----------------------------------------------------------------------------
+
+
+def plan_rebuild(rank: RankLedger) -> Redo | str:
+    """Returns what to do with a rank whose log is damaged, or why nothing can be done."""
+    try:
+        whole = read_whole_commits(rank.commits_file)
+        last = read_last_chunk(rank.last_chunk_file)
+        per_chunk = rank.run.get("records_per_chunk") or 0
+    except CheckpointError as error:
+        return str(error)
+    # In the order of writing: the size only grows, and only with dead letters.
+    whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
+    fitting = _fitting(whole, per_chunk)
+    plan = Redo(
+        rank, None, [commit for commit in whole if fitting.get(commit.chunk_index) is commit]
+    )
+    top = max([commit.chunk_index for commit in whole], default=-1)
+    if last is not None:
+        top = max(top, last)
+    plan.lost = [index for index in range(top + 1) if index not in fitting]
+    end = 0
+    for commit in plan.kept:
+        foreign = rank.count_dead_letters(end, commit.dead_letters_size) - commit.counts.dead
+        if foreign < 0:
+            return (
+                f"dead letters of chunk {commit.chunk_index} are lost in "
+                f"{rank.dead_letters_file}. Restore it."
+            )
+        if foreign:
+            plan.letters.append((end, _end_of_letter(rank.dead_letters_file, end, foreign)))
+        end = commit.dead_letters_size
+    return plan
+
+
+def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
+    """Returns the commits before the first misplaced commit, by chunk index."""
+    found: dict[int, Commit] = {}
+    for commit in whole:
+        found.setdefault(commit.chunk_index, commit)
+    kept: dict[int, Commit] = {}
+    expected = ordinal = 0
+    for index, commit in sorted(found.items()):
+        if commit.first_ordinal != ordinal + (index - expected) * per_chunk:
+            break
+        kept[index] = commit
+        expected = index + 1
+        ordinal = commit.next_ordinal
+    return kept
+
+
+def _end_of_letter(path: Path, start: int, number: int) -> int:
+    with explained("read", path), path.open("rb") as file:
+        file.seek(start)
+        for _ in range(number):
+            file.readline()
+        return file.tell()
+
+
+# The plan -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class RepairPlan:
+    """``left``: the problems that stay.
+
+    ``markers``: the ranks whose completion markers are removed. ``foreign``: the
+    problems of output files that may be another run's, and stay.
+    """
+
+    logging_dir: str | None = None
+    redo: list[Redo] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    markers: list[int] = field(default_factory=list)
+    foreign: list[Problem] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> list[RankLedger]:
+        return [redo.rank for redo in self.redo]
+
+    def describe(self) -> Iterator[str]:
+        yield from (f"not repaired: {text}" for text in self.left)
+        for redo in self.redo:
+            yield from redo.describe()
+        for problem in self.foreign:
+            if problem.kind != "missing":
+                yield (
+                    f"{problem.path} stays: it may be another run's. Move it away before the run "
+                    "goes on."
+                )
+        for number in self.markers:
+            yield (
+                f"task {number}: remove {self.logging_dir}/completions/{number:05d}, so that the "
+                "task runs again"
+            )
+
+
+def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
+    """Returns the plan that follows from a report.
+
+    Args:
+        logging_dir: the executor's; completion markers of the ranks to redo are removed there.
+    """
+    plan = RepairPlan(logging_dir)
+    concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
+    others = []
+    for problem in report.problems:
+        if problem.kind == "commits":
+            damaged = next(
+                rank for rank in report.ranks if rank.key == (problem.root, problem.rank)
+            )
+            if advice := _advice_of_mirror(report, damaged):
+                plan.left.append(f"{damaged.place}: its commits are damaged.{advice}")
+                continue
+            found = plan_rebuild(damaged)
+            if isinstance(found, Redo):
+                plan.redo.append(found)
+                continue
+            plan.left.append(f"{damaged.place}: its commits cannot be rebuilt: {found}")
+        if problem.kind in REDO_KINDS or (
+            problem.kind == "lost" and problem.chunk_index is not None
+        ):
+            concerned[problem.root, problem.rank or 0].append(problem)
+        else:
+            others.append(problem)
+    shared = {problem.path for problem in report.problems if problem.kind == "duplicate"}
+    for rank in report.ranks:
+        if rank.key in concerned:
+            _plan_rank(plan, rank, concerned[rank.key], shared)
+    redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
+    plan.left += [
+        str(problem)
+        for problem in others
+        if (problem.root, problem.rank, problem.chunk_index) not in redone
+    ]
+    # Without an owner, or in another folder than the checkpoint's.
+    if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
+        plan.foreign = [problem for problem in report.problems if problem.kind in REDO_KINDS]
+    if logging_dir is not None:
+        # An earlier repair without --logging-dir left the marker.
+        keys = {rank.key for rank in report.ranks if rank.state == "unfinished"} | {
+            rank.key for rank in plan.ranks
+        }
+        folder = get_datafolder(logging_dir)
+        numbers = sorted(number for root, number in keys if not root)
+        folder.invalidate_cache()
+        plan.markers = [number for number in numbers if folder.isfile(f"completions/{number:05d}")]
+    return plan
+
+
+def _advice_of_mirror(report: Report, rank: RankLedger) -> str:
+    """Returns how to restore a rank from the run's mirror, which is free; a rebuilt rank pays for
+    requests again.
+    """
+    begun = Homes(report.checkpoints, None).kept
+    if begun is None or rank.root:
+        return ""
+    size = 0
+    if rank.commits_file.exists():
+        size = rank.commits_file.stat().st_size
+    return restore_advice(f"{begun.home}/{rank.folder.name}", rank.folder, size)
+
+
+def check_output_folder(report: Report) -> None:
+    """Refuses to repair with another folder's files while the right folder exists.
+
+    Raises:
+        ConfigError: it is another run's; or the checkpoint names another one, which exists, and is
+            no other run's.
+    """
+    try:
+        is_owned(report)
+    except OutputMismatch as refusal:
+        raise ConfigError(f"{refusal} Nothing was changed.") from refusal
+    other = other_run(report.checkpoints, report.output)
+    if other is not None:
+        raise ConfigError(
+            f"--output: {report.output} belongs to the run in {other}. Nothing was changed."
+        )
+    recorded = recorded_output_of(report)
+    if (
+        stands_elsewhere(recorded, report.folder)
+        and other_run(report.checkpoints, recorded) is None
+    ):
+        raise ConfigError(
+            f"--output {report.output}: the output of {report.checkpoints} was in {recorded} at "
+            "the last start, and that folder still exists. Nothing was changed. Leave --output "
+            f"out to repair the files there. If they were all moved to {report.output}, first "
+            f"remove or rename {recorded}."
+        )
+
+
+def recorded_output_of(report: Report) -> str:
+    return recorded_output(report.checkpoints, (rank.run for rank in report.ranks)) or report.output
+
+
+def _plan_rank(
+    plan: RepairPlan, rank: RankLedger, problems: list[Problem], shared: set[str | None]
+) -> None:
+    commits = read_commits(rank.commits_file)
+    to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}
+    for commit in commits.values():
+        if commit.chunk_index not in to_redo:
+            continue
+        obstacle = _obstacle(rank, commits, commit, shared)
+        if obstacle is not None:
+            to_redo.discard(commit.chunk_index)
+            plan.left.append(
+                f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}"
+            )
+    kept = {index: commit for index, commit in commits.items() if index not in to_redo}
+    redo = Redo(rank, commits)
+    lost = any(problem.kind == "lost" for problem in problems)
+    for chunks, fits in _holes(rank, commits, kept):
+        if fits:
+            redo.commits += [commits[index] for index in chunks if index in commits]
+            redo.lost += [
+                index for index in chunks if lost and index not in commits and index < max(commits)
+            ]
+            continue
+        plan.left += [
+            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
+            "or records_per_chunk changed, and would not end where the next chunk starts. Start "
+            f"this task over: remove {rank.folder} and its output."
+            for index in chunks
+        ]
+    to_redo = {commit.chunk_index for commit in redo.commits}
+    redo.kept = [commit for index, commit in commits.items() if index not in to_redo]
+    redo.letters = [
+        letters_of(commits.values(), one.chunk_index) for one in redo.commits if one.counts.dead
+    ]
+    if redo.commits or redo.lost:
+        plan.redo.append(redo)
+
+
+def _obstacle(
+    rank: RankLedger, commits: dict[int, Commit], commit: Commit, shared: set[str | None]
+) -> str | None:
+    if any(file.path in shared for file in commit.files):
+        return "another commit names the same output file, which would be overwritten."
+    if commit.counts.dead and not _letters_are_whole(rank, commits, commit):
+        return (
+            f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file from "
+            "a copy."
+        )
+    return None
+
+
+def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
+    """Returns start and end of a commit's dead letters in their file, which follows the commits'
+    order.
+    """
+    start = end = 0
+    for commit in commits:
+        start = end
+        end = commit.dead_letters_size
+        if commit.chunk_index == chunk_index:
+            break
+    return start, end
+
+
+def _letters_are_whole(rank: RankLedger, commits: dict[int, Commit], commit: Commit) -> bool:
+    """Whether the dead letters are whole lines, or missing, or overwritten by an interrupted
+    repair.
+    """
+    start, end = letters_of(commits.values(), commit.chunk_index)
+    if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
+        return True
+    first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
+    last = b"".join(rank.dead_letters(end - 1, end))
+    starts_whole = not start or first in (b"\n", b" ")
+    return (
+        starts_whole and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
+    )
+
+
+def _holes(
+    rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]
+) -> Iterator[tuple[range, bool]]:
+    """Yields gaps between kept commits, and whether redone chunks would end where they must."""
+    per_chunk = rank.run.get("records_per_chunk") or 0
+    ordinal = expected = 0
+    for index in sorted(kept):
+        if index > expected:
+            chunks = range(expected, index)
+            yield chunks, kept[index].first_ordinal - ordinal == per_chunk * len(chunks)
+        expected = index + 1
+        ordinal = kept[index].next_ordinal
+    chunks = range(expected, max(commits, default=-1) + 1)
+    if chunks:
+        # After the last kept commit, only journals limit the end of redone chunks.
+        journals = max(journal_indices(rank.folder), default=-1)
+        yield (
+            chunks,
+            all(
+                commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals
+            ),
+        )
+
+
+# Its effects --------------------------------------------------------------------------------------
+
+
+_BLOCK = 1 << 20
+
+
+def carry_out(plan: RepairPlan, report: Report) -> None:
+    """Carries out the plan.
+
+    Raises:
+        CheckpointLocked: a process works on one of the ranks; nothing was changed.
+        CheckpointMismatch: a rank was changed since it was verified; no commit was taken back.
+        OutputFailed, StorageFailed: a file could not be changed; the same command continues from
+            there.
+    """
+    with ExitStack() as locks:
+        for rank in plan.ranks:
+            locks.callback(files.Lock(rank.folder / LOCK).release)
+        for rank in plan.ranks:
+            # From here on an old process on a lost node writes nothing.
+            _claim(rank).take()
+        for redo in plan.redo:
+            path = redo.rank.commits_file
+            if redo.before is not None and redo.before != read_commits(path):
+                raise CheckpointMismatch(
+                    f"{path} was changed by a run while its output was verified. Repair again."
+                )
+        if plan.markers:
+            markers = [f"completions/{number:05d}" for number in plan.markers]
+            remove_output(get_datafolder(str(plan.logging_dir)), markers)
+        changed = [redo for redo in plan.redo if redo.before is None or redo.commits]
+        for redo in changed:
+            _blank_letters(redo)
+        names = [
+            file.path for redo in plan.redo for commit in redo.commits for file in commit.files
+        ]
+        keep = {problem.path for problem in plan.foreign}
+        remove_output(report.folder, [name for name in names if name not in keep])
+        for redo in changed:
+            _carry_out(redo)
+
+
+def _claim(rank: RankLedger) -> RunClaim:
+    return RunClaim(rank.folder, RunIdentity(rank.settings))
+
+
+def _letters_end(redo: Redo) -> int:
+    return max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
+
+
+def _blank_letters(redo: Redo) -> None:
+    # Letters after the last to keep are cut off later, or, after a crash, by the next run.
+    path = redo.rank.dead_letters_file
+    end = _letters_end(redo)
+    between = [place for place in redo.letters if place[0] < end]
+    if between and path.exists():
+        files.disk.replace(path, _blanked(path, between))
+
+
+def _carry_out(redo: Redo) -> None:
+    rank = redo.rank
+    letters_end = _letters_end(redo)
+    if redo.before is None:
+        # Files of lost commits are the rank's own, and unnamed now.
+        files.disk.remove(rank.folder / PUBLISHING)
+    # From here on a run accepts only a log with the commits to keep.
+    _claim(rank).take(len(redo.kept))
+    _correct_last_chunk(rank.last_chunk_file, [commit.chunk_index for commit in redo.kept])
+    if redo.before is None:
+        _keep_damaged_log(rank.commits_file)
+    kept = [
+        replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
+        for commit in redo.kept
+    ]
+    files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept))
+    if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
+        files.disk.truncate(rank.dead_letters_file, letters_end)
+
+
+def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
+    at = 0
+    with explained("read", path), path.open("rb") as file:
+        while block := bytearray(file.read(_BLOCK)):
+            for start, end in ranges:
+                first = max(start - at, 0)
+                last = min(end - at, len(block))
+                if first < last:
+                    block[first:last] = b" " * (last - first)
+            yield bytes(block)
+            at += len(block)
+
+
+def _keep_damaged_log(path: Path) -> None:
+    if path.exists():
+        with explained("read", path):
+            data = path.read_bytes()
+        files.disk.replace(files.free_name(path, ".damaged-"), data)
+
+
+def _correct_last_chunk(path: Path, commits: list[int]) -> None:
+    unbroken = count_unbroken(commits)
+    if unbroken:
+        files.disk.make_dirs(path.parent)
+        write_last_chunk(path, unbroken - 1)
+    elif path.exists():
+        files.disk.remove(path)
+        files.disk.sync_dir(path.parent)

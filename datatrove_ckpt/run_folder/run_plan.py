@@ -1,0 +1,383 @@
+"""RunPlan: a job, read once per command from a datatrove executor, for checks and commands.
+
+Only ``incomplete`` and ``pulls`` read the executor again, because completion markers change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Parameter, signature
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+from datatrove.executor import JobsPipelineExecutor, LocalPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.io import DataFolder
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers.base import BaseReader
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.identity import RunIdentity, compare
+from datatrove_ckpt.checkpoint.layout import is_journal
+from datatrove_ckpt.claims.stores import refuse_for_claims
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import no_bars_in_logs
+from datatrove_ckpt.common.retrying import naming_hub
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
+from datatrove_ckpt.errors.names import setting_name, setting_of, step_place
+from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
+from datatrove_ckpt.output.writer_checks import check_rank_in_template
+from datatrove_ckpt.runner import InferenceRunner
+
+
+@dataclass(frozen=True)
+class Folders:
+    """The checkpoints of a run, as they are read here.
+
+    Attributes:
+        checkpoint: the folder, or a copy of a mirror.
+        shown_as: the folder, or the mirror's URL, for messages.
+    """
+
+    checkpoint: Path
+    shown_as: str
+
+
+@dataclass(frozen=True, eq=False)
+class RunnerPlan:
+    """One ``InferenceRunner`` of a job.
+
+    Attributes:
+        index: its place in the pipeline.
+        before: the steps since the runner before it, which passes no documents on.
+        copy: of the mirror of its checkpoints, where the ranks run as jobs.
+    """
+
+    plan: RunPlan
+    index: int
+    step: InferenceRunner
+    before: Sequence[PipelineStep]
+    copy: Folders | None
+
+    @property
+    def root(self) -> Path | None:
+        """The checkpoints on this machine; None without checkpoints, or with variables that are set
+        elsewhere.
+
+        Raises:
+            ConfigError: a variable in it is not set, and the tasks run here.
+        """
+        if self.copy is not None:
+            return self.copy.checkpoint
+        if self.step.checkpoints_local_dir is None or self.plan.as_jobs:
+            return None
+        try:
+            return self.step.checkpoints_root
+        except ConfigError:
+            if self.plan.is_local:
+                raise
+            return None
+
+    @cached_property
+    def identity(self) -> RunIdentity:
+        return self.step.identity(self.plan.tasks)
+
+
+class WrongMarker(NamedTuple):
+    """A completion marker that must be removed. ``text``: what is wrong with it."""
+
+    plan: RunPlan
+    rank: int
+    text: str
+
+
+class RunPlan:
+    """A job, as any datatrove executor describes it.
+
+    Attributes:
+        name: of the executor's class.
+        local_ranks: those that this executor runs; the others belong to executors on other
+            machines.
+        is_local: the tasks run on this machine.
+        as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
+        at_once: how many tasks run at once, at most.
+        workers: as given; -1: one for each task.
+        depends: the job that comes first.
+        waits: another job has yet to create the input.
+        runners: in the order of the pipeline.
+    """
+
+    def __init__(
+        self, executor: PipelineExecutor, copies: Mapping[int, Folders] | None = None
+    ) -> None:
+        self.name = type(executor).__name__
+        self.pipeline: Sequence[PipelineStep] = executor.pipeline
+        self.tasks = int(executor.world_size)
+        first = getattr(executor, "local_rank_offset", 0)
+        self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
+        self.is_local = isinstance(executor, LocalPipelineExecutor)
+        self.as_jobs = isinstance(executor, JobsPipelineExecutor)
+        self.at_once: int = self.tasks
+        self.workers: int = getattr(executor, "workers", -1)
+        if self.workers > 0:
+            self.at_once = min(self.tasks, self.workers)
+        self.logging_dir: DataFolder = executor.logging_dir
+        depends = getattr(executor, "depends", None)
+        self.depends = None if depends is None else RunPlan(depends)
+        self.waits = bool(depends or getattr(executor, "depends_job_id", None))
+        self._executor = executor
+        self.runners = self._find_runners(copies or {})
+        no_bars_in_logs()
+
+    def _find_runners(self, copies: Mapping[int, Folders]) -> list[RunnerPlan]:
+        found: list[RunnerPlan] = []
+        before: list[PipelineStep] = []
+        for index, step in enumerate(self.pipeline):
+            if isinstance(step, InferenceRunner):
+                found.append(RunnerPlan(self, index, step, before, copies.get(index)))
+                before = []
+            else:
+                before.append(step)
+        return found
+
+    def place(self, index: int) -> str:
+        """Returns what stands before the subjects of a step's checks, if there are several."""
+        if len(self.runners) > 1:
+            return f"pipeline[{index}] "
+        return ""
+
+    @property
+    def identities(self) -> list[RunIdentity]:
+        """Returns the identity of each step with a checkpoint."""
+        kept = [runner for runner in self.runners if runner.step.checkpoints_local_dir is not None]
+        return [runner.identity for runner in kept]
+
+    def check_code(self, parents: Sequence[JsonObject]) -> None:
+        """Compares a worker's code with its parent's, before anything is paid for.
+
+        Raises:
+            CheckpointMismatch: this worker has other code or values than its parent.
+        """
+        for parent, own in zip(parents, self.identities, strict=True):
+            changes = compare(parent, own)
+            lines = "".join(
+                f"  {change.field}: {change.shown_old} -> {change.shown_new}\n"
+                for change in changes
+            )
+            if lines:
+                raise CheckpointMismatch(
+                    "The worker processes have other code or values than the process that started "
+                    f"them:\n{lines}"
+                    "They import the script and its modules anew. So what is set under `if "
+                    "__name__ == '__main__':`, or changed after an import, is not there. Pass it "
+                    "to the rollout in a functools.partial or as shared_context, or set "
+                    "start_method='fork'."
+                )
+
+    def check_executor(self) -> None:
+        """Makes the executor's own checks, see ``JobsPipelineExecutor.check``."""
+        if self.as_jobs:
+            self._executor.check(self)
+
+    @property
+    def inputs(self) -> list[Path]:
+        return [
+            Path(step.data_folder.path).absolute()
+            for step in self.pipeline
+            if hasattr(step, "data_folder")
+        ]
+
+    @property
+    def kept(self) -> list[tuple[RunnerPlan, Path]]:
+        roots = [(runner, runner.root) for runner in self.runners]
+        return [(runner, root) for runner, root in roots if root is not None]
+
+    @property
+    def retries(self) -> bool:
+        """Whether the tasks process dead letters, so that the input may be gone."""
+        return any(runner.step.retry_dead_letters for runner in self.runners)
+
+    @property
+    def pulls(self) -> bool:
+        """Whether the executor submits workers, which take tasks by themselves."""
+        return bool(getattr(self._executor, "pulls", False))
+
+    @contextmanager
+    def with_mirrors(self, dry_run: bool = False) -> Iterator[RunPlan]:
+        """Yields the plan for checks on this machine: where ranks run as jobs, with copies of their
+        mirrors, which errors name by their URLs.
+
+        Args:
+            dry_run: make no repository for the logs.
+        """
+        if not self.as_jobs:
+            yield self
+            return
+        from datatrove_ckpt.mirror.reading import MirrorReader
+
+        if not dry_run:
+            self._executor._ensure_logging_dir_repo()
+        copies: dict[int, Folders] = {}
+        with ExitStack() as stack:
+            for runner in self.runners:
+                url = runner.step.checkpoints_remote_dir
+                if url is not None:
+                    folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
+                    copies[runner.index] = Folders(Path(folder), url)
+                    MirrorReader(url, Path(folder), lambda name, _: not is_journal(name)).refresh()
+            seen = RunPlan(self._executor, copies)
+            try:
+                yield seen
+            except CkptError as error:
+                error.args = tuple(map(seen.shown, error.args))
+                raise
+
+    def shown(self, part: object) -> object:
+        """Returns a part of a message; a text has mirrors in place of their copies."""
+        text = str(part)
+        for runner in self.runners:
+            if runner.copy is not None:
+                text = text.replace(str(runner.copy.checkpoint), runner.copy.shown_as)
+        return part if text == str(part) else text
+
+    def incomplete(
+        self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
+    ) -> list[int]:
+        """Returns the ranks that would run, now. ``skip_completed``: as the executor has it if
+        None.
+        """
+        if ranks is None:
+            ranks = range(self.tasks)
+        with naming_hub():  # a run looks there first
+            found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
+        return found
+
+    def marker(self, rank: int) -> str:
+        return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
+
+    def forget(self, rank: int) -> None:
+        name = f"completions/{rank:05d}"
+        if self.logging_dir.isfile(name):
+            self.logging_dir.rm(name)
+
+    def forget_completed(self) -> None:
+        """Removes the markers of complete ranks that run again, which would hide failures."""
+        again = self.incomplete()
+        for rank in set(again) - set(self.incomplete(again, skip_completed=True)):
+            self.forget(rank)
+
+
+# What is wrong by the settings alone --------------------------------------------------------------
+
+
+def check_steps(plan: RunPlan) -> None:
+    """Checks a job, and the jobs that it depends on.
+
+    Raises:
+        ConfigError: steps or tasks would write the same files, a step would read its own output,
+            or get no documents, or there is no task.
+    """
+    if plan.depends is not None:
+        check_steps(plan.depends)
+    if plan.tasks < 1:
+        raise ConfigError(f"{plan.name}: tasks: must be at least 1; it is {plan.tasks}.")
+    for runner in plan.runners:
+        check_rank_in_template(runner.step.output_writer, plan.tasks)
+    _check_order(plan.pipeline)
+    check_pipeline_folders(plan.pipeline)
+
+
+def _check_order(pipeline: Sequence[object]) -> None:
+    """Refuses a reader whose limit is negative, an ``InferenceRunner`` without a step before it,
+    and a step right after one that needs documents.
+
+    As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
+    default.
+
+    Raises:
+        ConfigError: naming the steps.
+    """
+    for index, step in enumerate(pipeline):
+        if isinstance(step, BaseReader) and step.limit < -1:  # it would read nothing
+            raise ConfigError(
+                f"{step_place(index, step)}: limit: must be >= 0, or -1 for all documents; it is "
+                f"{step.limit}."
+            )
+    if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:
+        raise ConfigError(
+            f"pipeline[0] {type(pipeline[0]).__name__} would get no documents: no step before it "
+            "reads any. Put a reader before it."
+        )
+    for index, (before, step) in enumerate(pairwise(pipeline)):
+        if not isinstance(before, InferenceRunner) or not isinstance(step, PipelineStep):
+            continue
+        first = next(iter(signature(step.run).parameters.values()), None)
+        if (
+            first is not None
+            and first.default is Parameter.empty
+            and first.kind is not Parameter.VAR_POSITIONAL
+        ):
+            raise ConfigError(
+                f"pipeline[{index + 1}] {type(step).__name__} would get no documents: "
+                f"pipeline[{index}] {type(before).__name__} passes none on, it writes them with "
+                "its output_writer. Put this step into a second executor, whose first step reads "
+                "that output, and which has the first executor as its `depends`. (If it is a step "
+                "of yours that needs no documents, give `data` in its run() a default.)"
+            )
+
+
+def lost_with_disk(plan: RunPlan, is_kept: Callable[[str], bool]) -> list[str]:
+    """Returns the settings that name something on the disk of a machine that is lost with it.
+
+    Args:
+        is_kept: whether a folder outlives the machine.
+    """
+    folders: list[tuple[str, object]] = [(setting_name("logging_dir"), plan.logging_dir)]
+    for index, step in enumerate(plan.pipeline):
+        name = setting_of("data_folder", f"pipeline[{index}]")
+        folders.append((name, getattr(step, "data_folder", None)))
+    folders += [
+        (setting_of("output_folder", place), writer.output_folder)
+        for place, writer in writers_of(plan.pipeline)
+    ]
+    local = [
+        (name, folder)
+        for name, folder in folders
+        if isinstance(folder, DataFolder) and folder.is_local()
+    ]
+    lost = [name for name, folder in local if not is_kept(folder.resolve_paths(""))]
+    for runner in plan.runners:
+        step = runner.step
+        mirror = runner.step.checkpoints_remote_dir
+        if step.checkpoints_local_dir is None:
+            lost.append(
+                "checkpoints_local_dir (with checkpoints_remote_dir; there are no checkpoints)"
+            )
+        elif not is_kept(str(step.checkpoints_local_dir)) and not (mirror and is_kept(str(mirror))):
+            lost.append("checkpoints_remote_dir (the mirror of the checkpoints)")
+    return list(dict.fromkeys(lost))
+
+
+def note_workers(workers: int, tasks: int) -> None:
+    """Says so if some workers will have no task."""
+    if workers > tasks:
+        logger.info(
+            f"workers is {workers}, but there is work for {tasks}: one worker runs each task. For "
+            f"more, start a new run with tasks: {workers}, and at least as many input files."
+        )
+
+
+def refuse_without_claims(plan: RunPlan) -> None:
+    """Raises ConfigError if claims cannot lie in ``logging_dir``, or protect nothing."""
+    refuse_for_claims("logging_dir", plan.logging_dir.resolve_paths(""))
+    for runner in plan.runners:
+        if runner.step.checkpoints_local_dir is None:
+            raise ConfigError(
+                f"pipeline[{runner.index}] InferenceRunner: checkpoints_local_dir: a worker needs "
+                "one, because only the checkpoint keeps two workers apart."
+            )

@@ -1,0 +1,663 @@
+"""Compares the output files with the commits of all ranks. Only reads, and works during a run.
+
+docs/cli.md has the kinds of problems. Commits are read before the output folder is listed, so a
+chunk that a run finishes in between never counts as missing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from itertools import chain
+from pathlib import Path
+from posixpath import dirname
+
+from datatrove.io import DataFolder, get_datafolder
+
+from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
+from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, comparable, compare, read_run
+from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_ranks
+from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, rank_folder
+from datatrove_ckpt.checkpoint.ledger import (
+    CHECKED,
+    JobSums,
+    RankLedger,
+    Want,
+    name_place,
+    read_rank,
+    read_ranks,
+)
+from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.common.formatting import number_range, plural, repair_command
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
+from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
+from datatrove_ckpt.output.arrow_types import Schema
+from datatrove_ckpt.output.column_types import Misfit, misfits, read_schema
+from datatrove_ckpt.output.committed import STRAY_ADVICE, file_problem, published_names
+from datatrove_ckpt.output.formats import format_of_file, is_known
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_uploads import HubReads
+from datatrove_ckpt.output.listing import FoundFiles, content_hash, list_files
+from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.owner import Homes, OutputOwnership
+from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
+from datatrove_ckpt.run_folder.where import Place, looks_like_mirror
+
+REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
+"""The kinds of problems after which ``repair`` lets a chunk be processed again."""
+
+
+@dataclass(slots=True)
+class Problem:
+    """One problem, or, in ``Report.unfinished``, work that is not done yet."""
+
+    kind: str
+    message: str
+    root: str = ""
+    rank: int | None = None
+    chunk_index: int | None = None
+    path: str | None = None
+
+    def __str__(self) -> str:
+        place = name_place(self.root, self.rank, self.chunk_index)
+        if place:
+            return f"{place}: {self.message}"
+        return self.message
+
+
+@dataclass(slots=True)
+class CommittedChunk:
+    """``documents``: the number of documents in its files; None: unknown."""
+
+    rank: RankLedger
+    index: int
+    files: list[OutputFile]
+    documents: int | None
+
+    def __str__(self) -> str:
+        return name_place(*self.rank.key, self.index)
+
+
+@dataclass
+class Report:
+    """What ``verify`` found.
+
+    Attributes:
+        repair_command: the command that repairs the chunks to redo.
+        ranks: without their commits, which ``chunks`` has.
+        not_started: ranks that are not there, and of which nothing shows that they ever were.
+        uncounted: the writers whose rows cannot be counted.
+    """
+
+    checkpoints: Path
+    repair_command: str
+    output: str = ""
+    folder: DataFolder = field(init=False)
+    ranks: list[RankLedger] = field(default_factory=list)
+    sums: JobSums = field(default_factory=JobSums)
+    chunks: list[CommittedChunk] = field(default_factory=list)
+    not_started: list[int] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    unfinished: list[Problem] = field(default_factory=list)
+    uncounted: set[str] = field(default_factory=set)
+
+    def add_problem(
+        self,
+        kind: str,
+        message: str,
+        rank: RankLedger | None = None,
+        chunk_index: int | None = None,
+        path: object = None,
+    ) -> None:
+        found = Problem(kind, message, chunk_index=chunk_index)
+        if rank is not None:
+            found.root, found.rank = rank.key
+        if path is not None:
+            found.path = str(path)
+        if kind == "unfinished":
+            self.unfinished.append(found)
+        else:
+            self.problems.append(found)
+
+    @property
+    def templates(self) -> list[str]:
+        return sorted(
+            {
+                str(rank.run["output_filename"])
+                for rank in self.ranks
+                if "output_filename" in rank.run
+            }
+        )
+
+    @cached_property
+    def hub(self) -> HubFolder | None:
+        return HubFolder.of(self.folder)
+
+    @property
+    def tasks(self) -> int:
+        """0: not known."""
+        tasks = [rank.run.get("tasks") or 0 for rank in self.ranks if not rank.root]
+        return max(tasks, default=0)
+
+
+# Ranks --------------------------------------------------------------------------------------------
+
+
+def verify(place: Place, output: str | None = None, full: bool = False) -> Report:
+    command = repair_command(*place.given, output=output)
+    if full:
+        command += " --full"
+    report = Report(place.folder, command)
+    for rank in read_ranks(place.folder, CHECKED):
+        report.ranks.append(rank)
+        report.sums.add(rank)
+        _check_rank(report, rank)
+        rank.commits = {}  # there may be millions
+    report.output = output or find_output(place, report.ranks)
+    report.folder = get_datafolder(report.output)
+    _check_settings(report)
+    _check_ranks(report)
+    check_output(report, full, folder_is_given=output is not None)
+    if full:
+        check_columns(report)
+    return report
+
+
+def find_output(place: Place, ranks: list[RankLedger]) -> str:
+    """Returns the output folder of a run, as its checkpoint names it.
+
+    A copied or renamed run folder has its own output: the recorded folder may be another run's.
+
+    Raises:
+        ConfigError: nothing names it, or it is gone, and what the checkpoint names is another
+            run's.
+    """
+    checkpoints = place.folder
+    what = place.given[0]
+    if place.config and place.output is not None:  # whatever the checkpoint says
+        return str(get_datafolder(place.output).resolve_paths(""))
+    runs = [rank.run for rank in ranks if rank.run]
+    recorded = recorded_output(checkpoints, runs)
+    if recorded is not None:
+        now = checkpoints.absolute().with_name("output")
+        other = other_run(checkpoints, recorded)
+        is_moved = other or (
+            _is_in_run_folder(checkpoints, recorded) and not Path(recorded).is_dir()
+        )
+        if is_moved and now.is_dir():
+            return str(now)
+        if other:
+            raise ConfigError(
+                f"the output of {what} is gone: {recorded} belongs to {other}. Bring it back, or "
+                "name it with --output."
+            )
+        return recorded
+    if place.output is not None:
+        return str(get_datafolder(place.output).resolve_paths(""))
+    for rank in ranks:
+        if rank.damage is not None:  # of a newer version, perhaps
+            raise rank.damage
+    raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")
+
+
+def other_run(checkpoints: Path, recorded: str) -> Path | None:
+    """Returns the run folder whose output is recorded here, if this one was copied or renamed."""
+    there = Path(recorded).with_name("checkpoints")
+    is_other = (
+        _is_in_run_folder(checkpoints, recorded)
+        and there.is_dir()
+        and not there.samefile(checkpoints)
+    )
+    if is_other and any(there.glob(f"[0-9]*/{RUN}")):
+        return there.parent
+    return None
+
+
+def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
+    return (checkpoints.name, Path(recorded).name) == (
+        "checkpoints",
+        "output",
+    ) and "://" not in recorded
+
+
+def _check_rank(report: Report, rank: RankLedger) -> None:
+    if rank.damage is not None:
+        kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
+        report.add_problem(kind, str(rank.damage), rank)
+        return
+    is_countable = is_known(str(rank.run.get("output_writer")))
+    for commit in rank.commits.values():
+        documents = commit.counts.written if is_countable else None
+        report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
+    _check_ordinals(report, rank)
+    _check_dead_letters(report, rank)
+    _list_unfinished(report, rank)
+
+
+def _check_ordinals(report: Report, rank: RankLedger) -> None:
+    start_over = (
+        "Restore commits.jsonl from a copy, or start this task over: remove "
+        f"{rank.folder} and its output."
+    )
+    chunk_index = ordinal = 0
+    for _, commit in sorted(rank.commits.items()):
+        gap = f"no commit covers documents {number_range(ordinal, commit.first_ordinal)}"
+        if commit.first_ordinal < ordinal:
+            twice = number_range(commit.first_ordinal, min(ordinal, commit.next_ordinal))
+            message = f"an earlier commit also covers documents {twice}. {start_over}"
+            report.add_problem("overlap", message, rank, commit.chunk_index)
+        elif commit.chunk_index == chunk_index and commit.first_ordinal > ordinal:
+            report.add_problem("lost", f"{gap}. {start_over}", rank)
+        elif commit.chunk_index > chunk_index and rank.state == "finished":
+            advice = f"To process them: {report.repair_command}, then run again."
+            message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
+            report.add_problem("lost", message, rank, chunk_index)
+        chunk_index = commit.chunk_index + 1
+        ordinal = commit.next_ordinal
+
+
+def _check_dead_letters(report: Report, rank: RankLedger) -> None:
+    """Checks that dead letters of a commit lie between recorded sizes."""
+    path = rank.dead_letters_file
+    start = 0
+    for commit in rank.commits.values():
+        found = rank.count_dead_letters(start, commit.dead_letters_size)
+        start = commit.dead_letters_size
+        if found != commit.counts.dead:
+            message = (
+                f"{path} holds {plural(found, 'dead letter')} of this chunk instead of "
+                f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
+            )
+            report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
+    size = path.stat().st_size if path.exists() else 0
+    message = ""
+    if size < start:
+        message = (
+            f"{path} has {size} bytes instead of the {start} that commits name. Restore it "
+            "from a copy."
+        )
+    elif size > start and rank.state == "finished":
+        message = (
+            f"{path} has {size - start} bytes after the last dead letter that a commit covers."
+        )
+    if message:
+        report.add_problem("dead_letters", message, rank, path=path)
+
+
+def _list_unfinished(report: Report, rank: RankLedger) -> None:
+    if rank.state == "finished":
+        return
+    before = len(report.unfinished)
+    journals = rank.open_journals
+    last = max([*rank.commits, *journals], default=-1)
+    for index in range(last):
+        if index not in rank.commits and index not in journals:
+            report.add_problem(
+                "unfinished", "is not started, although later chunks are.", rank, index
+            )
+    for index, counts in journals.items():
+        held = plural(counts.read, "document")
+        report.add_problem("unfinished", f"is not finished; its journal holds {held}.", rank, index)
+    if len(report.unfinished) == before:
+        report.add_problem(
+            "unfinished", "is not finished: the run is active, or must be run again.", rank
+        )
+
+
+def _check_settings(report: Report) -> None:
+    """Compares identities with the most frequent one."""
+    roots: dict[str, list[RankLedger]] = defaultdict(list)
+    for rank in report.ranks:
+        if rank.settings:
+            roots[rank.root].append(rank)
+    for ranks in roots.values():
+        variants: dict[bytes, list[RankLedger]] = defaultdict(list)
+        for rank in ranks:
+            variants[comparable("", rank.settings)].append(rank)
+        usual, *others = sorted(variants.values(), key=len, reverse=True)
+        for rank in chain.from_iterable(others):
+            changes = _not_accepted(rank, usual[0])
+            if changes:
+                differences = "; ".join(
+                    f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes
+                )
+                message = (
+                    f"was run with settings that differ from task {usual[0].number}: {differences}."
+                )
+                report.add_problem("identity", message, rank, path=rank.folder / RUN)
+
+
+def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
+    """Returns the differences between two ranks, unless the user accepted all their values."""
+    known = defaultdict[str, set[bytes]](set)
+    for accepted in accepted_changes(rank, usual):
+        name = str(accepted.get("field"))
+        known[name] |= {
+            comparable(name, accepted.get("old")),
+            comparable(name, accepted.get("new")),
+        }
+    changes = compare(usual.run, RunIdentity(rank.settings))
+    for change in changes:
+        if (
+            not {comparable(change.field, change.old), comparable(change.field, change.new)}
+            <= known[change.field]
+        ):
+            return changes
+    return []
+
+
+def accepted_changes(*ranks: RankLedger) -> list[Json]:
+    runs = [rank.run for rank in ranks]
+    job = ranks[0].folder.parent / JOB
+    with suppress(CheckpointError):
+        if job.exists():
+            runs.append(read_run(job))
+    return [change for run in runs for change in run.get("accepted_changes", [])]
+
+
+def _check_ranks(report: Report) -> None:
+    # A retry has only ranks with dead letters, so its ranks do not count.
+    ranks = {rank.number for rank in report.ranks if not rank.root}
+    missing = [rank for rank in range(report.tasks) if rank not in ranks]
+    removed = removed_ranks(report.checkpoints, missing)
+    report.not_started = [rank for rank in missing if rank not in removed]
+    tasks = plural(report.tasks, "task")
+    if report.not_started:
+        started = f"{len(report.not_started)} of {tasks}: {name_tasks(report.not_started)}."
+        report.add_problem("unfinished", f"not started: {started}")
+    for rank in removed:
+        folder = str(rank_folder(report.checkpoints, rank))
+        message = (
+            f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for "
+            "good, have its documents processed, and paid, again: move the output files of task "
+            f"{rank} elsewhere, delete completions/{rank:05d} in logging_dir, then run."
+        )
+        report.problems.append(Problem("rank", message, rank=rank, path=folder))
+    for rank in sorted(ranks):
+        if 0 < report.tasks <= rank:
+            folder = str(rank_folder(report.checkpoints, rank))
+            report.problems.append(
+                Problem("rank", f"is one too many: the run has {tasks}.", rank=rank, path=folder)
+            )
+
+
+# Output files -------------------------------------------------------------------------------------
+
+
+_OF_ANOTHER_NAME = (
+    "No file of this run has such a name. Move it out of the output folder, or "
+    "delete it if nothing else needs it."
+)
+_STAGED = (
+    "a process on its way to publish has left it, unless a task works just now. Remove it, since "
+    "readers of the folder may take it for output."
+)
+_OF_ANOTHER_JOB = (
+    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another "
+    "output folder, bring that checkpoint back, or delete it if nothing else needs it."
+)
+
+
+def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
+    """Adds the problems of the output files to the report.
+
+    Args:
+        full: also read the files.
+        folder_is_given: the user named the output folder, so if it does not exist, its files are
+            missing.
+    """
+    try:
+        is_owned(report)
+    except OutputMismatch as refusal:
+        report.add_problem("owner", str(refusal), path=report.output)
+        return
+    found = _list(report, folder_is_given)
+    if found is None:
+        return
+    names = {path for path in found.sizes if not _is_ours(report, path)}
+    committed = _check_duplicates(report)
+    for chunk in report.chunks:
+        _check_chunk(report, chunk, found, full)
+    uncommitted = _Uncommitted(report)
+    for path in sorted(names - committed):
+        uncommitted.check(path)
+
+
+def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
+    committed: dict[str, OutputFile] = {
+        plain(file.path): file for chunk in report.chunks for file in chunk.files
+    }
+    look = partial(list_files, report.folder, committed)
+    try:
+        with file_system_call():
+            if report.hub is not None:
+                found = HubReads(report.hub, StoppableCalls()).listed(look, committed.values())
+            else:
+                found = look()
+            is_there = bool(found.sizes) or (report.hub is None and report.folder.exists(""))
+    except (OSError, OutputFailed) as failure:
+        error = failure.__cause__ or failure
+        advice = storage_advice if report.hub is None else report.hub.advice
+        report.add_problem(
+            "output", f"{report.output} cannot be listed: {failure_line(error)}. {advice(error)}"
+        )
+        return None
+    if not is_there and not folder_is_given and report.sums.numbers.files:
+        report.add_problem(
+            "output",
+            f"the output folder {report.output} does not exist. If it was moved, give its place "
+            "with --output; if it is lost, give the same folder with --output, and all its files "
+            "count as missing.",
+            path=report.output,
+        )
+        return None
+    return found
+
+
+def is_owned(report: Report) -> bool:
+    """Whether the output folder is known to belong to the run.
+
+    Raises OutputMismatch if it belongs to another one.
+    """
+    # An earlier release's run, or a copy of a mirror.
+    if not (report.checkpoints / HOME).exists():
+        return False
+    homes = Homes(report.checkpoints, None)
+    try:
+        owned = [
+            OutputOwnership(report.folder, template, homes).check() for template in report.templates
+        ]
+    except OSError:
+        return False  # the listing fails, too, and explains why
+    return all(owned)
+
+
+def _is_ours(report: Report, path: str) -> bool:
+    if OWNER in path:  # of a bucket's root, which has no place beside it, or of a folder below
+        return True
+    if not report.folder.is_local():
+        return False
+    return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
+
+
+def _check_duplicates(report: Report) -> set[str]:
+    claims: dict[str, list[CommittedChunk]] = defaultdict(list)
+    for chunk in report.chunks:
+        for file in chunk.files:
+            claims[plain(file.path)].append(chunk)
+    for path, claimants in claims.items():
+        if len(claimants) > 1:
+            names = " and by ".join(str(chunk) for chunk in claimants)
+            message = (
+                f"{path} is named by {names}. One overwrote the other: start one of them over."
+            )
+            report.add_problem("duplicate", message, claimants[0].rank, claimants[0].index, path)
+    return set(claims)
+
+
+def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
+    is_right = True
+    for file in chunk.files:
+        wrong = _wrong(report, file, found, full)
+        if wrong is None:
+            continue
+        is_right = False
+        kind, text = wrong
+        message = f"{file.path} {text}."
+        if kind in REDO_KINDS:
+            message += f" To redo it: {report.repair_command}, then run again."
+        report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
+    # On the hub, a footer costs requests, and the hash suffices.
+    if full and is_right and report.hub is None:
+        _check_documents(report, chunk)
+
+
+def _wrong(
+    report: Report, file: OutputFile, found: FoundFiles, full: bool
+) -> tuple[str, str] | None:
+    if not found.is_right(file):
+        return file_problem(file, found.size(file))
+    if not full and plain(file.path) not in found.touched:
+        return None
+    try:
+        with file_system_call():
+            actual = content_hash(report.folder, file.path)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or (
+            report.hub is not None and http_status(error) == 404
+        ):
+            return "missing", "is missing"
+        return "output", f"cannot be read: {failure_line(error)}"
+    if actual != file.xxh128:
+        return (
+            "altered",
+            f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}",
+        )
+    return None
+
+
+def _check_documents(report: Report, chunk: CommittedChunk) -> None:
+    found = None
+    if chunk.documents is not None:
+        with suppress(ImportError, ValueError, OSError, EOFError):
+            found = sum(_count_documents(report.folder, file.path) for file in chunk.files)
+    if found is None:
+        report.uncounted.add(str(chunk.rank.run.get("output_writer")))
+    elif found != chunk.documents:
+        message = (
+            f"its output files hold {found} documents instead of the {chunk.documents} that "
+            "were committed."
+        )
+        report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
+
+
+def _count_documents(folder: DataFolder, path: str) -> int:
+    """Raises ValueError if the file's format is unknown."""
+    known = format_of_file(path)
+    if known is None:
+        raise ValueError(path)
+    with known.open(folder, path) as file:
+        return known.count(file)
+
+
+class _Uncommitted:
+    """Separates files that a run will still commit from foreign files."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
+        self._ranks = {rank.key: rank for rank in report.ranks}
+        self._look_again = cache(partial(_look_again, report.checkpoints))
+        self._published = cache(partial(published_names, report.checkpoints))
+        self._patterns = [output_pattern(template) for template in report.templates if template]
+
+    def check(self, path: str) -> None:
+        if not self._patterns:
+            return  # no run.json can be read
+        if path.startswith(f"{STAGING}/"):
+            self._report.add_problem("foreign", f"{path}: {_STAGED}", path=path)
+            return
+        matches = [pattern.fullmatch(path) for pattern in self._patterns]
+        advice = f"{STRAY_ADVICE}."
+        if not any(matches):
+            advice = _OF_ANOTHER_NAME
+            if self._report.hub is not None:
+                return  # a repository holds a card, and other jobs' files
+        for match in filter(None, matches):
+            key, chunk_index = rank_and_chunk(match)
+            rank = self._ranks.get(key)
+            if rank is not None and rank.state == "damaged":
+                return  # it may belong to a lost commit
+            now, files = self._look_again(key)
+            if path in files:
+                return  # committed meanwhile
+            rank = rank or now
+            if rank is None:
+                if not key[0] and 0 < self._report.tasks <= key[1]:
+                    continue  # it ran with more tasks before
+                place = name_place(*key)
+                advice = (
+                    f"It is named like a file of {place}, which has no checkpoint here: keep "
+                    "it until that is found."
+                )
+            elif rank.state != "finished":
+                published = self._published(key[1])
+                if published is not None and path not in published:
+                    advice = _of_another_job(self._report.checkpoints)
+                elif (*key, chunk_index) not in self._committed:
+                    message = f"{path} is published but not committed yet."
+                    self._report.add_problem("unfinished", message, rank, chunk_index, path)
+                    return
+        self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+
+
+def _of_another_job(checkpoints: Path) -> str:
+    begun = Homes(checkpoints, None).kept
+    if begun is not None and ("://" in begun.home or looks_like_mirror(Path(begun.home))):
+        return (
+            f"Another node may have continued the task. The run's mirror, {begun.home}, knows: "
+            "verify that, and keep the file until then."
+        )
+    return _OF_ANOTHER_JOB
+
+
+def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
+    folder = rank_folder(checkpoints / key[0], key[1])
+    if not folder.exists():
+        return None, set()
+    now = read_rank(*key, folder, Want.COMMITS)
+    return now, {file.path for commit in now.commits.values() for file in commit.files}
+
+
+# Columns ------------------------------------------------------------------------------------------
+
+
+def check_columns(report: Report) -> None:
+    broken = {problem.path for problem in report.problems}
+    files = {
+        file.path: chunk
+        for chunk in report.chunks
+        for file in chunk.files
+        if file.path.endswith(".parquet") and file.path not in broken
+    }
+    firsts: dict[str, tuple[str, Schema]] = {}
+    found: dict[tuple[str, str], list[tuple[CommittedChunk, str, Misfit]]] = defaultdict(list)
+    for path, chunk in sorted(files.items()):
+        schema = read_schema(report.folder, path)
+        if schema is None:
+            continue
+        first, expected = firsts.setdefault(dirname(path), (path, schema))
+        for why in misfits(expected, schema):
+            found[first, why.column].append((chunk, path, why))
+    for (first, column), misfitting in found.items():
+        chunk, path, why = misfitting[0]
+        message = (
+            f"{path} does not load after {first}, or as text: column {column!r} is {why.later} "
+            f"there, and {why.first} in the first file, whose types loaders take."
+        )
+        if len(misfitting) > 1:
+            message += f" So {plural(len(misfitting) - 1, 'more file')}."
+        message += " Give the loader a schema, or start over with one for ParquetWriter."
+        report.add_problem("columns", message, chunk.rank, chunk.index, path)

@@ -1,0 +1,258 @@
+"""What no step and no rollout has changed comes back from Parquet with the type of the input."""
+
+import datetime
+import json
+from decimal import Decimal
+
+import pytest
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt.checkpoint.layout import COLUMNS
+from datatrove_ckpt.errors import DocumentNotSerializable, InputError
+from datatrove_ckpt.readers import IpcReader, ParquetReader
+from tests.jobs import rejects, rows, runner
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+
+DAY = datetime.date(2026, 1, 2)
+MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901)
+TYPES = [
+    (pa.int8(), [1, None, -128, 127]),
+    (pa.uint64(), [1, None, 2**64 - 1, 0]),
+    (pa.float16(), [0.5, None, 2.0, 1.0]),
+    (pa.float32(), [0.1, None, float("inf"), 2.0]),
+    (pa.float64(), [1, 0.1, None, 3]),
+    (pa.large_string(), ["a", None, "", "b"]),
+    (pa.binary(), [b"\xff", None, b"", b"1"]),
+    (pa.binary(2), [b"12", None, b"34", b"\0\0"]),
+    (pa.decimal128(20, 3), [Decimal("1.500"), None, Decimal("-99999999.000"), Decimal(0)]),
+    (pa.decimal256(60, 1), [Decimal("1.5"), None, Decimal(10) ** 40, Decimal(0)]),
+    (pa.date32(), [DAY, None, datetime.date.min, datetime.date.max]),
+    (pa.time32("ms"), [datetime.time(1, 2, 3, 4000), None, datetime.time(), datetime.time(23)]),
+    (pa.timestamp("ms"), [MOMENT.replace(microsecond=5000), None, MOMENT.replace(microsecond=0)]),
+    (pa.timestamp("us", "Europe/Berlin"), [MOMENT, None, datetime.datetime(1, 1, 2)]),
+    (pa.timestamp("ns"), [1_700_000_000_000_000_001, None, 0]),
+    (pa.duration("ms"), [datetime.timedelta(1, 2, 3000), None, datetime.timedelta(0)]),
+    (pa.dictionary(pa.int32(), pa.string()), ["a", None, "b", "a"]),
+    (pa.list_(pa.float32()), [[0.1, None], None, [], [2.0]]),
+    (pa.list_(pa.float32(), 2), [[0.1, 0.2], None, [1.0, None]]),
+    (pa.large_list(pa.int16()), [[1], None, []]),
+    (pa.map_(pa.string(), pa.int64()), [[("a", 1)], None, [], [("b", None), ("c", 2)]]),
+    (pa.list_(pa.map_(pa.string(), pa.date32())), [[[("a", DAY)], None], None, []]),
+    (
+        pa.struct([("a", pa.int8()), ("b", pa.struct([("c", pa.list_(pa.uint8()))]))]),
+        [{"a": 1, "b": {"c": [1, None]}}, None, {"a": None, "b": None}],
+    ),
+    (pa.null(), [None, None]),
+]
+
+
+def a_table(types=TYPES, rows=4):
+    columns = {
+        f"v{number}": pa.array((values * rows)[:rows], kind)
+        for number, (kind, values) in enumerate(types)
+    }
+    texts = {
+        "text": [f"text {row}" for row in range(rows)],
+        "id": pa.array(range(rows), pa.int32()),
+    }
+    return pa.table(texts | columns)
+
+
+def run(folder, server, *tables, reader=ParquetReader, steps=(), metadata=True, **changes):
+    """Runs the tables as files a, b, ... in chunks of two rows."""
+    data = folder / "data"
+    data.mkdir(exist_ok=True)
+    for name, table in zip("abc", tables, strict=False):
+        if reader is ParquetReader:
+            pq.write_table(table, data / f"{name}.parquet", row_group_size=3)
+        else:
+            with pa.ipc.new_file(data / f"{name}.arrow", table.schema) as file:
+                file.write_table(table)
+    output = ParquetWriter(
+        str(folder / "output"), "${chunk_index}.parquet", expand_metadata=metadata
+    )
+    step = runner(folder, server, records_per_chunk=2, output_writer=output, **changes)
+    documents = reader(str(data)).run()
+    for one in steps:
+        documents = one(documents)
+    step.run(documents)
+    return sorted((folder / "output").glob("*.parquet"))
+
+
+def read(files):
+    """The files as a loader reads them: with the columns of the first."""
+    tables = [pq.read_table(file) for file in files]
+    return pa.concat_tables(table.cast(tables[0].schema) for table in tables)
+
+
+def without_type(table):
+    """A column without any value is written as text."""
+    fields = [
+        field.with_type(pa.string()) if pa.types.is_null(field.type) else field
+        for field in table.schema
+    ]
+    return table.cast(pa.schema(fields))
+
+
+@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
+def test_columns_come_back_as_they_went_in(tmp_path, server, reader):
+    table = a_table()
+    output = read(run(tmp_path, server, table, reader=reader)).select(table.column_names)
+    expected = without_type(table)
+    for name in table.column_names:
+        assert output.schema.field(name).type.equals(expected.schema.field(name).type), name
+        assert output[name].to_pylist() == expected[name].to_pylist(), name
+
+
+def test_columns_inside_the_metadata_have_their_types(tmp_path, server):
+    table = a_table(TYPES[:12])
+    schema = pq.read_schema(run(tmp_path, server, table, metadata=False)[0])
+    metadata = schema.field("metadata").type
+    assert [metadata.field(f"v{number}").type for number in range(12)] == [
+        kind for kind, _ in TYPES[:12]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "together"),
+    [
+        (pa.int32(), pa.int64(), pa.int64()),
+        (pa.int32(), pa.float64(), pa.float64()),
+        (pa.decimal128(5, 2), pa.decimal128(8, 3), pa.decimal128(8, 3)),
+        (pa.null(), pa.date32(), pa.date32()),
+        (pa.string(), pa.large_string(), pa.large_string()),
+        (pa.timestamp("ms"), pa.timestamp("us"), pa.timestamp("us")),
+        (pa.list_(pa.int8()), pa.list_(pa.int32()), pa.list_(pa.int32())),
+    ],
+)
+def test_all_chunks_have_the_types_of_all_files(tmp_path, server, first, later, together):
+    values = {pa.null(): None, pa.date32(): DAY, pa.timestamp("ms"): datetime.datetime(2026, 1, 1)}
+    values |= {pa.string(): "a", pa.large_string(): "b", pa.timestamp("us"): MOMENT}
+    values |= {pa.list_(pa.int8()): [1], pa.list_(pa.int32()): [2**20]}
+    values |= {pa.decimal128(5, 2): Decimal("1.50"), pa.decimal128(8, 3): Decimal("123.456")}
+    tables = [a_table([(kind, [values.get(kind, 3)])], rows=2) for kind in (first, later)]
+    files = run(tmp_path, server, *tables)
+    assert [pq.read_schema(file).field("v0").type for file in files] == [together, together]
+
+
+def test_a_clash_names_both_files_before_a_request(tmp_path, server):
+    tables = [a_table([(kind, [value])]) for kind, value in ((pa.int64(), 1), (pa.string(), "1"))]
+    with pytest.raises(
+        InputError, match=r"'v0' has the type int64 in 'a\.parquet' and string in 'b\.parquet'"
+    ):
+        run(tmp_path, server, *tables)
+    assert not server.asked
+
+
+def test_a_step_may_resolve_a_clash_and_change_types(tmp_path, server):
+    def as_text(documents):
+        for document in documents:
+            document.metadata["v0"] = str(document.metadata["v0"])
+            document.metadata["v1"] /= 2
+            yield document
+
+    tables = [
+        a_table([(kind, [value]), (pa.int64(), [1])])
+        for kind, value in ((pa.int64(), 1), (pa.string(), "1"))
+    ]
+    files = run(tmp_path, server, *tables, steps=[as_text])
+    assert read(files)["v0"].to_pylist() == ["1"] * 8
+    assert read(files)["v1"].to_pylist() == [0.5] * 8
+    assert str(pq.read_schema(files[0]).field("v1").type) == "double"
+
+
+def test_a_restart_takes_the_kept_types_though_the_input_has_grown(tmp_path, server):
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    table = a_table(TYPES[:10])
+    expected = read(run(whole, server, table)).drop(["file_path"])
+    server._status = rejects({"text 2"}, 401)
+    with pytest.raises(Exception, match="401"):
+        run(tmp_path, server, table)
+    kept = (tmp_path / "checkpoints" / COLUMNS).read_bytes()
+    server._status = lambda payload, times: None
+    wider = [(pa.int64() if kind == pa.int8() else kind, values) for kind, values in TYPES[:10]]
+    files = run(tmp_path, server, table, a_table(wider))
+    assert (tmp_path / "checkpoints" / COLUMNS).read_bytes() == kept
+    assert read(files[:2]).drop(["file_path"]).equals(expected)
+
+
+def test_a_job_that_began_without_kept_types_goes_on_with_those_of_its_values(tmp_path, server):
+    table = a_table([(pa.int8(), [1])])
+    server._status = rejects({"text 2"}, 401)
+    with pytest.raises(Exception, match="401"):
+        run(tmp_path, server, table)
+    (tmp_path / "checkpoints" / COLUMNS).unlink()
+    server._status = lambda payload, times: None
+    first, later = run(tmp_path, server, table)
+    assert str(pq.read_schema(first).field("v0").type) == "int8"
+    assert str(pq.read_schema(later).field("v0").type) == "int64"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.date32(), 4_000_000),
+        (pa.timestamp("s"), 10**15),
+        (pa.time64("ns"), 1),
+        (pa.duration("ns"), 1),
+        (pa.list_(pa.date32()), [4_000_000]),
+    ],
+)
+def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, kind, value):
+    if pa.types.is_list(kind):
+        column = pa.array([value], pa.list_(pa.int32())).cast(kind)
+    else:
+        column = pa.array([value], pa.int64() if "date" not in str(kind) else pa.int32()).cast(kind)
+    table = pa.table({"text": ["a"], "v": column})
+    with pytest.raises(InputError, match=r"a\.(arrow|parquet)' has a value in the column 'v'"):
+        run(tmp_path, server, table, reader=IpcReader)
+    assert not server.asked
+
+
+def test_a_text_of_bytes_is_refused_before_a_request(tmp_path, server):
+    with pytest.raises(DocumentNotSerializable, match="a text of type bytes"):
+        run(tmp_path, server, pa.table({"text": [b"t1"], "id": ["1"]}))
+    assert not server.asked
+
+
+def test_kept_types_that_cannot_be_read_are_named(tmp_path, server):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / COLUMNS).write_bytes(b"{}")
+    with pytest.raises(Exception, match=COLUMNS):
+        run(tmp_path, server, a_table([(pa.int8(), [1])]))
+    assert not server.asked
+
+
+def test_a_rollout_may_replace_a_column(tmp_path, server):
+    async def rollout(document, generate):
+        document.metadata["v0"] = json.dumps(document.metadata["v0"])
+        return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+    files = run(tmp_path, server, a_table([(pa.int8(), [1])]), rollout=rollout)
+    assert str(pq.read_schema(files[0]).field("v0").type) == "string"
+
+
+def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
+    columns = [
+        (pa.decimal128(20, 3), [Decimal("1.500")]),
+        (pa.binary(), [b"\xff"]),
+        (pa.duration("ms"), [datetime.timedelta(1, 2, 3000)]),
+        (pa.date32(), [DAY]),
+        (pa.list_(pa.decimal128(5, 2)), [[Decimal("1.50"), None]]),
+        (pa.timestamp("ns"), [1_700_000_000_000_000_001]),
+    ]
+    (tmp_path / "data").mkdir()
+    pq.write_table(a_table(columns, rows=2), tmp_path / "data" / "a.parquet")
+    runner(tmp_path, server).run(ParquetReader(str(tmp_path / "data")).run())
+    metadata = rows(tmp_path)[0]["metadata"]
+    assert [metadata[f"v{number}"] for number in range(5)] == [
+        "1.500",
+        "/w==",
+        86402.003,
+        "2026-01-02",
+        ["1.50", None],
+    ]
+    assert metadata["v5"].startswith("2023-11-14T22:13:20")

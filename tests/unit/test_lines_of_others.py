@@ -1,0 +1,90 @@
+"""Lines that the tools of others write, and what json, pandas and datasets read in them."""
+
+import json
+import math
+import re
+
+import pytest
+
+from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers import CSVReader, JsonlReader
+from tests.jobs import runner
+
+LINES = {
+    "NaN": b'{"text":"a","x":NaN,"y":[1,{"z":-Infinity}]}',
+    "infinity": b'{"text":"a","x":Infinity}',
+    "beyond 64 bits and NaN": b'{"text":"a","x":NaN,"n":123456789012345678901234567890}',
+    "a lone surrogate": b'{"text":"a\\ud800b","x":["\\udfff"]}',
+    "a lone surrogate in a name": b'{"text":"a","x\\ud800":1}',
+    "a pair of surrogates": b'{"text":"\\ud83d\\ude00 \\ud83d"}',
+    "NaN in a text": b'{"text":"NaN \\\\u","x":NaN}',
+}
+
+
+def as_read(value):
+    """What other readers make of it, with U+FFFD for surrogates that are alone."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {as_read(key): as_read(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_read(item) for item in value]
+    return "nan" if isinstance(value, float) and math.isnan(value) else value
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+def test_a_line_that_others_read_is_a_document(tmp_path, line):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text":"first"}\n' + line + b'\n{"text":"last"}\n')
+    reader = JsonlReader(str(tmp_path))
+    first, document, last = reader.run()
+    assert (first.text, last.text) == ("first", "last")
+    row = {"text": document.text} | document.metadata
+    del row["file_path"]
+    assert as_read(row) == as_read(json.loads(line))
+    assert "damaged_lines" not in reader.stats.stats
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text":NaN', b"{'text':'a'}", b'{"text":"a\xff"}', b"[" * 9999]
+)
+def test_what_nobody_reads_is_damaged_as_before(tmp_path, line):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text":"first"}\n' + line + b"\n")
+    reader = JsonlReader(str(tmp_path))
+    assert [document.text for document in reader.run()] == ["first"]
+    assert reader.stats["damaged_lines"].total == 1
+
+
+def test_a_zstd_frame_with_the_longest_window_is_read(tmp_path):
+    pytest.importorskip("zstandard")
+    content = b'{"text":"a"}\n'
+    last_raw_block = (len(content) << 3 | 1).to_bytes(3, "little")
+    window = bytes([(31 - 10) << 3])
+    frame = b"\x28\xb5\x2f\xfd\x00" + window + last_raw_block + content
+    (tmp_path / "a.jsonl.zst").write_bytes(frame)
+    assert [document.text for document in JsonlReader(str(tmp_path)).run()] == ["a"]
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_another_delimiter_is_named_before_a_request(tmp_path, server, delimiter):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_text(f"id{delimiter}text\n1{delimiter}hello\n")
+    with pytest.raises(InputError, match=rf"'a.csv' has {re.escape(repr(delimiter))} between"):
+        runner(tmp_path / "run", server).run(CSVReader(str(tmp_path / "data")).run())
+    assert not server.asked
+
+
+@pytest.mark.parametrize(
+    ("encoding", "command"),
+    [("utf-16", "iconv -f utf-16"), ("utf-16-be", "utf-16"), ("latin1", "iconv -f latin1")],
+)
+def test_another_encoding_is_named_with_the_command_that_converts_it(
+    tmp_path, server, encoding, command
+):
+    data = "id,text\n1,é\n".encode(encoding)
+    if encoding == "utf-16-be":
+        data = b"\xfe\xff" + data
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.csv").write_bytes(data)
+    with pytest.raises(InputError, match=rf"'a.csv' in .* is not UTF-8: .*{command}"):
+        runner(tmp_path / "run", server).run(CSVReader(str(tmp_path / "data")).run())
+    assert not server.asked

@@ -30,7 +30,7 @@ CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
 COLUMNS = "columns.arrow"
-"""Types of the input's columns, in the job's folder."""
+"""Types of the input's columns: the job's, and a copy of each rank's, which its mirror has."""
 """What the rank has read: its files, and how many lines were skipped.
 
 Written when the input has ended.

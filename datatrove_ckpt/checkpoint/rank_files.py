@@ -26,6 +26,7 @@ from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
+    COLUMNS,
     COMMITS,
     DEAD_LETTERS,
     HISTORY,
@@ -327,9 +328,9 @@ class RankFiles:
             DEAD_LETTERS: self._dead_letters.size,
             HISTORY: self._history.file.size,
         }
-        retried = self.folder / RETRY_INPUT
-        if retried.exists():
-            sizes[RETRY_INPUT] = retried.stat().st_size
+        for path in (self.folder / RETRY_INPUT, self.folder / COLUMNS):
+            if path.exists():
+                sizes[path.name] = path.stat().st_size
         if (self.folder / BATCHES).exists():
             sizes[BATCHES] = self.batches.file.size
         # Not earlier: files of a snapshot only grow, and this file is replaced once.

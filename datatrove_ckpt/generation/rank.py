@@ -319,7 +319,7 @@ class _Run:
         try:
             say.started()
             with preemption.interruptible():
-                types = input_types(data, self.root, step.output_writer)
+                types = input_types(data, rank_folder(self.root, rank), step.output_writer)
                 output.prepare(types)
             shutdown.check()
             trial = WriterTrial(step.output_writer, types)

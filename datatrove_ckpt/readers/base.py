@@ -224,8 +224,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
-    def schemas(self, inputs: Inputs) -> Iterable[tuple[str, Any]]:
-        """Yields the name and Arrow schema of each file, if the format has schemas."""
+    def schemas(self) -> Iterable[tuple[str, Any]]:
+        """Yields the name and Arrow schema of each input file, if the format has schemas."""
         return ()
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:

@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
-from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row
 
 if TYPE_CHECKING:
@@ -142,9 +142,10 @@ class _TableReader(SeekingReader):
         ):
             yield file
 
-    def schemas(self, inputs: Inputs) -> Iterator[tuple[str, pa.Schema]]:
+    def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
+        names = list_input(self).names
         with ThreadPoolExecutor(_SCHEMAS_AT_ONCE) as threads:
-            yield from zip(inputs.names, threads.map(self._schema, inputs.names), strict=True)
+            yield from zip(names, threads.map(self._schema, names), strict=True)
 
     @abstractmethod
     def _schema(self, name: str) -> pa.Schema: ...

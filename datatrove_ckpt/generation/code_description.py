@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from datatrove_ckpt.generation.code_given import MAIN, Given, Root, is_of_user, look_at, written
 from datatrove_ckpt.generation.code_statements import (
@@ -279,11 +279,15 @@ class _Walk:
                 self._go((file, name), USED + name, (root.label, name))
         if codes:
             return
-        line = getattr(getattr(root.thing, "__code__", None), "co_firstlineno", 0)
+        own_code = getattr(root.thing, "__code__", None)
+        line = getattr(own_code, "co_firstlineno", 0)
+        around = [one for one in source.statements if one.file == root.file and line in one.lines]
+        if "<" in root.name and own_code is not None:  # one of the functions in a statement
+            numbers = [str(one.number_of(own_code)) for one in around]
+            self.bytecode[f"{root.label} function"] = " ".join([root.name, *numbers])
         if top == "<lambda>" or not source.bound(top):
-            for statement in source.statements:
-                if statement.file == root.file and line in statement.lines:
-                    top = statement.alias
+            for statement in around:
+                top = statement.alias
         self._go((file, top), root.label, (root.label,))
 
     def _go(self, key: Key, label: str, way: tuple[str, ...]) -> None:
@@ -349,6 +353,11 @@ class _Walk:
             self._go((_on_path(place), name), label, (label,))
 
     # fields ----------------------------------------------------------------------------------
+
+    def mutated(self) -> set[str]:
+        """Returns the names and attributes that the code changes while it runs."""
+        statements = (one for unit in self.units.values() for one in unit.statements)
+        return {name for one in statements for name in one.mutated}
 
     def fields(self, own: bool, taken: Mapping[str, object]) -> dict[str, object]:
         """Returns the fields of what a pickle holds by value, or of the rest."""
@@ -499,34 +508,52 @@ def describe(
         first = _first.setdefault(place, (things, given))[1]
         known: frozenset[str] = frozenset()
         files: set[str] = set()
+        mutated: set[str] = set()
         while True:
+            roots = _as_first(given.roots, first.roots, mutated)
             if before is None:
-                walk = _Walk(known, given.roots, files)
+                walk = _Walk(known, roots, files)
             else:
                 walk = _Walk(known | before.known, [], files)
                 walk.resume(before)
             walk.run()
             now = known | (walk.words & (_HINTS | _SUBCLASSES))
-            if now == known and walk.files == files:
+            if now == known and walk.files == files and walk.mutated() <= mutated:
                 break
             known = now
             files = walk.files
+            mutated |= walk.mutated()
         if before is not None:
             fields = before.own | walk.fields(False, before.own)
             return before._replace(fields=fields, notes=before.notes | walk.notes())
-        return _description(walk, given, first, known)
+        given = given._replace(
+            roots=roots,
+            fields=dict(_as_first(given.fields.items(), first.fields.items(), mutated)),
+        )
+        return _description(walk, given, known)
 
 
-def _description(walk: _Walk, given: Given, first: Given, known: frozenset[str]) -> CodeDescription:
-    """Puts the parts together; what the code changes while it runs is as it was seen first."""
+_Labelled = TypeVar("_Labelled", bound=tuple[Any, ...])
+
+
+def _as_first(
+    given: Iterable[_Labelled], first: Iterable[_Labelled], mutated: set[str]
+) -> list[_Labelled]:
+    """Returns what was given, each after its label; what the code changes while it runs is as it
+    was seen first.
+    """
+    return [
+        one
+        for labelled, is_state in ((given, False), (first, True))
+        for one in labelled
+        if mutated.isdisjoint(one[0].split(".")[1:]) is not is_state
+    ]
+
+
+def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:
+    """Puts the parts together."""
     statements = [one for unit in walk.units.values() for one in unit.statements]
-    mutated = {name for one in statements for name in one.mutated}
-    values = {
-        label: value
-        for fields, is_state in ((given.fields, False), (first.fields, True))
-        for label, value in fields.items()
-        if mutated.isdisjoint(label.split(".")[1:]) is not is_state
-    }
+    values = given.fields
     unstable = walk.unstable()
     names = walk.words.union(*(one.texts for one in statements))
     partly = set()

@@ -30,6 +30,8 @@ _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _MAX_OBJECTS = 5000
 _MAX_EXACT = 2**53
+_DEEPEST = 100
+"""Containers in each other."""
 
 
 class Root(NamedTuple):
@@ -135,13 +137,15 @@ def _root(label: str, thing: Any) -> Root | None:
 # values ------------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> object:
+def plain(value: Any, depth: int = _DEEPEST) -> object:
     """Returns a value of plain types as JSON that is equal in every process.
 
     Raises:
-        TypeError: the value is not of plain types.
+        TypeError: the value is not of plain types, or is deeper than ``depth``.
     """
     kind = type(value)
+    if not depth:
+        raise TypeError(kind)
     if kind is str:
         return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
     if isinstance(value, PurePath):
@@ -154,13 +158,15 @@ def plain(value: Any) -> object:
         return f"{kind.__name__} {value!r}"
     if kind is dict:
         names = [name if type(name) is str else f"{type(name).__name__} {name}" for name in value]
-        content = dict(zip(names, map(plain, value.values()), strict=True))
+        content = {
+            name: plain(one, depth - 1) for name, one in zip(names, value.values(), strict=True)
+        }
         if names != sorted(names):
             content["(order)"] = ", ".join(names)
         return content
     if kind not in _CONTAINERS:
         raise TypeError(kind)
-    items = [plain(one) for one in value]
+    items = [plain(one, depth - 1) for one in value]
     if isinstance(value, set | frozenset):
         items.sort(key=repr)
     if kind is list:

@@ -26,9 +26,8 @@ from datatrove_ckpt.checkpoint.chunks import (
 from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.history import Progress, Record
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
-from datatrove_ckpt.checkpoint.job import join_job
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,

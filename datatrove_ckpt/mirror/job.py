@@ -16,13 +16,17 @@ from pathlib import Path
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import (
+    JobChanges,
+    KeptRun,
     RunIdentity,
     compare,
+    compare_kept,
+    job_content,
+    name_tasks,
     parse_run,
     refusal,
     stamped,
 )
-from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
     COMMITS,

@@ -13,8 +13,7 @@ from tempfile import TemporaryDirectory
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged
-from datatrove_ckpt.checkpoint.identity import refusal
-from datatrove_ckpt.checkpoint.job import JobChanges, compare_job, name_tasks
+from datatrove_ckpt.checkpoint.identity import JobChanges, compare_job, name_tasks, refusal
 from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
     RUN,
@@ -64,7 +63,7 @@ from datatrove_ckpt.run_folder.run_plan import Folders, RunnerPlan, RunPlan, Wro
 #
 #     marker   checkpoint of the rank      what happens
 #     any      older than in the mirror    it is restored, and then compared
-#     any      of another run              refused, see ``checkpoint/job.py``
+#     any      of another run              refused, see ``checkpoint/identity.py``
 #     yes      none, but in the mirror     it is restored, and then compared
 #     yes      none                        refused: its documents may not be in the output
 #     yes      not finished                the marker is removed, so that the rank runs

@@ -20,7 +20,7 @@ from datatrove.pipeline.readers.base import BaseReader
 from datatrove.utils.stats import PipelineStats
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.job import note_output
+from datatrove_ckpt.checkpoint.identity import note_output
 from datatrove_ckpt.checkpoint.ledger import JobSums, Limits, Want, find_ranks, read_rank
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, error_text, figure, plural

@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.identity import settings_in
-from datatrove_ckpt.checkpoint.job import removed_ranks
+from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
     RankLedger,

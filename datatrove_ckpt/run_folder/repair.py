@@ -50,8 +50,7 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     read_whole_commits,
 )
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
-from datatrove_ckpt.checkpoint.job import recorded_output
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, recorded_output
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING, journal_indices
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import explained, seal

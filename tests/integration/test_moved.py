@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.job import note_output
+from datatrove_ckpt.checkpoint.identity import note_output
 from datatrove_ckpt.checkpoint.layout import LOCK, RUN
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.run_folder.verify import verify

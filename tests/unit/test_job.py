@@ -58,7 +58,9 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=start_second)
     claim = RunClaim(first.folder, identity())
-    monkeypatch.setattr(identity_module, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    monkeypatch.setattr(
+        identity_module, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
+    )
     with join_job(tmp_path, 0, identity(), False, lambda: None):
         thread.start()  # between job.json and run.json of the first
         for _ in range(2):

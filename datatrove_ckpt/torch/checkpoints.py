@@ -84,15 +84,18 @@ from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import (
     METADATA,
     States,
+    StateSnapshot,
     check_fits,
     contents_of,
     give,
+    hashes,
     load_parts,
     not_plain,
     outline,
+    random_state,
     save_parts,
+    set_random_state,
 )
-from datatrove_ckpt.torch.snapshot import StateSnapshot, hashes, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.workers import keep_workers, seed_workers

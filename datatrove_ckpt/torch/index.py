@@ -16,11 +16,10 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
-from datatrove_ckpt.torch.batches import Parts, RowBatches, owned
+from datatrove_ckpt.torch.batches import Parts, RowBatches, json_row, owned, table_rows
 from datatrove_ckpt.torch.block_file import Rows
 from datatrove_ckpt.torch.blocks import Block, BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
-from datatrove_ckpt.torch.samples import json_row, table_rows
 
 _OF_DICTS = 3
 """Size of the dicts of JSONL, for each byte of their lines."""

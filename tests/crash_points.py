@@ -15,11 +15,12 @@ from unittest.mock import patch
 from datatrove_ckpt.checkpoint import clock, files
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.testing import outputs
-from datatrove_ckpt.testing.crashes import CrashReport, assert_equal
-from datatrove_ckpt.testing.disks import (
+from datatrove_ckpt.testing.crashes import (
     EFFECTS,
     REMOTE_EFFECTS,
     CrashingDisk,
+    CrashReport,
+    assert_equal,
     copy_tree,
     disk_in_place,
 )

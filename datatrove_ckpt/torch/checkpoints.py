@@ -45,7 +45,6 @@ from loguru import logger
 from torch.optim import Optimizer
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.training_history import TrainingHistory
 from datatrove_ckpt.checkpoint.training_policies import (
     AnyOf,
     Best,
@@ -62,6 +61,7 @@ from datatrove_ckpt.checkpoint.training_policies import (
 from datatrove_ckpt.checkpoint.training_steps import (
     Manifest,
     StepName,
+    TrainingHistory,
     blocks,
     is_left_behind,
     left_behind,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal, rank_folder
-from datatrove_ckpt.mirror.job import newest_manifest
+from datatrove_ckpt.mirror.restore import newest_manifest
 
 Progress = tuple[int, int, int]
 """Bytes of a rank's commits, journals and saved answers.

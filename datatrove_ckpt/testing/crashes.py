@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import xxhash
 
-from datatrove_ckpt.checkpoint import clock, files
+from datatrove_ckpt.checkpoint import files, numbers
 from datatrove_ckpt.checkpoint.history import parse_line
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
 from datatrove_ckpt.checkpoint.lines import whole_lines
@@ -311,7 +311,7 @@ def assert_same_output_after_crash(
 
     copy_tree(fresh, folder)
     # Otherwise no two folders would be equal.
-    with patch.multiple(clock, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
+    with patch.multiple(numbers, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
         resume([], 2 if recoveries else 1)
     return report
 

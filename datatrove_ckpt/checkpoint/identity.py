@@ -268,7 +268,7 @@ OUTPUT_FOLDER = "output_folder"
 """In ``run.json`` and ``job.json``: where the output was at the last start. It is no part of the
 identity: files may be moved. Tasks that run at one time must agree about it.
 """
-# Reshards: see ``refuse_resharded``.
+# Reshards: an earlier build changed the number of tasks, so that ranks read parts of files.
 _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 

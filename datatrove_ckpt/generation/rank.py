@@ -25,7 +25,6 @@ from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
     SHARD,
     rank_folder,
-    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
@@ -156,7 +155,6 @@ class _Run:
             if old.unchecked:
                 logger.warning(f"Task {rank}:{old.unchecked}")
         root = self.root
-        refuse_resharded(root)
         with naming_mirror(step, root):
             if step.checkpoints_remote_dir is not None:
                 from datatrove_ckpt.mirror.restore import restore_rank

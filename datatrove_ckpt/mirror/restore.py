@@ -81,7 +81,6 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
     rank_folder,
     rank_numbers,
-    refuse_resharded,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
@@ -431,7 +430,6 @@ class MirrorReader:
         """
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
-                layout.refuse_resharded(self._folder, self._store.names())
                 names = list(rank_names(self._store))
                 for name, copied in zip(names, threads.map(self._copy, names), strict=True):
                     if copied is not None:
@@ -619,7 +617,7 @@ def join_mirrored_job(
         hang.
 
     Raises:
-        CheckpointMismatch: another rank belongs to another run; or see ``refuse_resharded``.
+        CheckpointMismatch: another rank belongs to another run.
         ConfigError: the bucket does not exist.
     """
     try:
@@ -646,9 +644,6 @@ def compare_mirrored_job(
     """Compares a job with the ranks that only its mirror has. Changes nothing.
 
     Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
-
-    Raises:
-        CheckpointMismatch: see ``refuse_resharded``.
     """
     with suppress(OSError):
         _, others = _compare(url, root, identity, only_tasks)
@@ -691,7 +686,6 @@ def _compare(
     """Returns the mirror's ``job.json``, and the changes; None: it is of this run."""
     store = ObjectStore(url)
     names = store.names()
-    refuse_resharded(root, names)
     job = read_job(url)
     if job and not compare(job, identity, with_output=with_output):
         return job, None

@@ -37,7 +37,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    refuse_resharded,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import (
@@ -188,7 +187,6 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
     folders = runner.copy or Folders(root, str(root))
     use(runner.step.form)
-    refuse_resharded(root)
     mirror = runner.step.checkpoints_remote_dir
     if not mirror:  # from there a rank may get what it lacks
         for rank in plan.local_ranks:

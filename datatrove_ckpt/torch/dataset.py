@@ -37,9 +37,8 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.tables import Numbers
-from datatrove_ckpt.torch.batches import json_row
 from datatrove_ckpt.torch.blocks import FilesReader
-from datatrove_ckpt.torch.index import Index, Row, RowSource
+from datatrove_ckpt.torch.index import Index, InputRow, RowSource, json_row
 from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import (
@@ -257,7 +256,7 @@ class Epoch(Iterator[object]):
             return map(self._make, self._source.rows(*places))
         return self._source.samples(*places)
 
-    def _make(self, row: Row) -> object:
+    def _make(self, row: InputRow) -> object:
         """Makes a document of a row, or returns the row if there are columns; None: damaged, or no
         document.
         """

@@ -34,11 +34,10 @@ from datatrove_ckpt.errors import (
     causes,
 )
 from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
-from datatrove_ckpt.generation.exits import name_of
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import NotAwaitable
+from datatrove_ckpt.generation.user_code import NotAwaitable, name_of
 from datatrove_ckpt.rollouts import InvalidAnswer
 
 

@@ -38,7 +38,6 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.dead_letters import TakenLetters, next_retry
-from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
@@ -49,7 +48,7 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.scheduler import Scheduler, Served
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
+from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank

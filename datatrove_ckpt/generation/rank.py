@@ -37,9 +37,8 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
-from datatrove_ckpt.generation.dead_letters import TakenLetters, next_retry
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
-from datatrove_ckpt.generation.failures import Failures, offer_skipping
+from datatrove_ckpt.generation.failures import Failures, TakenLetters, next_retry, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types

@@ -41,8 +41,7 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.generation.batches import Batches
-from datatrove_ckpt.generation.dead_letters import RetriedDocument
-from datatrove_ckpt.generation.failures import Failures
+from datatrove_ckpt.generation.failures import Failures, RetriedDocument
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument

@@ -22,8 +22,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
-from datatrove_ckpt.run_folder.judge import find_left, find_slow, rank_state
-from datatrove_ckpt.run_folder.run_state import RunState, add_up
+from datatrove_ckpt.run_folder.run_state import RunState, add_up, find_left, find_slow, rank_state
 from datatrove_ckpt.run_folder.where import Place
 
 # Limit for all ranks together: large files of many ranks are estimated.

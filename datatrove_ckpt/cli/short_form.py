@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from datatrove_ckpt.checkpoint.job import recorded_settings
+from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
 from datatrove_ckpt.cli.yaml_config import (

@@ -24,7 +24,7 @@ from datatrove_ckpt.output.folders import (
     stands_elsewhere,
 )
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.run_folder import earlier_runs
+from datatrove_ckpt.run_folder import findings
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import crash_at, outputs
 from tests.jobs import ids, run_job, runner, writer
@@ -74,16 +74,16 @@ def test_a_folder_that_cannot_be_asked_after_may_still_be_there():
 
 def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, command, monkeypatch):
     _, executor = make_executor(str(job / "job.yaml"), [])
-    look = earlier_runs._look
+    look = findings._look
 
     def starts_meanwhile(*arguments):
         with monkeypatch.context() as inside:
-            inside.setattr(earlier_runs, "_look", look)
+            inside.setattr(findings, "_look", look)
             command("run", "job.yaml")
         return look(*arguments)
 
-    monkeypatch.setattr(earlier_runs, "_look", starts_meanwhile)
-    earlier_runs.check_output(RunPlan(executor), before=True)
+    monkeypatch.setattr(findings, "_look", starts_meanwhile)
+    findings.check_output(RunPlan(executor), before=True)
 
 
 # files that no commit knows ----------------------------------------------------------------------

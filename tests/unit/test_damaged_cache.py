@@ -10,7 +10,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.testing.disks import disk_in_place
+from datatrove_ckpt.testing.crashes import disk_in_place
 from tests.disk_errors import FailingDisk
 
 

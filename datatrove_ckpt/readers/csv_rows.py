@@ -3,24 +3,58 @@
 from __future__ import annotations
 
 import csv
+from typing import Literal
 
 from datatrove.data import DocumentsPipeline
+from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
 
+from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
+from datatrove_ckpt.readers.inputs import path_columns
+from datatrove_ckpt.readers.positions import Adapter, Row
 
 
 class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``CSVReader``, with its arguments. A byte order mark is no part of a name, and
     line breaks within a cell stay as they are.
 
+    Args:
+        path_columns: folders such as ``lang=en`` are columns.
+
     Raises:
         InputError: two columns have one name, a row has more cells than there are names, or another
             character than the comma is between cells.
     """
 
+    path_columns = False  # pickles of earlier releases
+
+    def __init__(
+        self,
+        data_folder: DataFolderLike,
+        paths_file: DataFileLike | None = None,
+        compression: Literal["infer", "gzip", "zstd"] | None = "infer",
+        limit: int = -1,
+        skip: int = 0,
+        file_progress: bool = False,
+        doc_progress: bool = False,
+        adapter: Adapter | None = None,
+        text_key: str = "text",
+        id_key: str = "id",
+        default_metadata: Row | None = None,
+        recursive: bool = True,
+        glob_pattern: str | None = None,
+        shuffle_files: bool = False,
+        path_columns: bool = False,
+    ) -> None:
+        super().__init__(**datatrove_arguments(locals(), "path_columns"))
+        self.path_columns = path_columns
+
     def read_file(self, filepath: str) -> DocumentsPipeline:
+        of_path: Row = {}
+        if self.path_columns:
+            of_path = path_columns(filepath)
         options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}
         with self.data_folder.open(filepath, "r", **options) as file:
             rows = csv.DictReader(file)
@@ -36,7 +70,7 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
                         "the same command again."
                     )
                 with self.track_time():
-                    document = self.get_document_from_dict(row, filepath, number)
+                    document = self.get_document_from_dict(of_path | row, filepath, number)
                 if document:
                     yield document
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from glob import has_magic
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import orjson
 from datatrove.io import DataFolder, get_shard_from_paths_file
@@ -257,6 +258,7 @@ def metadata_hash(metadata: JsonObject | None) -> str:
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
 _THREADS = 16
+_NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 
@@ -265,7 +267,16 @@ def options_of(reader: BaseDiskReader) -> JsonObject:
         name: getattr(reader, name)
         for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))
     }
+    if getattr(reader, "path_columns", False):
+        options["path_columns"] = True
     return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
+
+
+def path_columns(name: str) -> dict[str, str | None]:
+    """Returns the columns that a file's folders name, as ``lang=en/year=2026/``, as text."""
+    pairs = (folder.split("=", 1) for folder in name.split("/")[:-1] if "=" in folder)
+    columns = {unquote(key): unquote(value) for key, value in pairs}
+    return {key: None if value == _NULL_FOLDER else value for key, value in columns.items()}
 
 
 def record_reader(

@@ -60,6 +60,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+        path_columns: folders such as ``lang=en`` are columns.
         stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it
             (``damaged_lines`` in the stats) with a warning.
     """
@@ -89,6 +90,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         shuffle_files: bool = False,
         add_file_path: bool = True,
         shuffle_seed: int | None = None,
+        path_columns: bool = False,
         stop_on_bad_line: bool = False,
     ) -> None:
         super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))

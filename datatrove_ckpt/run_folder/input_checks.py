@@ -387,7 +387,8 @@ def _check_reader(
     added = set[str]()
     options = dict[str, str]()
     ranks = []  # those that something of it concerns
-    options_now = options_of(reader)
+    without = {"path_columns": False}  # a record has it only if it is set
+    options_now = without | options_of(reader)
     seed = getattr(reader, "shuffle_seed", None)
     for rank, record in records.items():
         read = {file.name for file in record.files}
@@ -402,7 +403,8 @@ def _check_reader(
             names = shuffled_names(names, seed)
         would_read = set(names[: len(record.files)] if record.limited else names)
         added |= would_read - read
-        old = {name: value for name, value in record.options.items() if value != options_now[name]}
+        options_then = without | record.options
+        old = {name: value for name, value in options_then.items() if value != options_now[name]}
         options |= {name: f"{value!r} -> {options_now[name]!r}" for name, value in old.items()}
         if old or would_read != read or not read.isdisjoint(changed.keys() | removed):
             ranks.append(rank)

@@ -154,7 +154,9 @@ CSV = {
     "blank lines": b"id,text\n\n1,a\n\n2,b\n",
     "carriage returns": b"text,id\ra,1\rb,2",
     "a column without a name": b",text,id\n0,a,1\n",
-    "short row": b"id,text,n\n1,a,x\n2,b\n",
+    "odd quotes": b'id,text\n1,5" pipe\n2,"a"b\n3,"say ""a"""\n',
+    "a byte of zeros": b"id,text\n1,a\0b\n",
+    "no line break at the end": b'id,text\n1,a\n2,"b"',
 }
 
 
@@ -178,15 +180,29 @@ def test_csv_is_read_as_the_csv_module_and_pandas_read_it(tmp_path, name, compre
     assert sorted(map(sorted, values)) == sorted(map(sorted, read.to_numpy().tolist()))
 
 
-def test_a_csv_row_with_too_many_cells_is_refused_before_its_request(tmp_path, run, server):
-    path = write(tmp_path, "a.csv", b'id,text\n1,"o\nne"\n2,two,more\n3,three\n')
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (b"two,more", "more cells than columns"),
+        (b"two\nand a half", "fewer cells than columns"),
+        (b'"two', "a quote that is not closed"),
+        (
+            b'"' + b"x" * 70 + b'"',
+            "a cell that cannot be read (field larger than field limit (64))",
+        ),
+    ],
+)
+def test_an_odd_csv_row_is_refused_before_its_request(tmp_path, run, server, row, problem):
+    path = write(tmp_path, "a.csv", b'id,text\n1,"o\nne"\n2,' + row + b"\n3,three\n")
+    line = 4 + (problem[0] == "f")
+    limit = csv.field_size_limit(64 if "limit" in problem else 2**28)
     said = run(server, path, code=1)
-    assert (
-        "The input file 'a.csv' has more cells than columns in the row that ends in line 4" in said
-    )
-    assert not server.asked["two"]
-    path.write_bytes(path.read_bytes().replace(b",more", b""))
+    csv.field_size_limit(limit)
+    assert f"The input file 'a.csv' has {problem} in the row that begins in line {line}. " in said
+    assert set(server.asked) <= {"o\nne"}
+    path.write_bytes(path.read_bytes().replace(row, b"two"))
     assert len(run(server, path)) == 3
+    assert server.asked.total() == 3
 
 
 def table(*columns):

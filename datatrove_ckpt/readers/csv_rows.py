@@ -14,7 +14,7 @@ from datatrove.pipeline.readers import csv as datatrove_csv
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
-from datatrove_ckpt.readers.inputs import path_columns
+from datatrove_ckpt.readers.inputs import path_columns, refuse_pointer
 from datatrove_ckpt.readers.positions import Adapter, Row
 
 _END = "\0end of the file"
@@ -67,6 +67,7 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
             _, names = next(rows, (1, []))
             refuse_equal_names(names, filepath)
             if len(names) == 1 and self.text_key not in names:
+                refuse_pointer(names[0].encode(), filepath)
                 _refuse_other_delimiter(names[0], filepath)
             for number, (line, cells) in enumerate(rows):
                 if len(cells) != len(names):

@@ -36,6 +36,7 @@ from datatrove_ckpt.readers.inputs import (
     check_reachable,
     list_input,
     options_of,
+    refuse_pointers,
     sample_files,
     shuffled_names,
 )
@@ -192,6 +193,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
     Raises:
         ConfigError: the folder is missing, no file matches, or a package for a compression is
             missing.
+        InputError: a file is a pointer of Git LFS.
     """
     if not reader.data_folder.isdir(""):
         raise ConfigError(f"{place} is not a folder.")
@@ -201,6 +203,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
         if reader.glob_pattern:
             pattern = f' that match "{reader.glob_pattern}"'
         raise ConfigError(f"{place} contains no files{pattern}.")
+    refuse_pointers(inputs)
     check_codecs(place, reader, inputs.names)
     return inputs
 

@@ -224,6 +224,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     "'media' that is no list of datatrove's media objects. Rename the "
                     "column, or write an adapter."
                 ) from None
+        elif fields.get("media") is not None:  # an empty cell
+            fields["media"] = []
         document = PositionedDocument(**fields)
         if self.default_metadata:
             document.metadata = self.default_metadata | document.metadata

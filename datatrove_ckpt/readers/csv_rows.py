@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Literal
 
-from datatrove.data import Document, DocumentsPipeline
+from datatrove.data import DocumentsPipeline
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
 
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
-from datatrove_ckpt.readers.inputs import path_columns, refuse_pointer
+from datatrove_ckpt.readers.inputs import refuse_pointer
 from datatrove_ckpt.readers.positions import Adapter, Row
 
 _END = "\0end of the file"
@@ -35,6 +36,8 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     """
 
     path_columns = False  # pickles of earlier releases
+    _resolved: dict[str, str] | None = None
+    get_document_from_dict = SeekingReader.get_document_from_dict
 
     def __init__(
         self,
@@ -58,9 +61,6 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
         self.path_columns = path_columns
 
     def read_file(self, filepath: str) -> DocumentsPipeline:
-        of_path: Row = {}
-        if self.path_columns:
-            of_path = path_columns(filepath)
         options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}
         with self.data_folder.open(filepath, "r", **options) as file:
             rows = _rows(file, filepath)
@@ -78,9 +78,9 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
                         line,
                         "Put cells with commas or line breaks in quotes, end no row early",
                     )
-                row = of_path | dict(zip(names, cells, strict=True))
+                row = dict(zip(names, cells, strict=True))
                 with self.track_time():
-                    document: Document | None = self.get_document_from_dict(row, filepath, number)
+                    document = self.get_document_from_dict(row, filepath, number)
                 if document:
                     yield document
 

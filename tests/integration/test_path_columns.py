@@ -93,6 +93,8 @@ def test_a_run_keeps_to_the_setting_that_it_began_with(tmp_path, server, kind, b
 
 def test_the_prompt_of_the_short_form_may_name_such_a_column(here, command, server):
     write(here / "data", "jsonl", FOLDERS[:2])
-    options = ["--endpoint", server.url, "--model=m", "--run-folder=job", "--path-columns=true"]
-    command("run", "--input=data", "--prompt={lang}: {text}", *options)
+    options = ["--endpoint", server.url, "--model=m", "--run-folder=job"]
+    words = ("run", "--input=data", "--prompt={lang}: {text}", *options)
+    assert "It is in the name of a folder: set path_columns to true." in command(*words, code=1).err
+    command(*words, "--path-columns=true")
     assert set(server.asked) == {"de: text 0", "en: text 1"}

@@ -262,6 +262,7 @@ MISSING = -1
 _THREADS = 16
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # Git LFS takes no longer file for a pointer
+_LOOKED_AT = 10_000
 _NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
@@ -356,8 +357,8 @@ def refuse_pointer(begin: bytes, name: str) -> None:
 
 
 def refuse_pointers(inputs: Inputs) -> None:
-    """Raises InputError if one of the files of a local folder is a pointer of Git LFS."""
-    for index, name in enumerate(inputs.names):
+    """Raises InputError if one of the first files of a local folder is a pointer of Git LFS."""
+    for index, name in enumerate(inputs.names[:_LOOKED_AT]):
         if 0 < inputs.size(index) <= _POINTER_BYTES:
             refuse_pointer(inputs.folder.cat_file(name), name)
 

@@ -513,10 +513,6 @@ def _reader(given: str, only_look: bool) -> Node:
         )
     is_here = "://" not in given
     folder, pattern = _split(given)
-    if is_here and has_magic(folder):
-        raise _mistake(
-            f"input: {given}: a folder with *, ? or [ in its name cannot be read. Rename it."
-        )
     # Text before an "@" may be a password, which is refused below.
     kind = ""
     if pattern and "@" not in given:
@@ -565,14 +561,17 @@ def _reader(given: str, only_look: bool) -> Node:
 def _list(folder: str, pattern: str | None) -> list[str]:
     from datatrove.io import get_datafolder  # slow to import
 
+    from datatrove_ckpt.readers.inputs import InputFolder
+
     try:
-        names: list[str] = get_datafolder(folder).list_files(glob_pattern=pattern)
+        found = get_datafolder(folder)
+        names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
         if not names and "://" not in folder and not Path(folder).is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
     except Exception as error:  # botocore's errors have no common base
         shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
         raise _mistake(f"input: {shown} cannot be listed: {failure_line(error)}.") from None
-    return [name for name in names if is_input(name, pattern)]
+    return names
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:
@@ -620,10 +619,11 @@ def _split(given: str) -> tuple[str, str]:
     top = "."
     if given.startswith("/"):
         top = "/"
-    if has_magic(given) and not Path(given).is_file():
+    if has_magic(given) and not Path(given).exists():
         parts = given.split("/")
-        first = next(index for index, part in enumerate(parts) if has_magic(part))
-        return "/".join(parts[:first]) or top, "/".join(parts[first:])
+        for first, part in enumerate(parts):
+            if has_magic(part) and not Path("/".join(parts[: first + 1])).is_dir():
+                return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
         # The name itself would match all names with this end.

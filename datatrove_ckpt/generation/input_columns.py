@@ -144,7 +144,7 @@ def _written_type(kind: DataType) -> DataType | None:
     try:
         pq.write_table(pa.table({"": pa.array([], kind)}), file)
         return pq.read_schema(file).field(0).type
-    except pa.ArrowException:
+    except (pa.ArrowException, OSError):  # OSError: a decimal of negative scale
         return None
 
 

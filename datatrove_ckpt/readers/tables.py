@@ -224,6 +224,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+        path_columns: folders such as ``lang=en`` are columns.
     """
 
     format = "parquet"
@@ -246,6 +247,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         glob_pattern: str | None = None,
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
+        path_columns: bool = False,
     ) -> None:
         super().__init__(**datatrove_arguments(locals()))
 
@@ -310,6 +312,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+        path_columns: folders such as ``lang=en`` are columns.
     """
 
     format = "ipc"
@@ -332,6 +335,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         glob_pattern: str | None = None,
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
+        path_columns: bool = False,
     ) -> None:
         super().__init__(**datatrove_arguments(locals()))
 

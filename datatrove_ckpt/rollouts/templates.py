@@ -111,6 +111,8 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
     if setting == "prompt":
         columns = [*_OWN, *columns]
     hint = did_you_mean(key, columns) or "."
+    if f"/{key}=" in str(document.metadata.get("file_path")):
+        hint = ". It is in the name of a folder: set path_columns to true."
     return ConfigError(
         f"{setting}: document {document.id!r} has no column {key!r}; its columns: "
         f"{', '.join(columns) or 'none'}{hint} Correct the name. If other documents have the "

@@ -35,6 +35,7 @@ from datatrove_ckpt.readers.inputs import (
     check_reachable,
     list_input,
     options_of,
+    refuse_pointers,
     sample_files,
     shuffled_names,
 )
@@ -191,6 +192,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
     Raises:
         ConfigError: the folder is missing, no file matches, or a package for a compression is
             missing.
+        InputError: a file is a pointer of Git LFS.
     """
     if not reader.data_folder.isdir(""):
         raise ConfigError(f"{place} is not a folder.")
@@ -200,6 +202,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
         if reader.glob_pattern:
             pattern = f' that match "{reader.glob_pattern}"'
         raise ConfigError(f"{place} contains no files{pattern}.")
+    refuse_pointers(inputs)
     check_codecs(place, reader, inputs.names)
     return inputs
 
@@ -386,7 +389,8 @@ def _check_reader(
     added = set[str]()
     options = dict[str, str]()
     ranks = []  # those that something of it concerns
-    options_now = options_of(reader)
+    without = {"path_columns": False}  # a record has it only if it is set
+    options_now = without | options_of(reader)
     seed = getattr(reader, "shuffle_seed", None)
     for rank, record in records.items():
         read = {file.name for file in record.files}
@@ -401,7 +405,8 @@ def _check_reader(
             names = shuffled_names(names, seed)
         would_read = set(names[: len(record.files)] if record.limited else names)
         added |= would_read - read
-        old = {name: value for name, value in record.options.items() if value != options_now[name]}
+        options_then = without | record.options
+        old = {name: value for name, value in options_then.items() if value != options_now[name]}
         options |= {name: f"{value!r} -> {options_now[name]!r}" for name, value in old.items()}
         if old or would_read != read or not read.isdisjoint(changed.keys() | removed):
             ranks.append(rank)

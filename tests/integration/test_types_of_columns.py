@@ -107,6 +107,17 @@ def test_columns_come_back_as_they_went_in(tmp_path, server, reader):
         assert output[name].to_pylist() == expected[name].to_pylist(), name
 
 
+@pytest.mark.parametrize(
+    "ids", [[None, None, "c", "d"], ["", "", "c", ""], ["", "b", None, "d"], [0, None, None, None]]
+)
+def test_an_empty_id_stays_and_each_file_has_the_column(tmp_path, server, ids):
+    table = pa.table({"text": ["a", "b", "c", "d"], "id": ids})
+    files = run(tmp_path, server, table)
+    assert len(files) == 2
+    assert {tuple(pq.read_schema(file).names[:2]) for file in files} == {("text", "id")}
+    assert pa.concat_tables(map(pq.read_table, files)).select(["text", "id"]).equals(table)
+
+
 def test_columns_inside_the_metadata_have_their_types(tmp_path, server):
     table = a_table(TYPES[:12])
     schema = pq.read_schema(run(tmp_path, server, table, metadata=False)[0])

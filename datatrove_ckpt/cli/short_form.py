@@ -25,6 +25,8 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
@@ -45,6 +47,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
+from datatrove_ckpt.rollouts.templates import parse
 
 if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
@@ -168,7 +171,7 @@ def expand(content: Node, only_look: bool = False) -> Node:
         "prompt",
         "rollout",
         "task",
-    }:
+    } | content.keys() & {"prompt_column"}:
         refuse_unknown({name: None for name in content if did_you_mean(name, NAMES)}, NAMES, form())
     job = construct(ShortJob, own, form())
     _check_place(job)
@@ -177,10 +180,11 @@ def expand(content: Node, only_look: bool = False) -> Node:
     begun = recorded_settings(root / "checkpoints")
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
     reader = _reader(job.input, only_look)
-    job = _as_batch(job, reader, only_look)
+    has_column = "prompt_column" in content
+    job = _as_batch(job, reader, only_look, has_column)
     if tasks is None:
         tasks = _count_tasks(reader["init_args"], job, only_look)
-    rollout = _rollout(job)
+    rollout = _rollout(job, has_column)
     config = _server(job, content)
     answer = begun.get("answer")
     # This machine cannot see the files of a run that began elsewhere.
@@ -195,6 +199,10 @@ def expand(content: Node, only_look: bool = False) -> Node:
     if isinstance(rollout, dict):
         places.append((rollout, rollout["class_path"]))
     _distribute(content, places)
+    text_key = reader["init_args"].get("text_key")
+    # This machine cannot see how a run elsewhere began.
+    if not url and _needs_no_text(rollout, text_key) and not (begun and _began_with_texts(root)):
+        reader["init_args"]["text_key"] = None
     sampling = _sampling(job, content)
     if job.task not in (None, "batch"):
         if sampling:
@@ -234,10 +242,10 @@ def _mistake(text: str) -> ConfigError:
     return ConfigError(f"{form()}: {text}")
 
 
-def _as_batch(job: ShortJob, reader: Node, only_look: bool) -> ShortJob:
+def _as_batch(job: ShortJob, reader: Node, only_look: bool, has_column: bool) -> ShortJob:
     """Returns the job with task, model and reader, where the input is a batch file."""
     is_told = job.task == "batch"
-    if not is_told and (job.prompt or job.rollout or job.task):
+    if not is_told and (job.prompt or job.rollout or job.task or has_column):
         return job
     if is_told and reader["class_path"] not in ("JsonlReader", ""):
         raise _mistake("task: batch is for JSON lines, and the input has none.")
@@ -286,6 +294,34 @@ def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
+
+
+def _needs_no_text(rollout: object, text_key: str | None) -> bool:
+    """Returns whether the prompt names neither the text, nor only the column ``text_key``.
+
+    Args:
+        text_key: as it was given; None: it was not.
+    """
+    if not isinstance(rollout, dict):
+        return False
+    settings = rollout["init_args"]
+    templates = [settings[name] for name in ("prompt", "judge_prompt") if settings.get(name)]
+    named: set[str] = set()
+    with suppress(ConfigError):  # the rollout names what is wrong with its template
+        for template in templates:
+            named |= {key or name for _, name, key in parse(str(template))}
+    if text_key is not None:
+        return text_key in named and "text" not in named
+    has_column = settings.get("prompt_column") is not None
+    return has_column or (bool(templates) and "text" not in named)
+
+
+def _began_with_texts(root: Path) -> bool:
+    """Returns whether the last start of a run skipped rows without a text."""
+    with suppress(OSError, LookupError, TypeError, ValueError):
+        executor = orjson.loads(Path(root, "logs", "executor.json").read_bytes())
+        return executor["pipeline"][0]["text_key"] is not None
+    return False
 
 
 def _sampling(job: ShortJob, content: Node) -> Node:
@@ -434,7 +470,7 @@ def _flags(task: str, config: Node) -> Node:
     return {}
 
 
-def _rollout(job: ShortJob) -> object:
+def _rollout(job: ShortJob, has_column: bool) -> object:
     prompt = job.prompt
     name = job.rollout
     given = {}
@@ -450,12 +486,15 @@ def _rollout(job: ShortJob) -> object:
         and name in SHORT_NAMES
         and isinstance(import_name(name, form()), type)
     )
-    if is_ready or (name is None and prompt is not None):
+    if is_ready or (name is None and (has_column or prompt is not None)):
         return _node(str(name or "PromptRollout"), **given)
     if (name is None) == (prompt is None):
         what = "give it or rollout, not both"
         if name is None:
-            what = "is missing; give it, or rollout (my_module.my_function)"
+            what = (
+                "is missing; give it, or rollout (my_module.my_function), or for rows with a list "
+                "of messages prompt_column"
+            )
         raise _mistake(f"prompt: {what}.")
     return name
 

@@ -8,6 +8,7 @@ from datatrove.data import DocumentsPipeline
 from datatrove.pipeline.readers import csv as datatrove_csv
 
 from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 
 
@@ -19,6 +20,10 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
         InputError: two columns have one name, a row has more cells than there are names, or another
             character than the comma is between cells.
     """
+
+    _resolved: dict[str, str] | None = None
+    has_default_adapter = SeekingReader.has_default_adapter
+    get_document_from_dict = SeekingReader.get_document_from_dict
 
     def read_file(self, filepath: str) -> DocumentsPipeline:
         options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}

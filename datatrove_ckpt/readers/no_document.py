@@ -111,8 +111,8 @@ def _explain_row(reader: BaseDiskReader, name: str, row: JsonObject | None, dama
         return ""
     return (
         f"No row has a text under text_key={reader.text_key!r}. The first row has the keys "
-        f"{keys}. Set text_key to the one with the text, which prompts have as {{text}}, and run "
-        "the same command again."
+        f"{keys}. Set text_key to the one with the text, which prompts have as {{text}}, or to "
+        "null if the rollout needs none, and run the same command again."
     )
 
 

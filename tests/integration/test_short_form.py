@@ -27,6 +27,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, names
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
+from datatrove_ckpt.readers import JsonlReader, position_state
 from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
@@ -685,6 +686,103 @@ def test_a_table_goes_in_and_comes_out_with_the_answers_as_a_column(command):
     assert "Columns: text, id, stars, file_path, rollout_results, summary." in command(
         "show", "runs/x"
     )
+
+
+TABLES = {
+    "sheet.csv": "question,answer\nWhy?,So\nHow?,Thus\n",
+    "part.jsonl": '{"chunks": ["Why?"]}\n{"chunks": ["How?", "x"]}\n',
+    "empty.jsonl": '{"text": "", "question": "Why?"}\n{"question": "How?", "text": null}\n',
+    "text.jsonl": '{"text": "a", "question": "Why?"}\n{"text": "b", "question": "How?"}\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("sheet.csv", ["--prompt={question}"]),
+        ("sheet.csv", ["--prompt={question}", "--text-key=question"]),
+        ("table.parquet", ["--prompt={question}"]),
+        ("stream.arrow", ["--prompt={question}"]),
+        ("saved", ["--prompt={question}"]),
+        ("part.jsonl", ["--prompt={chunks[0]}"]),
+        ("empty.jsonl", ["--prompt={question}"]),
+        ("text.jsonl", ["--prompt={question}"]),
+        ("chats.jsonl", ["--prompt-column=messages"]),
+    ],
+)
+def test_the_prompt_says_which_columns_it_needs(command, name, flags):
+    """And the same table comes out, in one try, also after a stop."""
+    import datasets
+    import pandas
+
+    table = pa.table({"question": ["Why?", "How?"], "answer": ["So", "Thus"]})
+    pq.write_table(table, "table.parquet")
+    with pa.ipc.new_stream("stream.arrow", table.schema) as stream:
+        stream.write(table)
+    datasets.Dataset(table).save_to_disk("saved")
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Why?", "How?")]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    for file, content in TABLES.items():
+        Path(file).write_text(content)
+    asked = []
+    fails = ["How?"]
+
+    def status(payload, times):
+        content = payload["messages"][0]["content"]
+        if content in fails:
+            return 401
+        asked.append(content)
+        return None
+
+    with FakeServer(status=status) as server:
+        given = ["--input", name, "--model=m", "--endpoint", server.url, "--run-folder=runs/x"]
+        command("run", *given, *flags, "--answer=said", "--records-per-chunk=1", code=1)
+        fails.clear()
+        command("run", *given, *flags, "--answer=said", "--records-per-chunk=1")
+    assert asked == ["Why?", "How?"]
+    if name in ("table.parquet", "stream.arrow"):
+        frame = pandas.read_parquet("runs/x/output")
+        assert [*frame][1:3] == ["question", "answer"]
+        assert "text" not in frame
+    else:
+        rows = [json.loads(one) for _, one in sorted(outputs(Path("runs/x/output")).items())]
+        assert [row.get("text") for row in rows] == (
+            ["a", "b"] if name == "text.jsonl" else [None, None]
+        )
+        assert len(rows) == 2
+
+
+def test_a_run_that_began_with_texts_alone_goes_on_so(command, monkeypatch):
+    """As an earlier version began it."""
+    Path("documents/a.jsonl").write_text(
+        '{"text": "a", "q": "1"}\n{"q": "2"}\n{"text": "c", "q": "3"}\n'
+    )
+    fails = ["3"]
+    with FakeServer(
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
+    ) as server:
+        job = {**JOB, "prompt": "{q}", "endpoint": server.url, "records_per_chunk": 1}
+        Path("job.yaml").write_text(yaml.safe_dump(job))
+        command("run", "job.yaml", "--text-key=text", code=1)
+        fails.clear()
+        command("run", "job.yaml")
+        assert [one["messages"][0]["content"] for one in server.payloads] == ["1", "3", "3"]
+
+
+def test_a_rollout_function_gets_documents_with_a_text_unless_none_is_needed():
+    Path("mine.py").write_text("async def rollout(document, generate):\n    return None\n")
+    given = {"prompt": None, "rollout": "mine.rollout"}
+    assert "text_key" not in expanded(**given)["reader"]["init_args"]
+    assert expanded("--text-key=null", **given)["reader"]["init_args"]["text_key"] is None
+
+
+def test_another_text_key_is_refused_though_it_is_null(tmp_path):
+    reader = JsonlReader("documents")
+    first = next(reader.run())
+    other = JsonlReader("documents", text_key=None)
+    other.load_state_dict(position_state(first))
+    with pytest.raises(CheckpointMismatch, match="was made with text_key='text', now None"):
+        list(other.run())
 
 
 def test_a_run_that_has_begun_keeps_the_form_of_its_output(command):

@@ -65,6 +65,7 @@ _SUFFIXES = {
     ".feather": "IpcReader",
     ".csv": "CSVReader",
 }
+_SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".html", ".htm"), "TextReader")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
 _LOOKED_AT = 100  # lines
@@ -201,7 +202,12 @@ def expand(content: Node, only_look: bool = False) -> Node:
     _distribute(content, places)
     text_key = reader["init_args"].get("text_key")
     # This machine cannot see how a run elsewhere began.
-    if not url and _needs_no_text(rollout, text_key) and not (begun and _began_with_texts(root)):
+    if (
+        reader["class_path"] != "TextReader"
+        and not url
+        and _needs_no_text(rollout, text_key)
+        and not (begun and _began_with_texts(root))
+    ):
         reader["init_args"]["text_key"] = None
     sampling = _sampling(job, content)
     if job.task not in (None, "batch"):
@@ -577,6 +583,8 @@ def _reader(given: str, only_look: bool) -> Node:
         if Path(at, name).is_symlink() and is_input(f"{at.removeprefix(folder)}/{name}", None)
     ]
     known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
+    rows = [suffix for suffix in known if _SUFFIXES[suffix] != "TextReader"]
+    known = rows or known  # a README is no input
     others = [name for name in names if _suffix(name) not in known]
     odd = [name for name in others if pattern or _looks_like(name, known)]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
@@ -587,7 +595,9 @@ def _reader(given: str, only_look: bool) -> Node:
         problem = f"several splits, such as {Path(given, 'train')}"
     elif not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
-    elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (len(known) > 1 and not pattern):
+    elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (
+        len(known) > 1 and not pattern and (rows or others)
+    ):
         problem = " and ".join(known)
     elif odd:
         problem = f"{odd[0]}, too"
@@ -596,9 +606,9 @@ def _reader(given: str, only_look: bool) -> Node:
     if problem:
         advice = "Name files of one kind, such as documents/*.jsonl"
         raise _mistake(f"input: {given} holds {problem}. {advice}.")
-    return _node(
-        _SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*"
-    )
+    if len(known) == 1:
+        pattern = pattern or f"**/*{known[0]}*"
+    return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
 
 def _list(folder: str, pattern: str | None) -> list[str]:

@@ -42,7 +42,7 @@ _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
     "datatrove_ckpt.readers": "BatchReader CSVReader HuggingFaceDatasetReader IpcReader "
-    "JsonlReader ParquetReader",
+    "JsonlReader ParquetReader TextReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
     "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",

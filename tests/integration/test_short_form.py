@@ -117,6 +117,10 @@ def test_every_setting_goes_where_it_belongs():
         ("a[1].jsonl", "JsonlReader", {"data_folder": ".", "glob_pattern": "a[[]1].json[l]"}),
         ("arrow/*", "IpcReader", {"data_folder": "arrow", "glob_pattern": "*"}),
         ("sheet.csv", "CSVReader", {"data_folder": ".", "glob_pattern": "sheet.cs[v]"}),
+        ("notes", "TextReader", {"data_folder": "notes", "glob_pattern": "**/*.md*"}),
+        ("mixed", "TextReader", {"data_folder": "mixed", "glob_pattern": "**/*"}),
+        ("mixed/*.txt", "TextReader", {"data_folder": "mixed", "glob_pattern": "*.txt"}),
+        ("notes/a.md", "TextReader", {"data_folder": "notes", "glob_pattern": "a.m[d]"}),
         ("saved", "HuggingFaceDatasetReader", {"dataset": "saved", "load_from_disk": True}),
         ("hf://datasets/o/n", "HuggingFaceDatasetReader", {"dataset": "o/n", "streaming": True}),
     ],
@@ -129,6 +133,10 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
         "arrow/a.arrow",
         "sheet.csv",
         "a[1].jsonl",
+        "notes/a.md",
+        "notes/picture.png",
+        "mixed/a.md",
+        "mixed/b.txt",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -750,6 +758,30 @@ def test_the_prompt_says_which_columns_it_needs(command, name, flags):
             ["a", "b"] if name == "text.jsonl" else [None, None]
         )
         assert len(rows) == 2
+
+
+@pytest.mark.parametrize("prompt", ["{text}", "{file_path}"])
+def test_a_folder_of_texts_is_an_input(command, prompt):
+    Path("notes/deep").mkdir(parents=True)
+    for name, text in {"a.md": "# A\n", "b.md": "", "deep/c.md": "C"}.items():
+        Path("notes", name).write_text(text)
+    flags = ["--input=notes/", f"--prompt={prompt}", "--model=m", "--run-folder=runs/x"]
+    fails = ["C", str(Path("notes/deep/c.md").absolute())]
+    with FakeServer(
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
+    ) as server:
+        flags += ["--endpoint", server.url, "--records-per-chunk=1"]
+        command("run", *flags, code=1)
+        fails.clear()
+        said = command("run", *flags)
+        assert len(server.payloads) == 3
+        Path("notes/a.md").write_text("changed")
+        changed = command("run", *flags, code=1).error
+    assert "skipped_rows_without_text: 1" in said
+    rows = [json.loads(one) for _, one in sorted(outputs(Path("runs/x/output")).items())]
+    assert [(row["id"], row["text"]) for row in rows] == [("a.md", "# A\n"), ("deep/c.md", "C")]
+    assert rows[0]["file_path"] == str(Path("notes/a.md").absolute())
+    assert "a.md" in changed
 
 
 def test_a_run_that_began_with_texts_alone_goes_on_so(command, monkeypatch):

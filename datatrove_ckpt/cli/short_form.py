@@ -36,6 +36,7 @@ from datatrove_ckpt.cli.yaml_config import (
     construct,
     import_name,
     load,
+    read_value,
     refuse_unknown,
     set_at_path,
 )
@@ -422,22 +423,26 @@ def _node(class_path: str, **arguments: object) -> Node:
 
 
 def _text(name: str, value: object, only_look: bool) -> object:
-    """Returns the value of a setting; of a prompt ``@FILE``, the file's text."""
+    """Returns the value of a setting; of a prompt ``@FILE``, the file's text, or of a schema."""
     if name == "input" and isinstance(value, list):
         raise _mistake("input: takes one path; several files are a pattern, or a folder of them.")
-    if not name.endswith("prompt") or value is None:
+    is_schema = name == "json_schema"
+    if not (is_schema or name.endswith("prompt")) or value is None:
         return value
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not is_schema:
         raise _mistake(f"{name}: is a mapping, no text. Put it in quotes.")
     if not str(value).startswith("@"):
         return value
     path = Path(str(value)[1:]).expanduser()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         if only_look:
             return value
         raise _mistake(f"{name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
+    if is_schema:
+        return read_value(text)
+    return text
 
 
 def _answer(content: Node, rollout: object) -> str | None:

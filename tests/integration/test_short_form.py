@@ -175,6 +175,15 @@ MISTAKES = (
     "--api-key=sk-1",
     "--max-tokens=",
     "--limit=2 --limit 3",
+    "--limit=0",
+    "--concurrency=8",
+    "--max-completion-tokens=8",
+    "--base-url=http://x",
+    "--tensor-parallel-size=4",
+    "--n=3",
+    "--choice=yes,no",
+    "--json-schema=@nowhere.json",
+    "--json-schema=@documents/a.jsonl",
     "--run-folder",
     "--limit --prompt x",
     "--dryrun",
@@ -758,6 +767,19 @@ def test_the_prompt_says_which_columns_it_needs(command, name, flags):
             ["a", "b"] if name == "text.jsonl" else [None, None]
         )
         assert len(rows) == 2
+
+
+def test_a_schema_is_read_from_a_file():
+    schema = {"type": "object", "required": ["a"]}
+    Path("schema.json").write_text(json.dumps(schema, indent=1))
+    found = expanded("--json-schema=@schema.json")["runner"]["rollout_fn"]["init_args"]
+    assert found["json_schema"] == schema
+
+
+def test_a_retry_without_a_dead_letter_says_so(command, server):
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    assert "No dead letter is left." not in command("run", "job.yaml")
+    assert "No dead letter is left." in command("run", "job.yaml", "--retry-dead-letters")
 
 
 @pytest.mark.parametrize("prompt", ["{text}", "{file_path}"])

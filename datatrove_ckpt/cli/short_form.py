@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.job import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
@@ -169,11 +170,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
     """
     content = {name: _text(name, value, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {
-        "prompt",
-        "rollout",
-        "task",
-    } | content.keys() & {"prompt_column"}:
+    has_column = content.get("prompt_column") is not None
+    says_what = has_column or bool(own.keys() & {"prompt", "rollout", "task"})
+    if {"run_folder", "input", "model"} - own.keys() or not says_what:
         refuse_unknown({name: None for name in content if did_you_mean(name, NAMES)}, NAMES, form())
     job = construct(ShortJob, own, form())
     _check_place(job)
@@ -181,8 +180,7 @@ def expand(content: Node, only_look: bool = False) -> Node:
     root = Path(job.run_folder).expanduser()
     begun = recorded_settings(root / "checkpoints")
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
-    reader = _reader(job.input, only_look)
-    has_column = "prompt_column" in content
+    reader = _reader(_input(job, root, bool(begun), only_look), only_look)
     job = _as_batch(job, reader, only_look, has_column)
     if tasks is None:
         tasks = _count_tasks(reader["init_args"], job, only_look)
@@ -201,15 +199,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
     if isinstance(rollout, dict):
         places.append((rollout, rollout["class_path"]))
     _distribute(content, places)
-    text_key = reader["init_args"].get("text_key")
     # This machine cannot see how a run elsewhere began.
-    if (
-        reader["class_path"] != "TextReader"
-        and not url
-        and _needs_no_text(rollout, text_key)
-        and not (begun and _began_with_texts(root))
-    ):
-        reader["init_args"]["text_key"] = None
+    if not url and not (begun and _began_with_texts(root)):
+        _allow_no_text(reader, rollout)
     sampling = _sampling(job, content)
     if job.task not in (None, "batch"):
         if sampling:
@@ -303,24 +295,25 @@ def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
             known[name][name] = value
 
 
-def _needs_no_text(rollout: object, text_key: str | None) -> bool:
-    """Returns whether the prompt names neither the text, nor only the column ``text_key``.
-
-    Args:
-        text_key: as it was given; None: it was not.
+def _allow_no_text(reader: Node, rollout: object) -> None:
+    """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
+    that was given as ``text_key`` alone.
     """
-    if not isinstance(rollout, dict):
-        return False
+    if not isinstance(rollout, dict) or reader["class_path"] == "TextReader":
+        return
     settings = rollout["init_args"]
     templates = [settings[name] for name in ("prompt", "judge_prompt") if settings.get(name)]
     named: set[str] = set()
     with suppress(ConfigError):  # the rollout names what is wrong with its template
         for template in templates:
             named |= {key or name for _, name, key in parse(str(template))}
-    if text_key is not None:
-        return text_key in named and "text" not in named
     has_column = settings.get("prompt_column") is not None
-    return has_column or (bool(templates) and "text" not in named)
+    names_columns = has_column or bool(templates)
+    text_key = reader["init_args"].get("text_key")
+    if text_key is not None:
+        names_columns = text_key in named
+    if names_columns and (has_column or "text" not in named):
+        reader["init_args"]["text_key"] = None
 
 
 def _began_with_texts(root: Path) -> bool:
@@ -614,6 +607,24 @@ def _reader(given: str, only_look: bool) -> Node:
     if len(known) == 1:
         pattern = pattern or f"**/*{known[0]}*"
     return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
+
+
+def _input(job: ShortJob, root: Path, begun: bool, only_look: bool) -> str:
+    """Returns the input; of standard input, the file that keeps it for each start."""
+    if job.input != "-":
+        return job.input
+    path = root / "input" / "stdin.jsonl"
+    content = b""
+    if not (only_look or "://" in job.run_folder or sys.stdin.isatty()):
+        content = sys.stdin.buffer.read()
+    if content and not begun:
+        files.disk.make_dirs(path.parent)
+        files.disk.replace(path, content)
+    elif content and not (path.exists() and path.read_bytes() == content):
+        raise _mistake(f"input: standard input differs from {path}, with which the run has begun.")
+    if not (only_look or path.exists()):
+        raise _mistake("input: standard input is empty, or run_folder is a URL.")
+    return str(path)
 
 
 def _list(folder: str, pattern: str | None) -> list[str]:

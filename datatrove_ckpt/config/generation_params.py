@@ -140,6 +140,7 @@ def check_generation_params(key: str, params: object) -> None:
     tiers = params.get("service_tier") or ""
     if not isinstance(tiers, str | list) or not all(isinstance(tier, str) for tier in tiers):
         raise ConfigError("takes a tier, or a list of tiers.", setting=f"{key}.service_tier")
+    warn_of_unknown(params)
     for name in TOKEN_LIMITS:
         value = params.get(name)
         if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):

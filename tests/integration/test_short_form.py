@@ -2,6 +2,7 @@
 resumes.
 """
 
+import io
 import itertools
 import json
 import os
@@ -767,6 +768,40 @@ def test_the_prompt_says_which_columns_it_needs(command, name, flags):
             ["a", "b"] if name == "text.jsonl" else [None, None]
         )
         assert len(rows) == 2
+
+
+def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
+    def given(content):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    rows = Path("documents/a.jsonl").read_bytes()
+    flags = ["--prompt={text}", "--model=m", "--run-folder=runs/x", "--records-per-chunk=1"]
+    fails = ["text 2"]
+    with FakeServer(
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
+    ) as server:
+        run = ["run", "--input", "-", *flags, "--endpoint", server.url]
+        given(b"")
+        assert "standard input is empty" in command(*run, code=2).error
+        given(rows)
+        command(*run, code=1)
+        fails.clear()
+        given(rows + rows)
+        assert "standard input differs from runs/x/input/stdin.jsonl" in command(*run, code=2).error
+        given(b"")
+        command(*run)
+        given(rows)
+        command(*run)
+        assert len(server.payloads) == 4
+    assert len(outputs(Path("runs/x/output"))) == 3
+    assert "no problem" in command("verify", "runs/x", "--full")
+
+
+def test_a_parameter_with_a_typing_error_is_named_before_a_request(command, log):
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": None, "server_type": "dummy"}))
+    command("run", "job.yaml", "--dry-run", "--generation-params={max_tokenz: 5}")
+    (warning,) = [line for line in log if line.startswith("WARNING")]
+    assert "'max_tokenz' is not one that we know, did you mean \"max_tokens\"?" in warning
 
 
 def test_a_schema_is_read_from_a_file():

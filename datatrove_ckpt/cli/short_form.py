@@ -173,7 +173,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
     has_column = content.get("prompt_column") is not None
     says_what = has_column or bool(own.keys() & {"prompt", "rollout", "task"})
     if {"run_folder", "input", "model"} - own.keys() or not says_what:
-        refuse_unknown({name: None for name in content if did_you_mean(name, NAMES)}, NAMES, form())
+        refuse_unknown(
+            {name: None for name in content if did_you_mean(name, NAMES, 0.7)}, NAMES, form()
+        )
     job = construct(ShortJob, own, form())
     _check_place(job)
     url = "://" in job.run_folder
@@ -580,9 +582,10 @@ def _reader(given: str, only_look: bool) -> Node:
         for name in folders
         if Path(at, name).is_symlink() and is_input(f"{at.removeprefix(folder)}/{name}", None)
     ]
-    known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
+    input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
+    known = sorted({_suffix(name) for name in input_names} & _SUFFIXES.keys())
     rows = [suffix for suffix in known if _SUFFIXES[suffix] != "TextReader"]
-    known = rows or known  # a README is no input
+    known = rows or known
     others = [name for name in names if _suffix(name) not in known]
     odd = [name for name in others if pattern or _looks_like(name, known)]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]

@@ -25,7 +25,7 @@ class ShortJob:
     Attributes:
         run_folder: new, or of the run to go on with.
         input: a file, a folder, a pattern such as ``documents/*.jsonl``, a folder of ``datasets``,
-            or their URLs (``s3://``, ``hf://datasets/ORG/NAME``).
+            or their URLs (``s3://``, ``hf://datasets/ORG/NAME``); ``-``: standard input.
         prompt: with ``{text}``; ``@FILE``: the text of that file.
         task: in place of a prompt, "embed" (EmbedRollout, into the column "embedding" of Parquet
             files) or "classify" (ClassifyRollout). A ``prompt`` beside it is the text that is sent.

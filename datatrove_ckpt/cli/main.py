@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
     for override in overrides:
         flag, equals, _ = override.partition("=")
-        hint = did_you_mean(flag, _own_flags(given), 0.8)
+        hint = did_you_mean(flag, _own_flags(given) - {"--"}, 0.8)
         if not equals:
             parser.error(f"{flag}: its value is missing{hint}")
         if hint and flag.replace("_", "-") not in _flags_of_settings():

@@ -25,6 +25,9 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import orjson
+
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
@@ -34,6 +37,7 @@ from datatrove_ckpt.cli.yaml_config import (
     construct,
     import_name,
     load,
+    read_value,
     refuse_unknown,
     set_at_path,
 )
@@ -45,6 +49,7 @@ from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
+from datatrove_ckpt.rollouts.templates import parse
 
 if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
@@ -62,6 +67,7 @@ _SUFFIXES = {
     ".feather": "IpcReader",
     ".csv": "CSVReader",
 }
+_SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".html", ".htm"), "TextReader")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
 _LOOKED_AT = 100  # lines
@@ -164,23 +170,23 @@ def expand(content: Node, only_look: bool = False) -> Node:
     """
     content = {name: _text(name, value, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    if {"run_folder", "input", "model"} - own.keys() or not own.keys() & {
-        "prompt",
-        "rollout",
-        "task",
-    }:
-        refuse_unknown({name: None for name in content if did_you_mean(name, NAMES)}, NAMES, form())
+    has_column = content.get("prompt_column") is not None
+    says_what = has_column or bool(own.keys() & {"prompt", "rollout", "task"})
+    if {"run_folder", "input", "model"} - own.keys() or not says_what:
+        refuse_unknown(
+            {name: None for name in content if did_you_mean(name, NAMES, 0.7)}, NAMES, form()
+        )
     job = construct(ShortJob, own, form())
     _check_place(job)
     url = "://" in job.run_folder
     root = Path(job.run_folder).expanduser()
     begun = recorded_settings(root / "checkpoints")
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
-    reader = _reader(job.input, only_look)
-    job = _as_batch(job, reader, only_look)
+    reader = _reader(_input(job, root, bool(begun), only_look), only_look)
+    job = _as_batch(job, reader, only_look, has_column)
     if tasks is None:
         tasks = _count_tasks(reader["init_args"], job, only_look)
-    rollout = _rollout(job)
+    rollout = _rollout(job, has_column)
     config = _server(job, content)
     answer = begun.get("answer")
     # This machine cannot see the files of a run that began elsewhere.
@@ -195,6 +201,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
     if isinstance(rollout, dict):
         places.append((rollout, rollout["class_path"]))
     _distribute(content, places)
+    # This machine cannot see how a run elsewhere began.
+    if not url and not (begun and _began_with_texts(root)):
+        _allow_no_text(reader, rollout)
     sampling = _sampling(job, content)
     if job.task not in (None, "batch"):
         if sampling:
@@ -234,10 +243,10 @@ def _mistake(text: str) -> ConfigError:
     return ConfigError(f"{form()}: {text}")
 
 
-def _as_batch(job: ShortJob, reader: Node, only_look: bool) -> ShortJob:
+def _as_batch(job: ShortJob, reader: Node, only_look: bool, has_column: bool) -> ShortJob:
     """Returns the job with task, model and reader, where the input is a batch file."""
     is_told = job.task == "batch"
-    if not is_told and (job.prompt or job.rollout or job.task):
+    if not is_told and (job.prompt or job.rollout or job.task or has_column):
         return job
     if is_told and reader["class_path"] not in ("JsonlReader", ""):
         raise _mistake("task: batch is for JSON lines, and the input has none.")
@@ -286,6 +295,35 @@ def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
+
+
+def _allow_no_text(reader: Node, rollout: object) -> None:
+    """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
+    that was given as ``text_key`` alone.
+    """
+    if not isinstance(rollout, dict) or reader["class_path"] == "TextReader":
+        return
+    settings = rollout["init_args"]
+    templates = [settings[name] for name in ("prompt", "judge_prompt") if settings.get(name)]
+    named: set[str] = set()
+    with suppress(ConfigError):  # the rollout names what is wrong with its template
+        for template in templates:
+            named |= {key or name for _, name, key in parse(str(template))}
+    has_column = settings.get("prompt_column") is not None
+    names_columns = has_column or bool(templates)
+    text_key = reader["init_args"].get("text_key")
+    if text_key is not None:
+        names_columns = text_key in named
+    if names_columns and (has_column or "text" not in named):
+        reader["init_args"]["text_key"] = None
+
+
+def _began_with_texts(root: Path) -> bool:
+    """Returns whether the last start of a run skipped rows without a text."""
+    with suppress(OSError, LookupError, TypeError, ValueError):
+        executor = orjson.loads(Path(root, "logs", "executor.json").read_bytes())
+        return executor["pipeline"][0]["text_key"] is not None
+    return False
 
 
 def _sampling(job: ShortJob, content: Node) -> Node:
@@ -380,22 +418,26 @@ def _node(class_path: str, **arguments: object) -> Node:
 
 
 def _text(name: str, value: object, only_look: bool) -> object:
-    """Returns the value of a setting; of a prompt ``@FILE``, the file's text."""
+    """Returns the value of a setting; of a prompt ``@FILE``, the file's text, or of a schema."""
     if name == "input" and isinstance(value, list):
         raise _mistake("input: takes one path; several files are a pattern, or a folder of them.")
-    if not name.endswith("prompt") or value is None:
+    is_schema = name == "json_schema"
+    if not (is_schema or name.endswith("prompt")) or value is None:
         return value
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not is_schema:
         raise _mistake(f"{name}: is a mapping, no text. Put it in quotes.")
     if not str(value).startswith("@"):
         return value
     path = Path(str(value)[1:]).expanduser()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         if only_look:
             return value
         raise _mistake(f"{name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
+    if is_schema:
+        return read_value(text)
+    return text
 
 
 def _answer(content: Node, rollout: object) -> str | None:
@@ -434,7 +476,7 @@ def _flags(task: str, config: Node) -> Node:
     return {}
 
 
-def _rollout(job: ShortJob) -> object:
+def _rollout(job: ShortJob, has_column: bool) -> object:
     prompt = job.prompt
     name = job.rollout
     given = {}
@@ -450,12 +492,15 @@ def _rollout(job: ShortJob) -> object:
         and name in SHORT_NAMES
         and isinstance(import_name(name, form()), type)
     )
-    if is_ready or (name is None and prompt is not None):
+    if is_ready or (name is None and (has_column or prompt is not None)):
         return _node(str(name or "PromptRollout"), **given)
     if (name is None) == (prompt is None):
         what = "give it or rollout, not both"
         if name is None:
-            what = "is missing; give it, or rollout (my_module.my_function)"
+            what = (
+                "is missing; give it, or rollout (my_module.my_function), or for rows with a list "
+                "of messages prompt_column"
+            )
         raise _mistake(f"prompt: {what}.")
     return name
 
@@ -533,7 +578,10 @@ def _reader(given: str, only_look: bool) -> Node:
         for name in folders
         if Path(at, name).is_symlink() and is_input(f"{at.removeprefix(folder)}/{name}", None)
     ]
-    known = sorted({_suffix(name) for name in names} & _SUFFIXES.keys())
+    input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
+    known = sorted({_suffix(name) for name in input_names} & _SUFFIXES.keys())
+    rows = [suffix for suffix in known if _SUFFIXES[suffix] != "TextReader"]
+    known = rows or known
     others = [name for name in names if _suffix(name) not in known]
     odd = [name for name in others if pattern or _looks_like(name, known)]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
@@ -544,7 +592,9 @@ def _reader(given: str, only_look: bool) -> Node:
         problem = f"several splits, such as {Path(given, 'train')}"
     elif not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
-    elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (len(known) > 1 and not pattern):
+    elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (
+        len(known) > 1 and not pattern and (rows or others)
+    ):
         problem = " and ".join(known)
     elif odd:
         problem = f"{odd[0]}, too"
@@ -553,9 +603,27 @@ def _reader(given: str, only_look: bool) -> Node:
     if problem:
         advice = "Name files of one kind, such as documents/*.jsonl"
         raise _mistake(f"input: {given} holds {problem}. {advice}.")
-    return _node(
-        _SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or f"**/*{known[0]}*"
-    )
+    if len(known) == 1:
+        pattern = pattern or f"**/*{known[0]}*"
+    return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
+
+
+def _input(job: ShortJob, root: Path, begun: bool, only_look: bool) -> str:
+    """Returns the input; of standard input, the file that keeps it for each start."""
+    if job.input != "-":
+        return job.input
+    path = root / "input" / "stdin.jsonl"
+    content = b""
+    if not (only_look or "://" in job.run_folder or sys.stdin.isatty()):
+        content = sys.stdin.buffer.read()
+    if content and not begun:
+        files.disk.make_dirs(path.parent)
+        files.disk.replace(path, content)
+    elif content and not (path.exists() and path.read_bytes() == content):
+        raise _mistake(f"input: standard input differs from {path}, with which the run has begun.")
+    if not (only_look or path.exists()):
+        raise _mistake("input: standard input is empty, or run_folder is a URL.")
+    return str(path)
 
 
 def _list(folder: str, pattern: str | None) -> list[str]:

@@ -33,6 +33,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Parameter, alternatives, parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
 from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
+from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form, setting_name
 from datatrove_ckpt.output.formats import FORMATS
@@ -42,7 +43,7 @@ _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
     "datatrove_ckpt.readers": "BatchReader CSVReader HuggingFaceDatasetReader IpcReader "
-    "JsonlReader ParquetReader",
+    "JsonlReader ParquetReader TextReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
     "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",
@@ -60,6 +61,23 @@ _EXPANDED = {"checkpoints_local_dir", "server_log_folder"}  # where the task run
 SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 SHORT_NAMES |= {one.writer: one.module for one in FORMATS}
 
+# What other tools call our settings.
+_OTHER_NAMES = {
+    "base_url": "endpoint",
+    "batch_size": "max_concurrent_generations",
+    "column": "text_key",
+    "concurrency": "max_concurrent_generations",
+    "max_completion_tokens": "max_tokens",
+    "max_retries": "request_max_attempts",
+    "output": "run_folder",
+    "output_dir": "run_folder",
+    "pipeline_parallel_size": "pp",
+    "retries": "request_max_attempts",
+    "system": "system_prompt",
+    "tensor_parallel_size": "tp",
+    "timeout": "request_timeout",
+}
+_OF_REQUESTS = "default_generation_params"
 _MOST_LISTED = 21
 _MADE_OF_LISTS = (tuple, set, frozenset)
 
@@ -225,6 +243,8 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     else:
         shown = show(value)
     hint = did_you_mean(value, choices_of(kinds)) or "."
+    if isinstance(value, str) and element is not None:
+        hint = f"; write [{value}]."
     raise ConfigError(f"{label}: {setting_name(key)}: {shown} is not {in_words(kinds)}{hint}")
 
 
@@ -340,7 +360,9 @@ def _inside(label: str, key: str) -> str:
 def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
-            hint = did_you_mean(key, known, cutoff=0.7)
+            hint = did_you_mean(_OTHER_NAMES.get(key, key), known, cutoff=0.7)
+            if key in REQUEST_PARAMETERS and key not in _OTHER_NAMES and _OF_REQUESTS in known:
+                hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
             if not hint and len(known) > _MOST_LISTED:
                 hint = "; see docs/settings.md."
             hint = hint or f"; allowed are {', '.join(known) or 'none'}."

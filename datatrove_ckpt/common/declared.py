@@ -57,20 +57,20 @@ def parameters_of(cls: Any, bounds: bool = False) -> tuple[dict[str, Parameter],
         hints = {}
     arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
     parameters = {
-        one.name: one.replace(annotation=_hint(hints.get(one.name, Any), one.default))
+        one.name: one.replace(annotation=_hint(one.name, hints.get(one.name, Any), one.default))
         for one in arguments
         if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     }
     return parameters, any(one.kind is one.VAR_KEYWORD for one in arguments)
 
 
-def _hint(hint: Any, default: object) -> object:
+def _hint(name: str, hint: Any, default: object) -> object:
     """Corrects datatrove's annotations, as ``adapter: Callable = None``."""
     if hint is Any:
         if isinstance(default, bool):
             return bool
         return Any
-    if default is None:
+    if default is None or name == "text_key":
         return hint | None
     return hint
 

@@ -117,7 +117,7 @@ def _columns(reader: SeekingReader, schema: Schema) -> Iterator[tuple[str, DataT
     """Yields each column's path in a document, as datatrove's adapter fills it, and its type."""
     import pyarrow as pa
 
-    own = {reader.text_key: "text", reader.id_key: "id", "media": None}
+    own = {reader.text_key or "text": "text", reader.id_key: "id", "media": None}
     metadata: dict[str, DataType] = {}
     for field in schema:
         kind = field.type

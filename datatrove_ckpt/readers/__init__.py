@@ -21,6 +21,7 @@ from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.jsonl import DamagedLine, JsonlReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
+from datatrove_ckpt.readers.texts import TextReader
 
 __all__ = [
     "BatchReader",
@@ -34,5 +35,6 @@ __all__ = [
     "Reading",
     "SeekingReader",
     "Stateful",
+    "TextReader",
     "position_state",
 ]

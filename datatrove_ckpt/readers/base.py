@@ -200,7 +200,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             for name, value in path_columns(source_file).items():
                 data.setdefault(name, value)
         fields = self.adapter(data, source_file, id_in_file)
-        if not fields.get("text"):
+        if self.text_key is None and not fields.get("text"):
+            metadata = fields.get("metadata", {})
+            fields["text"] = ""
+            if isinstance(metadata.get("text"), str | None):
+                fields["text"] = metadata.pop("text", None) or ""
+        elif not fields.get("text"):
             if not self._empty_warning:
                 self._empty_warning = True
                 logger.warning(
@@ -438,7 +443,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         for key, value in options.items():
             if isinstance(value, str):
                 options[key] = shorten(value)
-        return {key: value for key, value in options.items() if value is not None}
+        return {
+            key: value for key, value in options.items() if value is not None or key == "text_key"
+        }
 
     def _check_current_file(
         self, inputs: Inputs, index: int, then: State, file_position: FilePosition

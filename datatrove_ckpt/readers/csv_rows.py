@@ -37,6 +37,7 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
 
     path_columns = False  # pickles of earlier releases
     _resolved: dict[str, str] | None = None
+    has_default_adapter = SeekingReader.has_default_adapter
     get_document_from_dict = SeekingReader.get_document_from_dict
 
     def __init__(

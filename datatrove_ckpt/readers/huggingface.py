@@ -92,7 +92,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         batch_size: int = 1000,
         doc_progress: bool = False,
         adapter: Adapter | None = None,
-        text_key: str = "text",
+        text_key: str | None = "text",
         id_key: str = "id",
         default_metadata: Row | None = None,
         shuffle_files: bool = False,
@@ -328,10 +328,10 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _check_columns(self, dataset: Dataset | IterableDataset) -> None:
         columns = dataset.column_names
-        if columns is None or not self.has_default_adapter() or self.text_key in columns:
+        if columns is None or not self.has_default_adapter() or self.text_key in (None, *columns):
             return
         shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
         raise NoDocument(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
-            f"{shown}. Set text_key to one of them, or write an adapter."
+            f"{shown}. Set text_key to one of them, or to null if the rollout needs no text."
         )

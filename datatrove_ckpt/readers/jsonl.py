@@ -82,7 +82,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         file_progress: bool = False,
         doc_progress: bool = False,
         adapter: Adapter | None = None,
-        text_key: str = "text",
+        text_key: str | None = "text",
         id_key: str = "id",
         default_metadata: Row | None = None,
         recursive: bool = True,

@@ -109,10 +109,16 @@ def _explain_row(reader: BaseDiskReader, name: str, row: JsonObject | None, dama
         )
     if not damaged and reader.text_key in row and not row[reader.text_key]:
         return ""
+    advice = (
+        "Set text_key to the one with the text, which prompts have as {text}, or to null if the "
+        "rollout needs none"
+    )
+    for key, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+            advice = f"{key!r} holds chats: set prompt_column to it, leave prompt out"
     return (
         f"No row has a text under text_key={reader.text_key!r}. The first row has the keys "
-        f"{keys}. Set text_key to the one with the text, which prompts have as {{text}}, and run "
-        "the same command again."
+        f"{keys}. {advice}, and run the same command again."
     )
 
 

@@ -240,7 +240,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         file_progress: bool = False,
         doc_progress: bool = False,
         adapter: Adapter | None = None,
-        text_key: str = "text",
+        text_key: str | None = "text",
         id_key: str = "id",
         default_metadata: Row | None = None,
         recursive: bool = True,
@@ -270,7 +270,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     def _columns(self) -> list[str] | None:
         if self.read_metadata:
             return None
-        return [self.text_key, self.id_key]
+        return [self.text_key or "text", self.id_key]
 
     def _schema(self, name: str) -> pa.Schema:
         with self._open(name) as file:
@@ -328,7 +328,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         file_progress: bool = False,
         doc_progress: bool = False,
         adapter: Adapter | None = None,
-        text_key: str = "text",
+        text_key: str | None = "text",
         id_key: str = "id",
         default_metadata: Row | None = None,
         recursive: bool = True,

@@ -88,6 +88,8 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: st
         shown = runner.copy.shown_as
     elif shown.startswith("~") or "$" in shown:
         shown = str(root)  # a shell would not expand it in quotes
+    if not counts.dead and "--retry-dead-letters" in retry.split():
+        return f"No dead letter is left. To check the files: {_verify(shown)}"
     if not counts.dead:
         return f"To check the files: {_verify(shown)}"
     seen = shlex.join(["datatrove-ckpt", "show", shown, "--dead"])

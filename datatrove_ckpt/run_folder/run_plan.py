@@ -293,8 +293,8 @@ def check_steps(plan: RunPlan) -> None:
 
 
 def _check_order(pipeline: Sequence[object]) -> None:
-    """Refuses a reader whose limit is negative, an ``InferenceRunner`` without a step before it,
-    and a step right after one that needs documents.
+    """Refuses a reader whose limit is 0 or negative, an ``InferenceRunner`` without a step before
+    it, and a step right after one that needs documents.
 
     As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
     default.
@@ -303,9 +303,9 @@ def _check_order(pipeline: Sequence[object]) -> None:
         ConfigError: naming the steps.
     """
     for index, step in enumerate(pipeline):
-        if isinstance(step, BaseReader) and step.limit < -1:  # it would read nothing
+        if isinstance(step, BaseReader) and (step.limit < -1 or not step.limit):
             raise ConfigError(
-                f"{step_place(index, step)}: limit: must be >= 0, or -1 for all documents; it is "
+                f"{step_place(index, step)}: limit: must be >= 1, or -1 for all documents; it is "
                 f"{step.limit}."
             )
     if pipeline and isinstance(pipeline[0], InferenceRunner) and not pipeline[0].retry_dead_letters:

@@ -2,6 +2,7 @@
 resumes.
 """
 
+import io
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, names
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
+from datatrove_ckpt.readers import JsonlReader, position_state
 from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
@@ -116,6 +118,10 @@ def test_every_setting_goes_where_it_belongs():
         ("a[1].jsonl", "JsonlReader", {"data_folder": ".", "glob_pattern": "a[[]1].json[l]"}),
         ("arrow/*", "IpcReader", {"data_folder": "arrow", "glob_pattern": "*"}),
         ("sheet.csv", "CSVReader", {"data_folder": ".", "glob_pattern": "sheet.cs[v]"}),
+        ("notes", "TextReader", {"data_folder": "notes", "glob_pattern": "**/*.md*"}),
+        ("mixed", "TextReader", {"data_folder": "mixed", "glob_pattern": "**/*"}),
+        ("mixed/*.txt", "TextReader", {"data_folder": "mixed", "glob_pattern": "*.txt"}),
+        ("notes/a.md", "TextReader", {"data_folder": "notes", "glob_pattern": "a.m[d]"}),
         ("saved", "HuggingFaceDatasetReader", {"dataset": "saved", "load_from_disk": True}),
         ("hf://datasets/o/n", "HuggingFaceDatasetReader", {"dataset": "o/n", "streaming": True}),
     ],
@@ -128,6 +134,10 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
         "arrow/a.arrow",
         "sheet.csv",
         "a[1].jsonl",
+        "notes/a.md",
+        "notes/picture.png",
+        "mixed/a.md",
+        "mixed/b.txt",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -142,6 +152,7 @@ MISTAKES = (
     "--tasks=many",
     "--prompt=null",
     "--prompt=null '--promtp=Say {text}'",
+    "--prompt=null --server-type=dummy",
     "--system-prompt=@nowhere.txt",
     "--input=twice",
     "--input=linked",
@@ -150,6 +161,7 @@ MISTAKES = (
     "--input=mixed",
     "--input=backup",
     "--input=dict",
+    "--input=pictures",
     "--input=nowhere/",
     "--rollout=my.rollout",
     "--model=null",
@@ -165,6 +177,15 @@ MISTAKES = (
     "--api-key=sk-1",
     "--max-tokens=",
     "--limit=2 --limit 3",
+    "--limit=0",
+    "--concurrency=8",
+    "--max-completion-tokens=8",
+    "--base-url=http://x",
+    "--tensor-parallel-size=4",
+    "--n=3",
+    "--choice=yes,no",
+    "--json-schema=@nowhere.json",
+    "--json-schema=@documents/a.jsonl",
     "--run-folder",
     "--limit --prompt x",
     "--dryrun",
@@ -181,6 +202,8 @@ def test_what_cannot_work_is_one_line(capsys):
         "backup/b.jsonl.bak",
         "backup/README.md",
         "dict/dataset_dict.json",
+        "pictures/README.md",
+        "pictures/a.png",
         "twice/a.jsonl",
         "twice/a.jsonl.gz",
         "linked/a.jsonl",
@@ -683,6 +706,174 @@ def test_a_table_goes_in_and_comes_out_with_the_answers_as_a_column(command):
     assert "Columns: text, id, stars, file_path, rollout_results, summary." in command(
         "show", "runs/x"
     )
+
+
+TABLES = {
+    "sheet.csv": "question,answer\nWhy?,So\nHow?,Thus\n",
+    "part.jsonl": '{"chunks": ["Why?"]}\n{"chunks": ["How?", "x"]}\n',
+    "empty.jsonl": '{"text": "", "question": "Why?"}\n{"question": "How?", "text": null}\n',
+    "text.jsonl": '{"text": "a", "question": "Why?"}\n{"text": "b", "question": "How?"}\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("sheet.csv", ["--prompt={question}"]),
+        ("sheet.csv", ["--prompt={question}", "--text-key=question"]),
+        ("table.parquet", ["--prompt={question}"]),
+        ("stream.arrow", ["--prompt={question}"]),
+        ("saved", ["--prompt={question}"]),
+        ("part.jsonl", ["--prompt={chunks[0]}"]),
+        ("empty.jsonl", ["--prompt={question}"]),
+        ("text.jsonl", ["--prompt={question}"]),
+        ("chats.jsonl", ["--prompt-column=messages"]),
+    ],
+)
+def test_the_prompt_says_which_columns_it_needs(command, name, flags):
+    """And the same table comes out, in one try, also after a stop."""
+    import datasets
+    import pandas
+
+    table = pa.table({"question": ["Why?", "How?"], "answer": ["So", "Thus"]})
+    pq.write_table(table, "table.parquet")
+    with pa.ipc.new_stream("stream.arrow", table.schema) as stream:
+        stream.write(table)
+    datasets.Dataset(table).save_to_disk("saved")
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Why?", "How?")]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    for file, content in TABLES.items():
+        Path(file).write_text(content)
+    asked = []
+    fails = ["How?"]
+
+    def status(payload, times):
+        content = payload["messages"][0]["content"]
+        if content in fails:
+            return 401
+        asked.append(content)
+        return None
+
+    with FakeServer(status=status) as server:
+        given = ["--input", name, "--model=m", "--endpoint", server.url, "--run-folder=runs/x"]
+        command("run", *given, *flags, "--answer=said", "--records-per-chunk=1", code=1)
+        fails.clear()
+        command("run", *given, *flags, "--answer=said", "--records-per-chunk=1")
+    assert asked == ["Why?", "How?"]
+    if name in ("table.parquet", "stream.arrow"):
+        frame = pandas.read_parquet("runs/x/output")
+        assert [*frame][1:3] == ["question", "answer"]
+        assert "text" not in frame
+    else:
+        rows = [json.loads(one) for _, one in sorted(outputs(Path("runs/x/output")).items())]
+        assert [row.get("text") for row in rows] == (
+            ["a", "b"] if name == "text.jsonl" else [None, None]
+        )
+        assert len(rows) == 2
+
+
+def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
+    def given(content):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    rows = Path("documents/a.jsonl").read_bytes()
+    flags = ["--prompt={text}", "--model=m", "--run-folder=runs/x", "--records-per-chunk=1"]
+    fails = ["text 2"]
+    with FakeServer(
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
+    ) as server:
+        run = ["run", "--input", "-", *flags, "--endpoint", server.url]
+        given(b"")
+        assert "standard input is empty" in command(*run, code=2).error
+        given(rows)
+        command(*run, code=1)
+        fails.clear()
+        given(rows + rows)
+        assert "standard input differs from runs/x/input/stdin.jsonl" in command(*run, code=2).error
+        given(b"")
+        command(*run)
+        given(rows)
+        command(*run)
+        assert len(server.payloads) == 4
+    assert len(outputs(Path("runs/x/output"))) == 3
+    assert "no problem" in command("verify", "runs/x", "--full")
+
+
+def test_a_parameter_with_a_typing_error_is_named_before_a_request(command, log):
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": None, "server_type": "dummy"}))
+    command("run", "job.yaml", "--dry-run", "--generation-params={max_tokenz: 5}")
+    (warning,) = [line for line in log if line.startswith("WARNING")]
+    assert "'max_tokenz' is not one that we know, did you mean \"max_tokens\"?" in warning
+
+
+def test_a_schema_is_read_from_a_file():
+    schema = {"type": "object", "required": ["a"]}
+    Path("schema.json").write_text(json.dumps(schema, indent=1))
+    found = expanded("--json-schema=@schema.json")["runner"]["rollout_fn"]["init_args"]
+    assert found["json_schema"] == schema
+
+
+def test_a_retry_without_a_dead_letter_says_so(command, server):
+    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    assert "No dead letter is left." not in command("run", "job.yaml")
+    assert "No dead letter is left." in command("run", "job.yaml", "--retry-dead-letters")
+
+
+@pytest.mark.parametrize("prompt", ["{text}", "{file_path}"])
+def test_a_folder_of_texts_is_an_input(command, prompt):
+    Path("notes/deep").mkdir(parents=True)
+    for name, text in {"a.md": "# A\n", "b.md": "", "deep/c.md": "C"}.items():
+        Path("notes", name).write_text(text)
+    flags = ["--input=notes/", f"--prompt={prompt}", "--model=m", "--run-folder=runs/x"]
+    fails = ["C", str(Path("notes/deep/c.md").absolute())]
+    with FakeServer(
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
+    ) as server:
+        flags += ["--endpoint", server.url, "--records-per-chunk=1"]
+        command("run", *flags, code=1)
+        fails.clear()
+        said = command("run", *flags)
+        assert len(server.payloads) == 3
+        Path("notes/a.md").write_text("changed")
+        changed = command("run", *flags, code=1).error
+    assert "skipped_rows_without_text: 1" in said
+    rows = [json.loads(one) for _, one in sorted(outputs(Path("runs/x/output")).items())]
+    assert [(row["id"], row["text"]) for row in rows] == [("a.md", "# A\n"), ("deep/c.md", "C")]
+    assert rows[0]["file_path"] == str(Path("notes/a.md").absolute())
+    assert "a.md" in changed
+
+
+def test_a_run_that_began_with_texts_alone_goes_on_so(command, monkeypatch):
+    """As an earlier version began it."""
+    Path("documents/a.jsonl").write_text(
+        '{"text": "a", "q": "1"}\n{"q": "2"}\n{"text": "c", "q": "3"}\n'
+    )
+    fails = ["3"]
+    with FakeServer(
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
+    ) as server:
+        job = {**JOB, "prompt": "{q}", "endpoint": server.url, "records_per_chunk": 1}
+        Path("job.yaml").write_text(yaml.safe_dump(job))
+        command("run", "job.yaml", "--text-key=text", code=1)
+        fails.clear()
+        command("run", "job.yaml")
+        assert [one["messages"][0]["content"] for one in server.payloads] == ["1", "3", "3"]
+
+
+def test_a_rollout_function_gets_documents_with_a_text_unless_none_is_needed():
+    Path("mine.py").write_text("async def rollout(document, generate):\n    return None\n")
+    given = {"prompt": None, "rollout": "mine.rollout"}
+    assert "text_key" not in expanded(**given)["reader"]["init_args"]
+    assert expanded("--text-key=null", **given)["reader"]["init_args"]["text_key"] is None
+
+
+def test_another_text_key_is_refused_though_it_is_null(tmp_path):
+    reader = JsonlReader("documents")
+    first = next(reader.run())
+    other = JsonlReader("documents", text_key=None)
+    other.load_state_dict(position_state(first))
+    with pytest.raises(CheckpointMismatch, match="was made with text_key='text', now None"):
+        list(other.run())
 
 
 def test_a_run_that_has_begun_keeps_the_form_of_its_output(command):

@@ -105,6 +105,13 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
         list(JsonlReader(tmp_path.as_posix(), **options).run())
 
 
+def test_a_column_of_chats_is_named_with_the_setting_that_sends_it(tmp_path):
+    row = {"lang": "en", "messages": [{"role": "user", "content": "Why?"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(InputError, match="'messages' holds chats: set prompt_column to it"):
+        list(JsonlReader(tmp_path.as_posix()).run())
+
+
 def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_path):
     pq.write_table(pa.table({"content": ["a", "b"], "lang": ["en", "de"]}), tmp_path / "a.parquet")
     with pytest.raises(

@@ -31,6 +31,7 @@ from datatrove_ckpt.readers import (
     PositionedDocument,
     Reading,
     Stateful,
+    TextReader,
     inputs,
     jsonl,
     position_state,
@@ -296,6 +297,84 @@ def test_what_comes_before_the_position_is_not_read(tmp_path, kind, monkeypatch)
     size = next(tmp_path.iterdir()).stat().st_size
     assert size > 1_000_000
     assert 0 < sum(read) < size / 5
+
+
+# A file is a document -----------------------------------------------------------------------------
+
+FILES = {
+    "a.txt": b"\xef\xbb\xbfone\r\ntwo\n",
+    "b.md": b"",
+    "c.html": "<p>\u2028é</p>".encode(),
+    "deep/d.txt.gz": gzip.compress(b"four"),
+    "e.txt": b" \n",
+}
+TEXTS = {
+    "a.txt": "one\r\ntwo\n",
+    "c.html": "<p>\u2028é</p>",
+    "deep/d.txt.gz": "four",
+    "e.txt": " \n",
+}
+
+
+def write_texts(folder, files=FILES):
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder.as_posix()
+
+
+def test_a_file_is_a_document_and_the_rest_is_the_same_after_each(tmp_path):
+    folder = write_texts(tmp_path)
+    ours = TextReader(folder)
+    whole = list(ours.run())
+    assert {document.id: document.text for document in whole} == TEXTS
+    assert [document.metadata for document in whole] == [
+        {"file_path": f"{folder}/{name}"} for name in TEXTS
+    ]
+    assert state_of(whole[-1])["skipped"] == [0, 1]
+    for done, document in enumerate(whole, start=1):
+        resumed = TextReader(folder)
+        resumed.load_state_dict(state_of(document))
+        rest = list(resumed.run())
+        assert plain(rest) == plain(whole[done:])
+        assert [state_of(later) for later in rest] == [state_of(later) for later in whole[done:]]
+    shuffled = [one.id for one in TextReader(folder, shuffle_seed=1, skip=1, limit=2).run()]
+    assert len(shuffled) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", b"other"),
+        ("a.txt", None),
+        ("c.html", "<p>\u2028è</p>".encode()),
+        ("aa.txt", b"new"),
+    ],
+)
+def test_a_text_that_changed_is_refused_and_a_later_one_may_come(tmp_path, name, content):
+    folder = write_texts(tmp_path)
+    _, second, *_ = TextReader(folder).run()
+    write_texts(tmp_path, {"x.txt": b"later"})
+    resumed = TextReader(folder)
+    resumed.load_state_dict(state_of(second))
+    assert [one.id for one in resumed.run()] == [*TEXTS, "x.txt"][2:]
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
+        write_texts(tmp_path, {name: content})
+    resumed.load_state_dict(state_of(second))
+    with pytest.raises(CheckpointMismatch):
+        list(resumed.run())
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path, monkeypatch):
+    folder = write_texts(tmp_path, {"a.txt": b"fine", "b.txt": b"\xff\xfea\0", "c.txt": b""})
+    with pytest.raises(InputError, match=r"'b.txt' is no text in UTF-8: .* 0xff in position 0"):
+        list(TextReader(folder).run())
+    write_texts(tmp_path, {"b.txt": b"x" * 11})
+    monkeypatch.setattr("datatrove_ckpt.readers.texts.MAX_LINE_BYTES", 10)
+    with pytest.raises(InputError, match=r"'b.txt' is longer than 10 bytes"):
+        list(TextReader(folder).run())
+    assert list(TextReader(folder, glob_pattern="c.*").run()) == []
 
 
 # States ------------------------------------------------------------------------------------------

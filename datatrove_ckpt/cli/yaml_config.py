@@ -499,21 +499,15 @@ def fits(cls: type, kinds: Sequence[object]) -> bool:
 
 
 def in_words(kinds: Sequence[object]) -> str:
-    """Returns the allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
-    choices = choices_of(kinds)
+    """Returns the allowed alternatives: "auto or a whole number", "one of gzip, zstd, null"."""
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
-        kinds = [
-            kind
-            for kind in kinds
-            if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))
-        ]
+        kinds = [kind for kind in kinds if not any(map(is_class, (kind, *typing.get_args(kind))))]
+    choices = choices_of(kinds)
     words = choices
     if len(choices) > 1:
         words = [f"one of {', '.join(choices)}"]
     words = words + [
-        _word(kind)
-        for kind in kinds
-        if not (choices and (kind is type(None) or origin(kind) is Literal))
+        _word(kind) for kind in kinds if kind is not type(None) and origin(kind) is not Literal
     ]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 
@@ -528,12 +522,14 @@ def choices_of(kinds: Sequence[object]) -> list[str]:
 
 
 _NAMES_OF_TYPES = {
-    "int": "an int",
-    "NoneType": "null",
-    "dict": "a mapping",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "dict": "a mapping such as {name: value}",
     "bool": "true or false",
-    "tuple": "a list",
-    "Sequence": "a list",
+    "list": "a list such as [a, b]",
+    "tuple": "a list such as [a, b]",
+    "Sequence": "a list such as [a, b]",
 }
 
 

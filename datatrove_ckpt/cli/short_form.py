@@ -11,6 +11,7 @@ stand beside these by its name.
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -39,9 +40,10 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
-from datatrove_ckpt.common.formatting import did_you_mean, error_text
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.config.generation_params import PAYLOAD_KEYS
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
@@ -169,7 +171,8 @@ def expand(content: Node, only_look: bool = False) -> Node:
         "rollout",
         "task",
     }:
-        refuse_unknown({name: None for name in content if did_you_mean(name, NAMES)}, NAMES, form())
+        odd = {name for name in content if did_you_mean(name, NAMES)} - PAYLOAD_KEYS
+        refuse_unknown(dict.fromkeys(odd), NAMES, form())
     job = construct(ShortJob, own, form())
     _check_place(job)
     url = "://" in job.run_folder
@@ -180,7 +183,7 @@ def expand(content: Node, only_look: bool = False) -> Node:
     job = _as_batch(job, reader, only_look)
     if tasks is None:
         tasks = _count_tasks(reader["init_args"], job, only_look)
-    rollout = _rollout(job)
+    rollout = _rollout(job, "prompt_column" in content)
     config = _server(job, content)
     answer = begun.get("answer")
     # This machine cannot see the files of a run that began elsewhere.
@@ -282,10 +285,35 @@ def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
         for name in parameters_of(import_name(class_path, form()))[0]:
             known.setdefault(name, node.get("init_args", node))
     known = {name: node for name, node in known.items() if name not in OURS}
+    for name in content:
+        if name not in (*known, *NAMES, *OURS):
+            _refuse_misplaced(name, places[-1][1])
     refuse_unknown(content, [*NAMES, *known], form())
     for name, value in content.items():
         if name not in NAMES:
             known[name][name] = value
+
+
+def _refuse_misplaced(name: str, last: str) -> None:
+    """Refuses a setting of another rollout, and a parameter of requests.
+
+    Args:
+        last: the class that the job has, and that might have had the setting.
+    """
+    for other in SHORT_NAMES:
+        if other.endswith("Rollout") and name in parameters_of(import_name(other, form()))[0]:
+            rollout = last
+            if not last.endswith("Rollout"):
+                rollout = "a function"
+            raise _mistake(
+                f"{name}: is a setting of {other}, and the rollout of this job is {rollout}. "
+                "Remove the setting, or change the rollout."
+            )
+    if name in PAYLOAD_KEYS:
+        raise _mistake(
+            f"{name}: is a parameter of requests. Write it inside default_generation_params: "
+            f"{{{name}: ...}}."
+        )
 
 
 def _sampling(job: ShortJob, content: Node) -> Node:
@@ -380,22 +408,30 @@ def _node(class_path: str, **arguments: object) -> Node:
 
 
 def _text(name: str, value: object, only_look: bool) -> object:
-    """Returns the value of a setting; of a prompt ``@FILE``, the file's text."""
+    """Returns the value of a setting; of a prompt or schema ``@FILE``, what the file holds."""
     if name == "input" and isinstance(value, list):
         raise _mistake("input: takes one path; several files are a pattern, or a folder of them.")
-    if not name.endswith("prompt") or value is None:
+    is_schema = name == "json_schema"
+    if not name.endswith("prompt") and not is_schema:
         return value
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not is_schema:
         raise _mistake(f"{name}: is a mapping, no text. Put it in quotes.")
     if not str(value).startswith("@"):
         return value
     path = Path(str(value)[1:]).expanduser()
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeError) as error:
         if only_look:
             return value
-        raise _mistake(f"{name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
+        why = getattr(error, "strerror", None) or error
+        raise _mistake(f"{name}: {path.absolute()} cannot be read: {why}.") from None
+    if not is_schema:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _mistake(f"{name}: {path.absolute()} is not JSON: {error}.") from None
 
 
 def _answer(content: Node, rollout: object) -> str | None:
@@ -434,7 +470,8 @@ def _flags(task: str, config: Node) -> Node:
     return {}
 
 
-def _rollout(job: ShortJob) -> object:
+def _rollout(job: ShortJob, has_prompts: bool) -> object:
+    """``has_prompts``: a column of the input has them, so that the job needs none."""
     prompt = job.prompt
     name = job.rollout
     given = {}
@@ -450,7 +487,7 @@ def _rollout(job: ShortJob) -> object:
         and name in SHORT_NAMES
         and isinstance(import_name(name, form()), type)
     )
-    if is_ready or (name is None and prompt is not None):
+    if is_ready or (name is None and (prompt is not None or has_prompts)):
         return _node(str(name or "PromptRollout"), **given)
     if (name is None) == (prompt is None):
         what = "give it or rollout, not both"
@@ -567,11 +604,11 @@ def _list(folder: str, pattern: str | None) -> list[str]:
 
     try:
         names: list[str] = get_datafolder(folder).list_files(glob_pattern=pattern)
-        if not names and "://" not in folder and not Path(folder).is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")
     except Exception as error:  # botocore's errors have no common base
         shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
         raise _mistake(f"input: {shown} cannot be listed: {failure_line(error)}.") from None
+    if not names and "://" not in folder and not Path(folder).is_dir():
+        raise _mistake(f"input: {Path(folder).absolute()} is not a folder.")
     return [name for name in names if is_input(name, pattern)]
 
 

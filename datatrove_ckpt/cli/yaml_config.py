@@ -86,6 +86,8 @@ def load(path: str | Path) -> JsonObject:
             where = f":{mark.line + 1}:{mark.column + 1}"
         if not hint and re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
+        if "'\\t'" in str(problem):
+            hint = " Indent with spaces."
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
@@ -299,6 +301,13 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
     Raises:
         ConfigError: there is no such name, or its module cannot be imported.
     """
+    if re.search(r"[/:]|\.py$", str(path)):
+        file, _, name = str(path).partition(":")
+        module_name = Path(file).stem
+        raise ConfigError(
+            f'{place}: "{path}" names a file. Write {module_name}.{name or "my_name"}; '
+            f"{module_name}.py is found in the folder where the command runs."
+        )
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
         hint = (
@@ -334,6 +343,8 @@ def _inside(label: str, key: str) -> str:
         return key
     if label == form() and key in ("config", "rollout_fn", "output_writer"):
         return label
+    if label == form():
+        return f"{label}: {key}"
     return f"{label}.{key}"
 
 

@@ -27,7 +27,7 @@ _FIELD = re.compile(
     r"(?ai)(?!(accept-encoding|content-length|transfer-encoding):)[!#$%&'*+.^`|~\w-]+: [\t -~]*"
 )
 # Common parameters of vLLM, SGLang, llama.cpp and OpenAI, and those with similar names.
-_KNOWN = frozenset(
+PAYLOAD_KEYS = frozenset(
     """
     add_generation_prompt add_special_tokens allowed_token_ids bad_words best_of cache_salt
     chat_template chat_template_kwargs continue_final_message documents echo extra_body
@@ -108,16 +108,16 @@ def refuse_unsendable(
 
 def warn_of_unknown(params: dict[str, object]) -> None:
     """Warns once of each parameter that looks like a known one."""
-    if not _KNOWN.issuperset(params):
+    if not PAYLOAD_KEYS.issuperset(params):
         for name in params:
             _warn(str(name))
 
 
 @lru_cache(maxsize=1000)
 def _warn(name: str) -> None:
-    if name in _KNOWN:
+    if name in PAYLOAD_KEYS:
         return
-    hint = did_you_mean(name, _KNOWN, 0.8)
+    hint = did_you_mean(name, PAYLOAD_KEYS, 0.8)
     if hint:
         logger.warning(
             f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "

@@ -71,13 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--wandb was removed. Use --mlflow, or a script that logs the `totals` of `status WHAT "
             "--json`."
         )
+    _refuse_no_command(parser, given)
     arguments = parser.parse_args(rest)
     # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.process.task_errors import safe_log
 
     safe_log()
     if overrides and not _takes_overrides(arguments):
-        parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
+        flag = overrides[0].partition("=")[0]
+        hint = did_you_mean(flag, _own_flags(given) - {"--"})
+        parser.error(f"{flag}: there is no such flag{hint or '.'}")
     for override in overrides:
         flag, equals, _ = override.partition("=")
         hint = did_you_mean(flag, _own_flags(given), 0.8)
@@ -94,6 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.command = _run_command(arguments, given)
     with written_in(""):
         return _call(arguments)
+
+
+def _refuse_no_command(parser: argparse.ArgumentParser, given: list[str]) -> None:
+    names = [name for name, _, _, _ in _COMMANDS]
+    if not given or given[0].startswith("-") or given[0] in names:
+        return
+    hint = did_you_mean(given[0], names) or f"; the commands are {', '.join(names)}."
+    if given[0].endswith((".yaml", ".yml")):
+        hint = f', did you mean "run {given[0]}"?'
+    parser.error(f'there is no command "{given[0]}"{hint}')
 
 
 def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:

@@ -341,8 +341,16 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
         (
             ["verify", "checkpoints", "--executor.tasks=4"],
             2,
-            "unrecognized arguments: --executor.tasks=4",
+            "--executor.tasks: there is no such flag.",
         ),
+        (
+            ["verify", "checkpoints", "--ful"],
+            2,
+            '--ful: there is no such flag, did you mean "--full"?',
+        ),
+        (["show", "checkpoints", "--N", "3"], 2, '--N: there is no such flag, did you mean "--n"?'),
+        (["rum", "job.yaml"], 2, 'there is no command "rum", did you mean "run"?'),
+        (["job.yaml"], 2, 'there is no command "job.yaml", did you mean "run job.yaml"?'),
         ([], 2, "usage: datatrove-ckpt"),
         (
             ["run", "job.yaml", "--dyr-run"],

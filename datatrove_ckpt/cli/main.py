@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.common.declared import meanings
+from datatrove_ckpt.common.declared import meanings, parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import written_in
@@ -61,7 +61,7 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["complete"]:
+    if given[:1] == ["complete"] and "COMP_LINE" in os.environ:
         say("\n".join(_completions(*given[2:])))
         return 0
     rest, overrides = split_overrides(given)
@@ -195,13 +195,14 @@ def _completions(word: str, before: str) -> list[str]:
 
 def _flags_of_settings() -> set[str]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner
-    from datatrove_ckpt.cli.job_settings import ShortJob
+    from datatrove_ckpt.cli.short_form import NAMES, OURS, ready_rollouts
+    from datatrove_ckpt.cli.yaml_config import import_name
 
-    return {
-        f"--{name.replace('_', '-')}"
-        for cls in (ShortJob, InferenceConfig, InferenceRunner)
-        for name in meanings(cls)
-    }
+    names = {*NAMES}
+    reader = import_name("JsonlReader", "")
+    for cls in (reader, InferenceConfig, InferenceRunner, *ready_rollouts().values()):
+        names |= parameters_of(cls)[0].keys() - {*OURS}
+    return {f"--{name.replace('_', '-')}" for name in names}
 
 
 def _settings_help() -> str:

@@ -294,14 +294,18 @@ def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
             known[name][name] = value
 
 
+def ready_rollouts() -> dict[str, type]:
+    return {name: import_name(name, form()) for name in SHORT_NAMES if name.endswith("Rollout")}
+
+
 def _refuse_misplaced(name: str, last: str) -> None:
     """Refuses a setting of another rollout, and a parameter of requests.
 
     Args:
         last: the class that the job has, and that might have had the setting.
     """
-    for other in SHORT_NAMES:
-        if other.endswith("Rollout") and name in parameters_of(import_name(other, form()))[0]:
+    for other, cls in ready_rollouts().items():
+        if name in parameters_of(cls)[0]:
             rollout = last
             if not last.endswith("Rollout"):
                 rollout = "a function"

@@ -11,6 +11,7 @@ stand beside these by its name.
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -37,15 +38,15 @@ from datatrove_ckpt.cli.yaml_config import (
     construct,
     import_name,
     load,
-    read_value,
     refuse_unknown,
     set_at_path,
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
-from datatrove_ckpt.common.formatting import did_you_mean, error_text
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
@@ -173,9 +174,8 @@ def expand(content: Node, only_look: bool = False) -> Node:
     has_column = content.get("prompt_column") is not None
     says_what = has_column or bool(own.keys() & {"prompt", "rollout", "task"})
     if {"run_folder", "input", "model"} - own.keys() or not says_what:
-        refuse_unknown(
-            {name: None for name in content if did_you_mean(name, NAMES, 0.7)}, NAMES, form()
-        )
+        odd = {name for name in content if did_you_mean(name, NAMES, 0.7)} - REQUEST_PARAMETERS
+        refuse_unknown(dict.fromkeys(odd), NAMES, form())
     job = construct(ShortJob, own, form())
     _check_place(job)
     url = "://" in job.run_folder
@@ -291,6 +291,9 @@ def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
         for name in parameters_of(import_name(class_path, form()))[0]:
             known.setdefault(name, node.get("init_args", node))
     known = {name: node for name, node in known.items() if name not in OURS}
+    for name in content:
+        if name not in (*known, *NAMES, *OURS):
+            _refuse_misplaced(name, places[-1][1])
     refuse_unknown(content, [*NAMES, *known], form())
     for name, value in content.items():
         if name not in NAMES:
@@ -324,6 +327,32 @@ def _began_with_texts(root: Path) -> bool:
         executor = orjson.loads(Path(root, "logs", "executor.json").read_bytes())
         return executor["pipeline"][0]["text_key"] is not None
     return False
+
+
+def ready_rollouts() -> dict[str, type]:
+    return {name: import_name(name, form()) for name in SHORT_NAMES if name.endswith("Rollout")}
+
+
+def _refuse_misplaced(name: str, last: str) -> None:
+    """Refuses a setting of another rollout, and a parameter of requests.
+
+    Args:
+        last: the class that the job has, and that might have had the setting.
+    """
+    for other, cls in ready_rollouts().items():
+        if name in parameters_of(cls)[0]:
+            rollout = last
+            if not last.endswith("Rollout"):
+                rollout = "a function"
+            raise _mistake(
+                f"{name}: is a setting of {other}, and the rollout of this job is {rollout}. "
+                "Remove the setting, or change the rollout."
+            )
+    if name in REQUEST_PARAMETERS:
+        raise _mistake(
+            f"{name}: is a parameter of requests. Write it inside default_generation_params: "
+            f"{{{name}: ...}}."
+        )
 
 
 def _sampling(job: ShortJob, content: Node) -> Node:
@@ -434,10 +463,14 @@ def _text(name: str, value: object, only_look: bool) -> object:
     except (OSError, UnicodeError) as error:
         if only_look:
             return value
-        raise _mistake(f"{name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
-    if is_schema:
-        return read_value(text)
-    return text
+        why = getattr(error, "strerror", None) or error
+        raise _mistake(f"{name}: {path.absolute()} cannot be read: {why}.") from None
+    if not is_schema:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _mistake(f"{name}: {path.absolute()} is not JSON: {error}.") from None
 
 
 def _answer(content: Node, rollout: object) -> str | None:
@@ -634,11 +667,11 @@ def _list(folder: str, pattern: str | None) -> list[str]:
     try:
         found = get_datafolder(folder)
         names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
-        if not names and "://" not in folder and not Path(folder).is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")
     except Exception as error:  # botocore's errors have no common base
         shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
         raise _mistake(f"input: {shown} cannot be listed: {failure_line(error)}.") from None
+    if not names and "://" not in folder and not Path(folder).is_dir():
+        raise _mistake(f"input: {Path(folder).absolute()} is not a folder.")
     return names
 
 

@@ -26,7 +26,8 @@ _OWN = ("text", "id")
 _NULLS: set[str] = set()  # of which this process has said that they may be null
 _ALLOWED = (
     "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} "
-    "for a part of it, and {{ or }} for a brace"
+    "for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no "
+    "meaning"
 )
 _DOCUMENT = "[[DOCUMENT]]"
 BARE = ("{text}", _DOCUMENT)

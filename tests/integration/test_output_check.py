@@ -211,6 +211,17 @@ def test_an_input_without_documents_is_said(job, command):
     assert "  documents  none in the input\n" in command("status", "job.yaml").out
 
 
+def test_a_retry_without_dead_letters_is_said(job, command):
+    command("run", "job.yaml")
+    said = command("run", "job.yaml", "--retry-dead-letters")
+    assert " There was no dead letter to retry. " in said
+
+
+def test_a_limit_of_0_is_named_as_the_cause(job, command):
+    said = command("run", "job.yaml", "--pipeline.0.limit=0")
+    assert said.startswith("No document was read, because limit is 0, so there is no output in ")
+
+
 def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_asked(
     tmp_path, server
 ):

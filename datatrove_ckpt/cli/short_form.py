@@ -660,13 +660,10 @@ def _input(job: ShortJob, root: Path, begun: bool, only_look: bool) -> str:
 
 
 def _list(folder: str, pattern: str | None) -> list[str]:
-    from datatrove.io import get_datafolder  # slow to import
-
-    from datatrove_ckpt.readers.inputs import InputFolder
+    from datatrove_ckpt.run_folder.input_checks import input_names  # slow to import
 
     try:
-        found = get_datafolder(folder)
-        names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
+        names = input_names(folder, pattern)
     except Exception as error:  # botocore's errors have no common base
         shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
         raise _mistake(f"input: {shown} cannot be listed: {failure_line(error)}.") from None

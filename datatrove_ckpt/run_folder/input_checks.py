@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from datatrove.data import Document
+from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
@@ -468,3 +469,10 @@ def rows_without_document(root: Path) -> SkippedLines:
         record = ShardRecord.read(rank_folder(root, rank) / SHARD)
         skipped += record.skipped if record else SkippedLines()
     return skipped
+
+
+def input_names(folder: str, pattern: str | None) -> list[str]:
+    """Returns the names of the input files in a folder, as readers list them."""
+    found = get_datafolder(folder)
+    names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
+    return names

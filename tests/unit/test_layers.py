@@ -42,7 +42,7 @@ ROOMS = {
     "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
     " runner",
     "executors": "errors common config process claims inference.servers generation runner run_folder",
-    "cli": "errors common config process rollouts checkpoint output readers run_folder executors",
+    "cli": "errors common config process rollouts checkpoint output run_folder executors",
     "testing": "common checkpoint mirror",
 }
 

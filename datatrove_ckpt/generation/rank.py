@@ -248,8 +248,8 @@ class _Run:
         preemption = self.preemption
         if (remote := step.checkpoints_remote_dir) is None:
             return None
+        from datatrove_ckpt.mirror.job import join_mirrored_job
         from datatrove_ckpt.mirror.mirror import RemoteMirror
-        from datatrove_ckpt.mirror.restore import join_mirrored_job
 
         root = self.root
         job = None
@@ -592,7 +592,7 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
         path = error.path
         if step.checkpoints_remote_dir is None or path is None or not path.is_relative_to(root):
             raise
-        from datatrove_ckpt.mirror.restore import restore_advice
+        from datatrove_ckpt.mirror.job import restore_advice
 
         folder = root / path.relative_to(root).parts[0]
         advice = restore_advice(f"{step.checkpoints_remote_dir}/{folder.name}", folder)

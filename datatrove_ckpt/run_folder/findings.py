@@ -71,7 +71,8 @@ from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
 from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
-from datatrove_ckpt.mirror.restore import compare_mirrored_job, find_outdated, restore_outdated
+from datatrove_ckpt.mirror.job import compare_mirrored_job
+from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.committed import (
     CommittedFile,

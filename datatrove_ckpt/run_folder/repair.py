@@ -57,7 +57,7 @@ from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.common.formatting import plural, ranges
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputMismatch
-from datatrove_ckpt.mirror.restore import restore_advice
+from datatrove_ckpt.mirror.job import restore_advice
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.owner import Homes
 from datatrove_ckpt.output.targets import remove_output

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from torch import nn
+
+# Not DefaultStager, which in torch 2.11 can be used only once.
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor

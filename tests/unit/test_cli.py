@@ -190,7 +190,7 @@ _OF_A_RUN = {
     ),
     *(
         f"datatrove_ckpt.{name}"
-        for name in ("generation.rank", "generation.export", "mirror.restore", "cli.execution")
+        for name in ("generation.rank", "generation.export", "mirror.job", "cli.execution")
     ),
 }
 _OF_A_FILE = {"datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}

@@ -16,6 +16,7 @@ from functools import cache
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -33,6 +34,7 @@ _PLAIN = (bool, int, float, str, bytes, dict)
 _WHOLE_RESULT = {"tool_calls", "logprobs", "choices"}
 _INT64 = range(-(2**63), 2**63)
 _EXACT_FLOATS = 2**53
+_UUID = "extension<arrow.uuid>"
 
 
 class NotUnited(Exception):
@@ -110,6 +112,8 @@ def holds(kind: DataType, values: Collection[Any]) -> bool:
     """Whether a column of the type gives each value back, also with its Python type."""
     import pyarrow as pa
 
+    if _UUID in str(kind) and str(kind) != _UUID:
+        return False  # Arrow makes no lists and structs of them from values
     values = [value for value in values if value is not None]
     python_types = set(map(type, values))
     if pa.types.is_struct(kind):
@@ -134,7 +138,7 @@ def holds(kind: DataType, values: Collection[Any]) -> bool:
         numbers = np.array(values)
         return bool(np.array_equal(numbers.astype(np.float32), numbers, equal_nan=True))
     try:
-        kept = pa.array([with_pairs(value, kind) for value in values], kind).to_pylist()
+        kept = pa.array([for_arrow(value, kind) for value in values], kind).to_pylist()
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         return False
     return all(map(_is_same, values, kept))
@@ -147,6 +151,8 @@ def _is_same(value: Any, kept: Any) -> bool:
         )
     if isinstance(value, list | tuple) and isinstance(kept, list | tuple):
         return len(value) == len(kept) and all(map(_is_same, value, kept))
+    if isinstance(kept, UUID):
+        return bool(str(value) == str(kept))
     # pandas has subclasses of these.
     same_type = type(value) is type(kept) or any(
         isinstance(value, base) and isinstance(kept, base) for base in (datetime, timedelta)
@@ -154,30 +160,33 @@ def _is_same(value: Any, kept: Any) -> bool:
     return same_type and bool(value == kept or (value != value and kept != kept))
 
 
-def with_pairs(value: Any, kind: DataType) -> Any:
-    """Returns the value with tuples for the pairs of maps, which JSON keeps as lists, and Arrow
-    takes from tuples alone.
+def for_arrow(value: Any, kind: DataType) -> Any:
+    """Returns the value with what Arrow takes alone, and JSON keeps in another form: tuples for the
+    pairs of maps, and UUIDs.
     """
     from pyarrow import types
 
-    if value is None or not has_maps(kind):
+    if value is None or not has_other_form(kind):
         return value
+    if isinstance(value, str) and str(kind) == _UUID:
+        return UUID(value)
     if types.is_map(kind):
         pairs = value
         if isinstance(value, dict):
             pairs = value.items()
-        return [(key, with_pairs(item, kind.item_type)) for key, item in pairs]
+        return [(key, for_arrow(item, kind.item_type)) for key, item in pairs]
     if types.is_struct(kind):
         return value | {
-            field.name: with_pairs(value[field.name], field.type)
+            field.name: for_arrow(value[field.name], field.type)
             for field in kind
             if field.name in value
         }
-    return [with_pairs(item, kind.value_type) for item in value]
+    return [for_arrow(item, kind.value_type) for item in value]
 
 
-def has_maps(kind: DataType) -> bool:
-    return "map<" in str(kind)
+def has_other_form(kind: DataType) -> bool:
+    text = str(kind)
+    return "map<" in text or _UUID in text
 
 
 def is_text(kind: DataType) -> bool:

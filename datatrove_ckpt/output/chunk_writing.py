@@ -241,7 +241,7 @@ class ChunkWriting:
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
-        if "id" in self._given:
+        if self._given:
             fresh.adapter = partial(_with_empty_fields, fresh.adapter)
         if schema is not None:
             fresh.schema = schema

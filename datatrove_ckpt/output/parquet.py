@@ -14,7 +14,7 @@ from typing import Any
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.output.arrow_types import Row, Schema, has_maps, with_pairs
+from datatrove_ckpt.output.arrow_types import Row, Schema, for_arrow, has_other_form
 from datatrove_ckpt.output.file_managers import OutputStream
 
 RecordBatch = Any
@@ -57,9 +57,9 @@ def record_batch(rows: list[Row], schema: Schema, inspect: Inspect) -> RecordBat
     """Converts the rows, which it may change, to Arrow, after ``inspect`` has seen them."""
     import pyarrow as pa
 
-    for field in filter(lambda field: has_maps(field.type), schema):
+    for field in filter(lambda field: has_other_form(field.type), schema):
         for row in rows:
-            row[field.name] = with_pairs(row.get(field.name), field.type)
+            row[field.name] = for_arrow(row.get(field.name), field.type)
     inspect(rows)
     return pa.RecordBatch.from_pylist(rows, schema=schema)
 

@@ -9,6 +9,7 @@ import io
 import json
 import math
 from decimal import Decimal
+from uuid import UUID
 
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
@@ -192,6 +193,7 @@ COLUMNS = {
     "dictionary of 8 bits": pa.array(["a", None, "a"], pa.dictionary(pa.int8(), pa.string())),
     "binary": pa.array([b"\xff", None, b""]),
     "uuid": pa.array([b"0" * 16, None, b"1" * 16], pa.binary(16)),
+    "uuid of its own type": pa.array([UUID(int=1), None, UUID(int=2**127)], pa.uuid()),
     "decimal": pa.array([Decimal("1.50"), None, Decimal("-0.01")], pa.decimal128(38, 2)),
     "day": pa.array([DAY, None, datetime.date.max]),
     "day in ms": pa.array([DAY, None, DAY], pa.date64()),
@@ -234,15 +236,29 @@ def test_a_column_of_a_table_comes_back_as_pyarrow_reads_it(tmp_path, server, na
         assert found.schema.field("v").type == written.schema.field("v").type
 
 
-def test_a_type_that_parquet_lacks_becomes_the_type_of_its_values(tmp_path, server):
-    values = pa.array([Decimal("100"), None], pa.decimal128(5, -2))
+UUIDS = pa.array([UUID(int=1), None], pa.uuid())
+TEXTS = [str(UUID(int=1)), None]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (pa.array([Decimal("100"), None], pa.decimal128(5, -2)), [Decimal("100"), None]),
+        (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),
+        (pa.StructArray.from_arrays([UUIDS], ["u"]), [{"u": TEXTS[0]}, {"u": None}]),
+    ],
+    ids=["decimal of negative scale", "list of uuids", "struct of uuids"],
+)
+def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
+    tmp_path, server, values, expected
+):
     table = pa.table({"text": ["a", "b"], "v": values})
     (tmp_path / "data").mkdir()
     with pa.ipc.new_file(str(tmp_path / "data" / "a.arrow"), table.schema) as file:
         file.write_table(table)
     output = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
     runner(tmp_path, server, output_writer=output).run(IpcReader(str(tmp_path / "data")).run())
-    assert pq.read_table(tmp_path / "output")["v"].to_pylist() == values.to_pylist()
+    assert pq.read_table(tmp_path / "output")["v"].to_pylist() == expected
 
 
 TABLES = {

@@ -118,6 +118,16 @@ def test_an_empty_id_stays_and_each_file_has_the_column(tmp_path, server, ids):
     assert pa.concat_tables(map(pq.read_table, files)).select(["text", "id"]).equals(table)
 
 
+def test_a_text_that_the_rollout_empties_leaves_its_column(tmp_path, server):
+    async def empty(document, generate):
+        document.text = ""
+        return "an answer"
+
+    table = pa.table({"text": ["a", "b"], "v": [1, 2]})
+    (file,) = run(tmp_path, server, table, rollout=empty)
+    assert pq.read_table(file)["text"].to_pylist() == ["", ""]
+
+
 def test_columns_inside_the_metadata_have_their_types(tmp_path, server):
     table = a_table(TYPES[:12])
     schema = pq.read_schema(run(tmp_path, server, table, metadata=False)[0])

@@ -229,6 +229,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
+    def read_file(self, filepath: str) -> Iterator[Document]:
+        for document, _ in self._read(filepath, ()):
+            if not isinstance(document, Skipped):
+                yield document
+
     def schemas(self, inputs: Inputs) -> Iterable[tuple[str, Any]]:
         """Yields the name and Arrow schema of each file, if the format has schemas."""
         return ()

@@ -12,14 +12,15 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-from datatrove_ckpt.checkpoint import clock, files
+from datatrove_ckpt.checkpoint import files, numbers
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.testing import outputs
-from datatrove_ckpt.testing.crashes import CrashReport, assert_equal
-from datatrove_ckpt.testing.disks import (
+from datatrove_ckpt.testing.crashes import (
     EFFECTS,
     REMOTE_EFFECTS,
     CrashingDisk,
+    CrashReport,
+    assert_equal,
     copy_tree,
     disk_in_place,
 )
@@ -133,6 +134,6 @@ def assert_same_output_after_every_crash(
 
     copy_tree(fresh, folder)
     # No time passes: else no two folders would be equal.
-    with patch.multiple(clock, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
+    with patch.multiple(numbers, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
         resume([], 2 if recoveries else 1)
     return report

@@ -6,8 +6,7 @@ import os
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import disk_in_place, outputs
-from datatrove_ckpt.testing.crashes import assert_equal
-from datatrove_ckpt.testing.disks import WatchedDisk, copy_tree, path_of
+from datatrove_ckpt.testing.crashes import WatchedDisk, assert_equal, copy_tree, path_of
 
 
 class FailingDisk(WatchedDisk):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.history import (
     End,
     InputPosition,
@@ -18,7 +17,7 @@ from datatrove_ckpt.checkpoint.history import (
     parse_line,
 )
 from datatrove_ckpt.checkpoint.lines import unseal, whole_lines
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds, WorkCounts
 
 
 def progress(documents=7, at=0.0, attempt=1):

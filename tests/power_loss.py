@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import CACHE
-from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, path_of
+from datatrove_ckpt.testing.crashes import EFFECTS, CrashingDisk, path_of
 
 
 class _File:

@@ -33,10 +33,10 @@ from typing import NamedTuple
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.clock import unix_seconds
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, read_run, settings_in
 from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER, LOCK, RUN
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
+from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
 from datatrove_ckpt.common import JsonObject
 

@@ -20,7 +20,6 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import (
     Json,
@@ -30,7 +29,7 @@ from datatrove_ckpt.checkpoint.lines import (
     scan_lines,
     seal,
 )
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, WorkStats
+from datatrove_ckpt.checkpoint.numbers import NO_SECONDS, DocumentCounts, Done, Seconds, WorkStats
 from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
 

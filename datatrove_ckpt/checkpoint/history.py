@@ -37,9 +37,15 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, explained, last_lines, seal, unseal
-from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, Rates, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import (
+    NO_SECONDS,
+    NUMBERS,
+    DocumentCounts,
+    Rates,
+    Seconds,
+    WorkCounts,
+)
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]

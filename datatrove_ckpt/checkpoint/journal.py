@@ -18,9 +18,15 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.clock import NO_SECONDS, Seconds
 from datatrove_ckpt.checkpoint.lines import Line, explained, read_lines, seal, unseal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Outcome, Took, Work
+from datatrove_ckpt.checkpoint.numbers import (
+    NO_SECONDS,
+    DocumentCounts,
+    Outcome,
+    Seconds,
+    Took,
+    Work,
+)
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 JOURNAL_ADVICE = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
 from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
@@ -30,7 +29,7 @@ CACHE_FILES = (CACHE, *(CACHE + suffix for suffix in CACHE_LOGS))
 DEAD_LETTERS = "dead_letters.jsonl"
 SHARD = "shard.json"
 COLUMNS = "columns.arrow"
-"""Types of the input's columns, in the job's folder."""
+"""Types of the input's columns: the job's, and a copy of each rank's, which its mirror has."""
 """What the rank has read: its files, and how many lines were skipped.
 
 Written when the input has ended.
@@ -211,26 +210,6 @@ def retry_number(name: str) -> int | None:
 
 
 # Folders of other programs, mainly datatrove's runner: refused, with what continues there.
-
-
-def refuse_resharded(root: Path, mirrored: Collection[str] = ()) -> None:
-    """Refuses a run whose number of tasks an earlier build changed: its ranks read parts of files.
-
-    Args:
-        mirrored: the names of what the run's mirror has.
-
-    Raises:
-        CheckpointMismatch: it names the commit that can finish the run.
-    """
-    if (
-        "shares.json" in mirrored
-        or (root / "shares.json").exists()
-        or (root / "reshard/plan.json").exists()
-    ):
-        raise CheckpointMismatch(
-            f"{root}: `datatrove-ckpt reshard` changed this run's number of tasks. Finish it with "
-            "commit d3ddc9c6."
-        )
 
 
 def refuse_missing_run_json(folder: Path) -> None:

@@ -58,7 +58,6 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    refuse_resharded,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
@@ -280,7 +279,6 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
-        CheckpointMismatch: see ``refuse_resharded``.
     """
     found = []
     try:
@@ -288,7 +286,6 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
             names = sorted(
                 path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None
             )
-            refuse_resharded(checkpoints)
             for root in ("", *names):
                 if (folder := checkpoints / root).is_dir():
                     found += [

@@ -31,7 +31,6 @@ from datatrove_ckpt.checkpoint.layout import (
     RUN,
     rank_folder,
     rank_numbers,
-    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import (
@@ -67,7 +66,6 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
         raise ConfigError(
             f"answers_from: {root} holds no checkpoint. Name the folder of a run that has begun."
         )
-    refuse_resharded(root)
     folder = rank_folder(root, rank)
     if not (folder / RUN).exists():
         logger.warning(f"answers_from: {folder} has no run.json, so it has no answers.")

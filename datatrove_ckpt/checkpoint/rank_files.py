@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Protocol
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
-from datatrove_ckpt.checkpoint.clock import RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.history import End, HistoryLog, Progress, Record, Start
 from datatrove_ckpt.checkpoint.identity import Fence
@@ -26,6 +25,7 @@ from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
+    COLUMNS,
     COMMITS,
     DEAD_LETTERS,
     HISTORY,
@@ -36,7 +36,7 @@ from datatrove_ckpt.checkpoint.layout import (
     last_chunk_of,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.process.slurm_job import job_id
@@ -327,9 +327,9 @@ class RankFiles:
             DEAD_LETTERS: self._dead_letters.size,
             HISTORY: self._history.file.size,
         }
-        retried = self.folder / RETRY_INPUT
-        if retried.exists():
-            sizes[RETRY_INPUT] = retried.stat().st_size
+        for path in (self.folder / RETRY_INPUT, self.folder / COLUMNS):
+            if path.exists():
+                sizes[path.name] = path.stat().st_size
         if (self.folder / BATCHES).exists():
             sizes[BATCHES] = self.batches.file.size
         # Not earlier: files of a snapshot only grow, and this file is replaced once.

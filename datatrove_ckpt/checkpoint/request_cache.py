@@ -369,9 +369,9 @@ def _connect(path: Path) -> sqlite3.Connection:
     for name in (path, *_logs(path)):
         if name.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(name))
-    # A kill while the first cache is made may leave an empty file, but never a log without its
-    # database.
-    if not _size(path) and any(_size(log) for log in _logs(path)):
+    # A kill while the first cache is made may leave an empty file and its journal, but never a log
+    # without its database.
+    if not _size(path) and any(_needs_database(log) for log in _logs(path)):
         raise NotOurs("the database is missing or empty, but its log is not")
     # SQLite would use mode 0644; its -wal and -journal files get the database's mode.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE))
@@ -443,6 +443,18 @@ def _is_intact(row: Row) -> bool:
 
 def _logs(path: Path) -> list[Path]:
     return [path.with_name(path.name + suffix) for suffix in CACHE_LOGS]
+
+
+def _needs_database(log: Path) -> bool:
+    """Returns whether there is a log of a database that has pages."""
+    if not log.name.endswith("-journal"):
+        return _size(log) > 0
+    if not log.exists():
+        return False
+    with log.open("rb") as file:
+        header = file.read(20)
+    pages = header[16:]  # of the database before the transaction
+    return any(pages)
 
 
 def _size(path: Path) -> int:

@@ -27,6 +27,8 @@ Claims lie, and their owners are alive, as the store says:
                     and has ended
 
 So times are compared only with each other, as the file server or the store has stamped them.
+
+``Progress`` is how far a rank is, as numbers that only grow: whether an attempt was in vain.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,13 +50,48 @@ from fsspec.utils import get_protocol
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal, rank_folder
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.mirror.object_store import ObjectStore, is_in_repository, refuse_repository
+from datatrove_ckpt.mirror.restore import newest_manifest
+
+Progress = tuple[int, int, int]
+"""Bytes of a rank's commits, journals and saved answers.
+
+Earlier ones count more: a commit drops the others.
+"""
+
+
+def mirrored_progress(mirrors: Iterable[str], rank: int) -> Progress:
+    commits = journals = answers = 0
+    urls = [f"{url}/{rank:05d}" for url in mirrors]
+    for manifest in filter(None, map(newest_manifest, urls)):
+        sizes = manifest.sizes
+        commits += sizes.get(COMMITS, 0)
+        journals += sum(size for name, size in sizes.items() if is_journal(name))
+        answers += sum(part.size for part in manifest.answers)
+    return commits, journals, answers
+
+
+def local_progress(roots: Iterable[Path], rank: int) -> Progress:
+    commits = journals = answers = 0
+    for path in [path for root in roots for path in rank_folder(root, rank).glob("*")]:
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:  # a journal whose chunk was committed
+            continue
+        if path.name == COMMITS:
+            commits += size
+        elif is_journal(path.name):
+            journals += size
+        elif path.name.startswith(CACHE):
+            answers += size
+    return commits, journals, answers
+
 
 _POLICY = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
 _OWNER = re.compile("[0-9a-f]{40}(-run)?")

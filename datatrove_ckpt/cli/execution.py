@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.clock import unix_seconds
-from datatrove_ckpt.checkpoint.job import refuse_other_tasks
+from datatrove_ckpt.checkpoint.identity import refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say

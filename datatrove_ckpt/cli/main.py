@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.common.declared import meanings
+from datatrove_ckpt.common.declared import meanings, parameters_of
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import written_in
@@ -61,7 +61,7 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] == ["complete"]:
+    if given[:1] == ["complete"] and "COMP_LINE" in os.environ:
         say("\n".join(_completions(*given[2:])))
         return 0
     rest, overrides = split_overrides(given)
@@ -71,13 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--wandb was removed. Use --mlflow, or a script that logs the `totals` of `status WHAT "
             "--json`."
         )
+    _refuse_no_command(parser, given)
     arguments = parser.parse_args(rest)
     # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.process.task_errors import safe_log
 
     safe_log()
     if overrides and not _takes_overrides(arguments):
-        parser.error(f"unrecognized arguments: --{overrides[0].removeprefix('--')}")
+        flag = overrides[0].partition("=")[0]
+        hint = did_you_mean(flag, _own_flags(given) - {"--"})
+        parser.error(f"{flag}: there is no such flag{hint or '.'}")
     for override in overrides:
         flag, equals, _ = override.partition("=")
         hint = did_you_mean(flag, _own_flags(given) - {"--"}, 0.8)
@@ -94,6 +97,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.command = _run_command(arguments, given)
     with written_in(""):
         return _call(arguments)
+
+
+def _refuse_no_command(parser: argparse.ArgumentParser, given: list[str]) -> None:
+    names = [name for name, _, _, _ in _COMMANDS]
+    if not given or given[0].startswith("-") or given[0] in names:
+        return
+    hint = did_you_mean(given[0], names) or f"; the commands are {', '.join(names)}."
+    if given[0].endswith((".yaml", ".yml")):
+        hint = f', did you mean "run {given[0]}"?'
+    parser.error(f'there is no command "{given[0]}"{hint}')
 
 
 def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
@@ -182,13 +195,14 @@ def _completions(word: str, before: str) -> list[str]:
 
 def _flags_of_settings() -> set[str]:
     from datatrove_ckpt import InferenceConfig, InferenceRunner
-    from datatrove_ckpt.cli.job_settings import ShortJob
+    from datatrove_ckpt.cli.short_form import NAMES, OURS, ready_rollouts
+    from datatrove_ckpt.cli.yaml_config import import_name
 
-    return {
-        f"--{name.replace('_', '-')}"
-        for cls in (ShortJob, InferenceConfig, InferenceRunner)
-        for name in meanings(cls)
-    }
+    names = {*NAMES}
+    reader = import_name("JsonlReader", "")
+    for cls in (reader, InferenceConfig, InferenceRunner, *ready_rollouts().values()):
+        names |= parameters_of(cls)[0].keys() - {*OURS}
+    return {f"--{name.replace('_', '-')}" for name in names}
 
 
 def _settings_help() -> str:

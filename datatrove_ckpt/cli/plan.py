@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from datatrove_ckpt.checkpoint.interval import daly, efficiency, young
-from datatrove_ckpt.checkpoint.training_history import HISTORY, read_events
+from datatrove_ckpt.checkpoint.training_steps import HISTORY, read_events
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError

@@ -11,6 +11,7 @@ stand beside these by its name.
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.job import recorded_settings
+from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
 from datatrove_ckpt.cli.yaml_config import (
@@ -37,15 +38,15 @@ from datatrove_ckpt.cli.yaml_config import (
     construct,
     import_name,
     load,
-    read_value,
     refuse_unknown,
     set_at_path,
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
-from datatrove_ckpt.common.formatting import did_you_mean, error_text
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
@@ -174,9 +175,8 @@ def expand(content: Node, only_look: bool = False) -> Node:
     if {"run_folder", "input", "model"} - own.keys() or not (
         has_column or own.keys() & {"prompt", "rollout", "task"}
     ):
-        refuse_unknown(
-            {name: None for name in content if did_you_mean(name, NAMES, 0.7)}, NAMES, form()
-        )
+        odd = {name for name in content if did_you_mean(name, NAMES, 0.7)} - REQUEST_PARAMETERS
+        refuse_unknown(dict.fromkeys(odd), NAMES, form())
     job = construct(ShortJob, own, form())
     _check_place(job)
     url = "://" in job.run_folder
@@ -205,8 +205,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
     # This machine cannot see how a run elsewhere began.
     if not url and not (begun and _began_with_texts(root)):
         _allow_no_text(reader, rollout)
-    if answer == "answer" and not (begun or only_look or "answer" in content):
-        runner["answer"] = _free_name(answer, job.input, reader)
+    runner["answer"] = _free_name(
+        runner["answer"], bool(begun) or only_look or "answer" in content, job.input, reader
+    )
     sampling = _sampling(job, content)
     if job.task not in (None, "batch"):
         if sampling:
@@ -294,6 +295,9 @@ def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
         for name in parameters_of(import_name(class_path, form()))[0]:
             known.setdefault(name, node.get("init_args", node))
     known = {name: node for name, node in known.items() if name not in OURS}
+    for name in content:
+        if name not in (*known, *NAMES, *OURS):
+            _refuse_misplaced(name, places[-1][1])
     refuse_unknown(content, [*NAMES, *known], form())
     for name, value in content.items():
         if name not in NAMES:
@@ -327,6 +331,32 @@ def _began_with_texts(root: Path) -> bool:
         executor = orjson.loads(Path(root, "logs", "executor.json").read_bytes())
         return executor["pipeline"][0]["text_key"] is not None
     return False
+
+
+def ready_rollouts() -> dict[str, type]:
+    return {name: import_name(name, form()) for name in SHORT_NAMES if name.endswith("Rollout")}
+
+
+def _refuse_misplaced(name: str, last: str) -> None:
+    """Refuses a setting of another rollout, and a parameter of requests.
+
+    Args:
+        last: the class that the job has, and that might have had the setting.
+    """
+    for other, cls in ready_rollouts().items():
+        if name in parameters_of(cls)[0]:
+            rollout = last
+            if not last.endswith("Rollout"):
+                rollout = "a function"
+            raise _mistake(
+                f"{name}: is a setting of {other}, and the rollout of this job is {rollout}. "
+                "Remove the setting, or change the rollout."
+            )
+    if name in REQUEST_PARAMETERS:
+        raise _mistake(
+            f"{name}: is a parameter of requests. Write it inside default_generation_params: "
+            f"{{{name}: ...}}."
+        )
 
 
 def _sampling(job: ShortJob, content: Node) -> Node:
@@ -437,10 +467,14 @@ def _text(name: str, value: object, only_look: bool) -> object:
     except (OSError, UnicodeError) as error:
         if only_look:
             return value
-        raise _mistake(f"{name}: {path.absolute()} cannot be read: {error_text(error)}.") from None
-    if is_schema:
-        return read_value(text)
-    return text
+        why = getattr(error, "strerror", None) or error
+        raise _mistake(f"{name}: {path.absolute()} cannot be read: {why}.") from None
+    if not is_schema:
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _mistake(f"{name}: {path.absolute()} is not JSON: {error}.") from None
 
 
 def _answer(content: Node, rollout: object) -> str | None:
@@ -451,13 +485,13 @@ def _answer(content: Node, rollout: object) -> str | None:
     return column
 
 
-def _free_name(name: str, given: str, reader: Node) -> str:
+def _free_name(name: str | None, is_given: bool, given: str, reader: Node) -> str | None:
     """Returns a name for the answers that no column of the first document has.
 
     Looks at one file; folders are not listed for it.
     """
     columns: Node = {}
-    if Path(given).is_file():
+    if name == "answer" and not is_given and Path(given).is_file():
         with suppress(Exception):  # the checks before a start name what is wrong
             rows = import_name(reader["class_path"], form())(**reader["init_args"])
             columns = next(iter(rows.read_file(Path(given).name))).metadata
@@ -580,10 +614,6 @@ def _reader(given: str, only_look: bool) -> Node:
         )
     is_here = "://" not in given
     folder, pattern = _split(given)
-    if is_here and has_magic(folder):
-        raise _mistake(
-            f"input: {given}: a folder with *, ? or [ in its name cannot be read. Rename it."
-        )
     # Text before an "@" may be a password, which is refused below.
     kind = ""
     if pattern and "@" not in given:
@@ -653,16 +683,16 @@ def _input(job: ShortJob, root: Path, begun: bool, only_look: bool) -> str:
 
 
 def _list(folder: str, pattern: str | None) -> list[str]:
-    from datatrove.io import get_datafolder  # slow to import
+    from datatrove_ckpt.run_folder.input_checks import input_names  # slow to import
 
     try:
-        names: list[str] = get_datafolder(folder).list_files(glob_pattern=pattern)
-        if not names and "://" not in folder and not Path(folder).is_dir():
-            raise FileNotFoundError(f"there is no folder {folder}")
+        names = input_names(folder, pattern)
     except Exception as error:  # botocore's errors have no common base
         shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
         raise _mistake(f"input: {shown} cannot be listed: {failure_line(error)}.") from None
-    return [name for name in names if is_input(name, pattern)]
+    if not names and "://" not in folder and not Path(folder).is_dir():
+        raise _mistake(f"input: {Path(folder).absolute()} is not a folder.")
+    return names
 
 
 def _looks_like(name: str, suffixes: list[str]) -> bool:
@@ -710,10 +740,11 @@ def _split(given: str) -> tuple[str, str]:
     top = "."
     if given.startswith("/"):
         top = "/"
-    if has_magic(given) and not Path(given).is_file():
+    if has_magic(given) and not Path(given).exists():
         parts = given.split("/")
-        first = next(index for index, part in enumerate(parts) if has_magic(part))
-        return "/".join(parts[:first]) or top, "/".join(parts[first:])
+        for first, part in enumerate(parts):
+            if has_magic(part) and not Path("/".join(parts[: first + 1])).is_dir():
+                return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
     if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
         # The name itself would match all names with this end.

@@ -104,6 +104,8 @@ def load(path: str | Path) -> JsonObject:
             where = f":{mark.line + 1}:{mark.column + 1}"
         if not hint and re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
+        if "'\\t'" in str(problem):
+            hint = " Indent with spaces."
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
@@ -319,6 +321,13 @@ def import_name(path: object, place: str, what: str = "class") -> Any:
     Raises:
         ConfigError: there is no such name, or its module cannot be imported.
     """
+    if re.search(r"[/:]|\.py$", str(path)):
+        file, _, name = str(path).partition(":")
+        module_name = Path(file).stem
+        raise ConfigError(
+            f'{place}: "{path}" names a file. Write {module_name}.{name or "my_name"}; '
+            f"{module_name}.py is found in the folder where the command runs."
+        )
     module_name, _, name = str(path).rpartition(".")
     if not module_name and name not in SHORT_NAMES:
         hint = (
@@ -354,6 +363,8 @@ def _inside(label: str, key: str) -> str:
         return key
     if label == form() and key in ("config", "rollout_fn", "output_writer"):
         return label
+    if label == form():
+        return f"{label}: {key}"
     return f"{label}.{key}"
 
 
@@ -521,21 +532,15 @@ def fits(cls: type, kinds: Sequence[object]) -> bool:
 
 
 def in_words(kinds: Sequence[object]) -> str:
-    """Returns the allowed alternatives: "an int or null", "one of gzip, zstd, null"."""
-    choices = choices_of(kinds)
+    """Returns the allowed alternatives: "auto or a whole number", "one of gzip, zstd, null"."""
     if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
-        kinds = [
-            kind
-            for kind in kinds
-            if kind is type(None) or not any(map(is_class, (kind, *typing.get_args(kind))))
-        ]
+        kinds = [kind for kind in kinds if not any(map(is_class, (kind, *typing.get_args(kind))))]
+    choices = choices_of(kinds)
     words = choices
     if len(choices) > 1:
         words = [f"one of {', '.join(choices)}"]
     words = words + [
-        _word(kind)
-        for kind in kinds
-        if not (choices and (kind is type(None) or origin(kind) is Literal))
+        _word(kind) for kind in kinds if kind is not type(None) and origin(kind) is not Literal
     ]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 
@@ -550,12 +555,14 @@ def choices_of(kinds: Sequence[object]) -> list[str]:
 
 
 _NAMES_OF_TYPES = {
-    "int": "an int",
-    "NoneType": "null",
-    "dict": "a mapping",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "dict": "a mapping such as {name: value}",
     "bool": "true or false",
-    "tuple": "a list",
-    "Sequence": "a list",
+    "list": "a list such as [a, b]",
+    "tuple": "a list such as [a, b]",
+    "Sequence": "a list such as [a, b]",
 }
 
 

@@ -150,9 +150,10 @@ def check_generation_params(key: str, params: object) -> None:
     for name, (least, most) in _RANGES.items():
         value = params.get(name)
         if value is not None and not (_is_number(value) and least <= value <= most):
-            raise ConfigError(
-                f"{value!r} is not a number from {least:g} to {most:g}.", setting=f"{key}.{name}"
-            )
+            bounds = f"from {least:g} to {most:g}"
+            if most == math.inf:
+                bounds = f"of {least:g} or more"
+            raise ConfigError(f"{value!r} is not a number {bounds}.", setting=f"{key}.{name}")
 
 
 def _is_number(value: object) -> bool:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 SHORT = {
     "checkpoints_local_dir": "run_folder",
     "output_folder": "run_folder",
+    "output_writer": "run_folder",
     "logging_dir": "run_folder",
     "data_folder": "input",
     "glob_pattern": "input",

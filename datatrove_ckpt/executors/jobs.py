@@ -36,8 +36,7 @@ from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import refuse_for_claims
-from datatrove_ckpt.claims.progress import Progress
+from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
 from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is

@@ -44,8 +44,8 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.generation.exits import no_exit
 from datatrove_ckpt.generation.script_names import nothing_carried
+from datatrove_ckpt.generation.user_code import no_exit
 from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
@@ -55,13 +55,11 @@ from datatrove_ckpt.process.screen import RunProgress, Screen
 from datatrove_ckpt.process.signals import STOP_SIGNALS, in_main_thread
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
-from datatrove_ckpt.process.tasks import TaskList, Tasks, in_turn
-from datatrove_ckpt.process.workers import Workers, end_as
+from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, end_as, in_turn
 from datatrove_ckpt.runner import InferenceRunner
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.claims.claims import Claimant, Claims
-    from datatrove_ckpt.claims.progress import Progress
+    from datatrove_ckpt.claims.claims import Claimant, Claims, Progress
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
@@ -357,7 +355,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _reached(self, rank: int) -> Progress:
-        from datatrove_ckpt.claims.progress import local_progress, mirrored_progress
+        from datatrove_ckpt.claims.claims import local_progress, mirrored_progress
 
         urls = [
             runner.checkpoints_remote_dir

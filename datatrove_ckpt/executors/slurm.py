@@ -184,8 +184,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.run_folder.earlier_runs import check_job
-        from datatrove_ckpt.run_folder.findings import check_after_run, remove_markers
+        from datatrove_ckpt.run_folder.findings import check_after_run, check_job, remove_markers
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()

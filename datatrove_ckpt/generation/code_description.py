@@ -10,13 +10,20 @@
 Variables of modules are never compared by value: the statements that bind them stand for them.
 Installed packages do not count. A file is parsed only if its text holds a name that is reached.
 Fields are named without modules, so that a helper may move.
+
+A rollout is given values of partials, closures and attributes, and the functions and classes of the
+user in them.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import collections
 import functools
 import glob
+import linecache
+import math
 import os
 import re
 import sys
@@ -24,13 +31,12 @@ import threading
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from itertools import islice
-from pathlib import Path
-from typing import NamedTuple
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, TypeVar
 
-from datatrove_ckpt.generation.code_given import MAIN, Given, Root, is_of_user, look_at, written
 from datatrove_ckpt.generation.code_statements import (
     CELL,
     NOTEBOOK,
@@ -42,6 +48,263 @@ from datatrove_ckpt.generation.code_statements import (
     loaded_names,
     write_constant,
 )
+
+PIPELINE = ("datatrove", "datatrove_ckpt")  # which may run from a checkout
+MAIN = ("__main__", "__mp_main__")
+_STANDARD_LIBRARY = os.path.join(os.path.dirname(linecache.__file__), "")  # noqa: PTH118, PTH120 (co_filename is text)
+_PACKAGES = re.compile(r"[\\/](site|dist)-packages[\\/]")
+_PACING = re.compile(r"(_?asyncio|concurrent|logging|loguru|_?queue|_?threading|_thread|weakref)\b")
+_CONTAINERS = (list, tuple, set, frozenset, collections.deque)
+_BASES = (str, bytes, int, float)
+_NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_MAX_OBJECTS = 5000
+_MAX_EXACT = 2**53
+_DEEPEST_VALUE = 100
+"""Containers in each other."""
+
+
+class Root(NamedTuple):
+    """A function, class or module of the user that the rollout was given.
+
+    Attributes:
+        label: its field, and the beginning of the fields of its variables.
+        name: the qualified name; empty for a module.
+    """
+
+    label: str
+    file: str
+    name: str
+    thing: Any
+
+
+class Given(NamedTuple):
+    """What things were given.
+
+    Attributes:
+        fields: values, by the path to them.
+        roots: the user's code in them.
+        variables: that functions close over, by the name of the function; of these only the parts
+            count that it names, if it takes no more.
+    """
+
+    fields: dict[str, object]
+    roots: list[Root]
+    variables: dict[str, str]
+
+
+def look_at(things: Mapping[str, object]) -> Given:
+    given = Given({}, [], {})
+    waiting: list[tuple[str, Any, Any]] = [(label, one, None) for label, one in things.items()]
+    seen: dict[int, object] = {}
+    for label, thing, owner in waiting:
+        if id(thing) in seen or len(seen) > _MAX_OBJECTS or _PACING.match(type(thing).__module__):
+            continue
+        root = _root(label, thing)
+        if root is not None:
+            given.roots.append(root)
+        if isinstance(owner, types.FunctionType) and isinstance(thing, dict | argparse.Namespace):
+            given.variables[label] = owner.__code__.co_name
+        elif "." in label or not isinstance(thing, dict):
+            with suppress(TypeError):
+                given.fields[label] = plain(thing)
+                continue
+        seen[id(thing)] = thing  # kept, so that no other object gets the id of one
+        parts: Mapping[Any, object] = {}
+        with suppress(Exception):  # the user's objects may do anything
+            parts = _parts(thing, root is not None or "." not in label)
+        is_ready_made = root is None and "." not in label and not isinstance(thing, dict)
+        if is_ready_made and not isinstance(thing, functools.partial | types.MethodType):
+            given.fields[label] = type_name(type(thing))
+        elif not parts and root is None and not isinstance(thing, dict):
+            given.fields[label] = written(thing)
+        waiting += [(f"{label}.{name}".rstrip("."), part, thing) for name, part in parts.items()]
+    return given
+
+
+@functools.cache
+def is_of_user(file: str) -> bool:
+    """Returns whether a file is not of an installed package, the standard library or this
+    package.
+    """
+    if CELL.match(file):
+        return True
+    pipeline = (getattr(sys.modules.get(name), "__file__", None) for name in PIPELINE)
+    folders = [os.path.dirname(one) + os.sep for one in pipeline if one]  # noqa: PTH120
+    return not (
+        file.startswith(("<", _STANDARD_LIBRARY, *folders)) or _PACKAGES.search(file) is not None
+    )
+
+
+def _root(label: str, thing: Any) -> Root | None:
+    name = ""
+    if isinstance(thing, types.FunctionType):
+        name = thing.__code__.co_qualname
+        file: str | None = thing.__code__.co_filename
+    elif isinstance(thing, types.ModuleType):
+        file = getattr(thing, "__file__", None)
+    else:
+        if not isinstance(thing, type):
+            thing = type(thing)
+        name = thing.__qualname__
+        file = getattr(sys.modules.get(thing.__module__), "__file__", None)
+        if file is None or not is_of_user(file):  # a class of a notebook, or of a pickle
+            codes = [getattr(one, "__code__", None) for one in vars(thing).values()]
+            files = [code.co_filename for code in codes if code is not None]
+            file = next(filter(is_of_user, files), file or next(iter(files), None))
+    if file is None:
+        return None
+    if not file.startswith("<"):
+        file = os.path.abspath(file)  # noqa: PTH100
+    # The package of a rollout is the user's even if it is installed.
+    is_rollout = "." not in label and not hasattr(thing, "__wrapped__")
+    is_installed = is_rollout and _PACKAGES.search(file) is not None
+    if is_of_user(file) or is_installed or file == "<string>":
+        return Root(label, file, name, thing)
+    return None
+
+
+# values ------------------------------------------------------------------------------------------
+
+
+def plain(value: Any, depth: int = _DEEPEST_VALUE) -> object:
+    """Returns a value of plain types as JSON that is equal in every process.
+
+    Raises:
+        TypeError: the value is not of plain types, or is deeper than ``depth``.
+    """
+    kind = type(value)
+    if not depth:
+        raise TypeError(kind)
+    if kind is str:
+        return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
+    if isinstance(value, PurePath):
+        return f"path {value}"
+    if value is None or kind is bool or (kind is int and abs(value) < _MAX_EXACT):
+        return value
+    if kind is float and math.isfinite(value) and not value.is_integer():
+        return value
+    if kind in (int, float, complex, range, slice, type(...)):
+        return f"{kind.__name__} {value!r}"
+    if kind is dict:
+        names = [name if type(name) is str else f"{type(name).__name__} {name}" for name in value]
+        content = {
+            name: plain(one, depth - 1) for name, one in zip(names, value.values(), strict=True)
+        }
+        if names != sorted(names):
+            content["(order)"] = ", ".join(names)
+        return content
+    if kind not in _CONTAINERS:
+        raise TypeError(kind)
+    items = [plain(one, depth - 1) for one in value]
+    if isinstance(value, set | frozenset):
+        items.sort(key=repr)
+    if kind is list:
+        return items
+    return {f"({kind.__name__})": items}
+
+
+def written(value: Any) -> object:
+    """Returns a value as JSON: its content if that is known, or its type."""
+    name = type_name(type(value))
+    with suppress(TypeError):
+        return plain(value)
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    with suppress(AttributeError):
+        return f"{value.__module__}.{value.__qualname__}"
+    with suppress(TypeError, ValueError, BufferError):
+        view = memoryview(value)  # an array, for example
+        if "O" not in view.format:
+            return f"{name} {view.format} {view.shape} {digest(view.tobytes().hex())}"
+    if isinstance(value, _BASES) or name.partition(".")[0] in sys.stdlib_module_names:
+        return f"{name} {re.split(' at 0x', repr(value))[0]}"
+    return f"<{name}>"
+
+
+def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
+    """Returns what an object is made of, by name."""
+    if isinstance(thing, functools.partial):
+        return {"": thing.func, **dict(enumerate(thing.args)), **thing.keywords}
+    if isinstance(thing, types.MethodType | types.BuiltinMethodType):
+        if isinstance(thing.__self__, types.ModuleType | None):
+            return {}
+        return {"(method)": thing.__name__, "": thing.__self__}
+    if isinstance(thing, types.FunctionType):
+        return {**dict(cells(thing)), **vars(thing)}
+    parts: dict[Any, object] = {}
+    if isinstance(thing, type | types.ModuleType):
+        return parts
+    if isinstance(thing, Mapping):
+        parts |= {str(name): part for name, part in thing.items()}
+    elif isinstance(thing, _CONTAINERS):
+        content: Iterable[object] = thing
+        if isinstance(thing, set | frozenset):
+            content = sorted(thing, key=repr)
+        parts |= dict(enumerate(content))
+    elif is_users and isinstance(thing, _BASES):
+        base: Any = next(base for base in _BASES if isinstance(thing, base))
+        parts["()"] = base(thing)
+    if is_users or isinstance(thing, _NAMESPACES) or hasattr(thing, "__wrapped__"):
+        state = object.__getstate__(thing)
+        for one in state if isinstance(state, tuple) else (state,):
+            parts |= one or {}
+    return parts
+
+
+def cells(function: types.FunctionType) -> list[tuple[str, object]]:
+    found = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):
+            found.append((name, cell.cell_contents))
+    return found
+
+
+def type_name(cls: type) -> str:
+    """Module and name, without private modules such as ``pathlib._local`` of Python 3.13."""
+    module = str(cls.__module__)
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        module = re.sub(r"\._.*", "", module)
+    name = f"{module}.{cls.__qualname__}"
+    # Optional[int] and int | None: two types before Python 3.14, one type since.
+    if name in ("typing._UnionGenericAlias", "types.UnionType"):
+        return "typing.Union"
+    return name
+
+
+# what a pickle holds -----------------------------------------------------------------------------
+
+
+def fingerprint(thing: Any) -> str:
+    """Identifies the function or object that was described, by the code that a pickle holds, and
+    constants.
+    """
+    if isinstance(thing, functools.partial):
+        given = [thing.func, *thing.args, *thing.keywords, *thing.keywords.values()]
+        return digest("partial", *map(fingerprint, given))
+    if isinstance(thing, types.MethodType):
+        return digest(fingerprint(thing.__self__), thing.__name__)
+    if isinstance(thing, types.FunctionType):
+        if is_importable(thing):
+            return f"{thing.__module__}.{thing.__qualname__}"
+        # Which may hold the function itself.
+        around = (getattr(one, "__code__", one) for _, one in cells(thing))
+        return digest(write_constant(thing.__code__), *map(fingerprint, around))
+    if isinstance(thing, types.CodeType | str | int | float | bytes | None):
+        return write_constant(thing)
+    return type(thing).__qualname__
+
+
+def is_importable(function: types.FunctionType) -> bool:
+    """Whether an import gives the function, so that a pickle holds only its name."""
+    found: Any = sys.modules.get(function.__module__)
+    if function.__module__ in MAIN:
+        return False
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    while found is not None and found is not function:
+        found = getattr(found, "__wrapped__", None)
+    return found is function
+
 
 Key = tuple[str, str]
 """A file, and a name that it binds; an empty name is all of the file."""
@@ -279,11 +542,15 @@ class _Walk:
                 self._go((file, name), USED + name, (root.label, name))
         if codes:
             return
-        line = getattr(getattr(root.thing, "__code__", None), "co_firstlineno", 0)
+        own_code = getattr(root.thing, "__code__", None)
+        line = getattr(own_code, "co_firstlineno", 0)
+        around = [one for one in source.statements if one.file == root.file and line in one.lines]
+        if "<" in root.name and own_code is not None:  # one of the functions in a statement
+            numbers = [str(one.number_of(own_code)) for one in around]
+            self.bytecode[f"{root.label} function"] = " ".join([root.name, *numbers])
         if top == "<lambda>" or not source.bound(top):
-            for statement in source.statements:
-                if statement.file == root.file and line in statement.lines:
-                    top = statement.alias
+            for statement in around:
+                top = statement.alias
         self._go((file, top), root.label, (root.label,))
 
     def _go(self, key: Key, label: str, way: tuple[str, ...]) -> None:
@@ -349,6 +616,11 @@ class _Walk:
             self._go((_on_path(place), name), label, (label,))
 
     # fields ----------------------------------------------------------------------------------
+
+    def mutated(self) -> set[str]:
+        """Returns the names and attributes that the code changes while it runs."""
+        statements = (one for unit in self.units.values() for one in unit.statements)
+        return {name for one in statements for name in one.mutated}
 
     def fields(self, own: bool, taken: Mapping[str, object]) -> dict[str, object]:
         """Returns the fields of what a pickle holds by value, or of the rest."""
@@ -499,34 +771,52 @@ def describe(
         first = _first.setdefault(place, (things, given))[1]
         known: frozenset[str] = frozenset()
         files: set[str] = set()
+        mutated: set[str] = set()
         while True:
+            roots = _as_first(given.roots, first.roots, mutated)
             if before is None:
-                walk = _Walk(known, given.roots, files)
+                walk = _Walk(known, roots, files)
             else:
                 walk = _Walk(known | before.known, [], files)
                 walk.resume(before)
             walk.run()
             now = known | (walk.words & (_HINTS | _SUBCLASSES))
-            if now == known and walk.files == files:
+            if now == known and walk.files == files and walk.mutated() <= mutated:
                 break
             known = now
             files = walk.files
+            mutated |= walk.mutated()
         if before is not None:
             fields = before.own | walk.fields(False, before.own)
             return before._replace(fields=fields, notes=before.notes | walk.notes())
-        return _description(walk, given, first, known)
+        given = given._replace(
+            roots=roots,
+            fields=dict(_as_first(given.fields.items(), first.fields.items(), mutated)),
+        )
+        return _description(walk, given, known)
 
 
-def _description(walk: _Walk, given: Given, first: Given, known: frozenset[str]) -> CodeDescription:
-    """Puts the parts together; what the code changes while it runs is as it was seen first."""
+_Labelled = TypeVar("_Labelled", bound=tuple[Any, ...])
+
+
+def _as_first(
+    given: Iterable[_Labelled], first: Iterable[_Labelled], mutated: set[str]
+) -> list[_Labelled]:
+    """Returns what was given, each after its label; what the code changes while it runs is as it
+    was seen first.
+    """
+    return [
+        one
+        for labelled, is_state in ((given, False), (first, True))
+        for one in labelled
+        if mutated.isdisjoint(one[0].split(".")[1:]) is not is_state
+    ]
+
+
+def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:
+    """Puts the parts together."""
     statements = [one for unit in walk.units.values() for one in unit.statements]
-    mutated = {name for one in statements for name in one.mutated}
-    values = {
-        label: value
-        for fields, is_state in ((given.fields, False), (first.fields, True))
-        for label, value in fields.items()
-        if mutated.isdisjoint(label.split(".")[1:]) is not is_state
-    }
+    values = given.fields
     unstable = walk.unstable()
     names = walk.words.union(*(one.texts for one in statements))
     partly = set()

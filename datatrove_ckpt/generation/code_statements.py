@@ -34,6 +34,7 @@ Chain = tuple[str, ...]
 """A name, and the attributes that are taken of it: ``("words", "TABLE")``."""
 _IMPORT = ast.Import | ast.ImportFrom
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 NOTEBOOK = "<notebook>"
 CELL = re.compile(r"<(i?python-input)-.*>|.*[\\/]ipykernel_\d+[\\/].*")
 _CHANGING = frozenset(
@@ -263,6 +264,21 @@ class Statement:
             ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
         )
         self.assigned = [(_targets(one), _called(one), words_of(one)) for one in values]
+
+    def number_of(self, code: types.CodeType) -> int:
+        """Returns which of the functions in the statement, as they follow each other, has this
+        code; -1 for none.
+        """
+        positions = {(line, column) for line, _, column, _ in code.co_positions()}
+        for number, one in enumerate(self._of(_FUNCTIONS)):
+            if isinstance(one, ast.Lambda):
+                found = (one.body.lineno, one.body.col_offset) in positions
+            else:
+                starts = [each.lineno for each in (one, *one.decorator_list)]
+                found = one.name == code.co_name and code.co_firstlineno in starts
+            if found:
+                return number
+        return -1
 
     def _of(self, kind: Any) -> list[Any]:
         return [one for one in self._nodes if isinstance(one, kind)]

@@ -3,24 +3,52 @@
 ``on_document_error="stop"`` (the default) stops the rank, except at a rejected request with
 ``skip_bad_requests``, and at a request that kills servers. A server's failure always stops the rank
 (``Answers.fail``).
+
+A dead letter is a document that could not be processed, with its cause and the data for a retry. A
+chunk's dead letters are appended to ``dead_letters.jsonl`` at its commit. A retry writes the
+untaken letters to ``retry-00001/<rank>/input.jsonl``, and processes this file like other input,
+with a checkpoint in that folder. A document that fails again waits for the next retry.
+
+A taken letter stays a letter when its chunk is redone (after ``repair``): otherwise the document
+would be in the output twice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, NotRequired, TypedDict
 
+import orjson
 from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.common.formatting import plural, safe_repr, safe_text
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.layout import (
+    CACHE,
+    COMMITS,
+    DEAD_LETTERS,
+    RETRY_INPUT,
+    RUN,
+    is_finished,
+    rank_folder,
+    retry_folder,
+    retry_folders,
+    retry_number,
+)
+from datatrove_ckpt.common.formatting import forgotten_await, plural, safe_repr, safe_text
+from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import OF_ONE_TEXT
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.errors import (
+    CheckpointMismatch,
     CkptError,
     DocumentNotSerializable,
     RequestError,
@@ -33,13 +61,212 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     causes,
 )
-from datatrove_ckpt.generation.dead_letters import TakenLetters, cause_of, dead_letter
-from datatrove_ckpt.generation.exits import name_of
+from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.generation.raised_errors import DocumentFailed, raised_at
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import NotAwaitable
+from datatrove_ckpt.generation.user_code import NotAwaitable, name_of
+from datatrove_ckpt.output.documents import decode
+from datatrove_ckpt.readers.positions import State, position_state
 from datatrove_ckpt.rollouts import InvalidAnswer
+
+
+class Letter(TypedDict):
+    """A line of ``dead_letters.jsonl``.
+
+    ``document`` holds the document's fields as ``documents.encode`` wrote them.
+    """
+
+    ordinal: int
+    id: str
+    error: str
+    kind: str
+    attempts: int
+    position: State | None
+    payload_hashes: list[str]
+    traceback: str
+    document: NotRequired[dict[str, object]]
+
+
+def cause_of(error: BaseException) -> str:
+    cause = error.error if isinstance(error, InferenceError) else error
+    text = safe_text(cause)
+    if isinstance(cause, RequestRejected):
+        text = cause.cause
+    text = redact(text)
+    if isinstance(cause, CkptError | str):
+        return text
+    return f"{type(cause).__name__}: {text}{forgotten_await(cause)}"
+
+
+def dead_letter(
+    source: SourceDocument, ordinal: int, error: BaseException, payload_hashes: list[str]
+) -> bytes:
+    """Returns a line of ``dead_letters.jsonl``, without its line break.
+
+    Args:
+        payload_hashes: of the last request of each rollout.
+    """
+    document = source.document
+    kept = source.as_read or as_read(document).data
+    attempts = 0
+    position = position_state(document)
+    earlier: Letter | None = getattr(document, "letter", None)
+    if earlier is not None:
+        ordinal = earlier["ordinal"]
+        attempts = earlier["attempts"]
+        position = earlier["position"]
+    head: Letter = {
+        "ordinal": ordinal,
+        "id": source.id,
+        "error": cause_of(error),
+        "kind": type(error.error if isinstance(error, InferenceError) else error).__name__,
+        "attempts": attempts + 1,
+        "position": position,
+        "payload_hashes": [digest for digest in payload_hashes if digest],
+        "traceback": redact(safe_text("".join(traceback.format_exception(error)))),
+    }
+    return b'%s,"document":%s}' % (orjson.dumps(head)[:-1], kept)
+
+
+def read_letters(path: Path) -> Iterator[Letter]:
+    """Yields the letters of a file. A missing file has none."""
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                yield orjson.loads(line)
+
+
+Attempt = tuple[int, int]
+"""A document's ordinal, and the attempt that failed, counted from 1."""
+
+
+def _attempt_of(letter: Letter) -> Attempt:
+    return letter["ordinal"], letter["attempts"]
+
+
+class TakenLetters:
+    """The letters of a rank that its retries have taken."""
+
+    def __init__(self, root: Path, rank: int) -> None:
+        self._lines: dict[Attempt, tuple[Path, bytes]] = {}
+        for folder in retry_folders(root):
+            path = rank_folder(folder, rank) / RETRY_INPUT
+            for letter in read_letters(path):
+                self._lines[_attempt_of(letter)] = path, orjson.dumps(letter)
+
+    def __contains__(self, letter: Letter) -> bool:
+        return _attempt_of(letter) in self._lines
+
+    def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
+        """Returns the letter that replaces processing the document; None: no retry has taken it.
+
+        Args:
+            ordinal: its number in this input; the letter of a retried document overrides it.
+
+        Raises:
+            CheckpointMismatch: the retry has another document of this number.
+        """
+        if not self._lines:
+            return None
+        earlier: Letter | None = getattr(document, "letter", None)
+        attempt = (ordinal, 1)
+        if earlier:
+            attempt = (earlier["ordinal"], earlier["attempts"] + 1)
+        if attempt not in self._lines:
+            return None
+        path, line = self._lines[attempt]
+        if (taken := orjson.loads(line)["id"]) != doc_id:
+            raise CheckpointMismatch(
+                f"Document {attempt[0]} of this task is {safe_repr(doc_id)}, but {path} has "
+                f"{safe_repr(taken)} under this number, from a retry of dead letters: the input "
+                "was changed since. Restore the input, or start this task over: move its folder, "
+                "those of its retries, and its output files elsewhere."
+            )
+        return line
+
+
+class Retry:
+    """One pass over a rank's dead letters.
+
+    Attributes:
+        root: the pass's ``checkpoints_local_dir``.
+        prefix: stands before the chunk index in the names of its output files.
+    """
+
+    def __init__(self, root: Path, number: int, rank: int) -> None:
+        self.root = retry_folder(root, number)
+        self.prefix = f"retry{number}_"
+        self.folder = rank_folder(self.root, rank)
+        self.input = self.folder / RETRY_INPUT
+
+    def documents(self) -> RetriedDocuments:
+        return RetriedDocuments(self.input)
+
+    @property
+    def is_finished(self) -> bool:
+        done = sum(commit.counts.read for commit in read_commits(self.folder / COMMITS).values())
+        return done == len(self.documents()) and not (self.folder / CACHE).exists()
+
+
+def next_retry(root: Path, rank: int) -> Retry | None:
+    """Resumes an interrupted retry, or starts another. None: there is nothing to retry.
+
+    Raises:
+        CheckpointMismatch: the rank itself is not finished; its own documents come first.
+        VersionMismatch, CheckpointCorrupt: see ``read_run``.
+    """
+    folder = rank_folder(root, rank)
+    if (folder / RUN).exists():
+        read_run(folder / RUN)
+    if not is_finished(folder):
+        raise CheckpointMismatch(
+            f"Task {rank} in {root} is not finished. Run it to its end first, without "
+            "retry_dead_letters."
+        )
+    folders = [folder]
+    last = 0
+    for path in retry_folders(root):
+        number = retry_number(path.name)
+        if number is None or not (retry := Retry(root, number, rank)).input.exists():
+            continue  # of other ranks
+        if not retry.is_finished:
+            return retry
+        folders.append(retry.folder)
+        last = number
+    taken = TakenLetters(root, rank)
+    found = [letter for each in folders for letter in read_letters(each / DEAD_LETTERS)]
+    # Chunks are committed in any order.
+    letters = sorted((letter for letter in found if letter not in taken), key=_attempt_of)
+    if not letters:
+        return None
+    retry = Retry(root, last + 1, rank)
+    files.disk.make_dirs(retry.folder, files.PRIVATE_FOLDER)
+    files.disk.replace(retry.input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
+    return retry
+
+
+class RetriedDocuments:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __len__(self) -> int:
+        return sum(1 for _ in read_letters(self._path))
+
+    def __iter__(self) -> Iterator[Document]:
+        for letter in read_letters(self._path):
+            document = decode(orjson.dumps(letter.pop("document")))
+            yield RetriedDocument(document, letter)
+
+
+class RetriedDocument(Document):  # type: ignore[misc]
+    """A document that was a dead letter before."""
+
+    __slots__ = ("letter",)
+
+    def __init__(self, document: Document, letter: Letter) -> None:
+        super().__init__(document.text, document.id, document.media, document.metadata)
+        self.letter = letter
 
 
 @dataclass

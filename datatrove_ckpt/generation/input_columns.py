@@ -2,10 +2,10 @@
 
 Values alone do not tell them: a date has no unit, an integer no width, and a column may begin with
 values of a narrower type. So the first task that starts reads the schemas of all input files, and
-keeps their union in the job's folder, from which all tasks and restarts take it. A column has its
-input's type in each chunk whose values it holds as they are, and else the type of its values, as
-where a step or a rollout has changed it. A job that wrote output before this file existed goes on
-without it.
+keeps their union in the job's folder. Each task keeps a copy, which comes with it to another node.
+A column has its input's type in each chunk whose values it holds as they are, and else the type of
+its values, as where a step or a rollout has changed it. A task that wrote output before there were
+such files goes on without them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Sch
 from datatrove_ckpt.output.chunk_writing import infers_schema
 from datatrove_ckpt.output.documents import is_usual
 from datatrove_ckpt.readers.base import SeekingReader
-from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.pipeline import steps_before
 
 _METADATA = "metadata."
 
 
-def input_types(documents: Iterable[Document], root: Path, writer: DiskWriter) -> Types:
+def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter) -> Types:
     """Returns the types of the input's columns, by their paths in the writer's rows.
 
     Args:
-        root: the job's checkpoint folder.
+        folder: the task's checkpoint folder.
 
     Raises:
         InputError: two files have types of a column that no type can hold.
@@ -42,18 +41,32 @@ def input_types(documents: Iterable[Document], root: Path, writer: DiskWriter) -
     """
     if not infers_schema(writer) or not is_usual(writer):
         return NO_TYPES
-    path = root / COLUMNS
+    path = folder / COLUMNS
     if not path.exists():
-        if any((rank_folder(root, rank) / COMMITS).exists() for rank in rank_numbers(root)):
+        shared = folder.parent / COLUMNS
+        if (folder / COMMITS).exists() or not _is_made(documents, shared):
             return NO_TYPES
-        types = _found_types(documents)
-        if not types:
-            return NO_TYPES
-        files.keep_first(path, _schema_of(types).serialize().to_pybytes())
+        _kept(shared)
+        files.keep_first(path, shared.read_bytes())
     types = {field.name: field.type for field in _kept(path)}
     if not writer.expand_metadata:
         return types
     return {name.removeprefix(_METADATA): kind for name, kind in types.items()}
+
+
+def _is_made(documents: Iterable[Document], shared: Path) -> bool:
+    """Makes the job's types, unless they exist. Returns False where the input has none, or another
+    task wrote output without them.
+    """
+    if shared.exists():
+        return True
+    root = shared.parent
+    if any((rank_folder(root, rank) / COMMITS).exists() for rank in rank_numbers(root)):
+        return False
+    types = _found_types(documents)
+    if types:
+        files.keep_first(shared, _schema_of(types).serialize().to_pybytes())
+    return bool(types)
 
 
 def _kept(path: Path) -> Schema:
@@ -79,7 +92,7 @@ def _found_types(documents: Iterable[Document]) -> dict[str, DataType]:
     for reader in reversed(readers):
         if not reader.has_default_adapter():
             continue
-        for file, schema in reader.schemas(list_input(reader)):
+        for file, schema in reader.schemas():
             for path, kind in _columns(reader, schema):
                 try:
                     types[path] = unite(types.get(path), kind, path)
@@ -131,7 +144,7 @@ def _written_type(kind: DataType) -> DataType | None:
     try:
         pq.write_table(pa.table({"": pa.array([], kind)}), file)
         return pq.read_schema(file).field(0).type
-    except pa.ArrowException:
+    except (pa.ArrowException, OSError):  # OSError: a decimal of negative scale
         return None
 
 

@@ -29,8 +29,8 @@ from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import AsRead, as_read
-from datatrove_ckpt.generation.exits import exit_error
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
+from datatrove_ckpt.generation.user_code import exit_error
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.readers import SeekingReader

@@ -29,7 +29,7 @@ from datatrove_ckpt.checkpoint.batch_log import (
     kept_for_rollout,
 )
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
-from datatrove_ckpt.checkpoint.clock import unix_seconds
+from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest

@@ -25,7 +25,6 @@ from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
     SHARD,
     rank_folder,
-    refuse_resharded,
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
@@ -38,10 +37,8 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
-from datatrove_ckpt.generation.dead_letters import TakenLetters, next_retry
-from datatrove_ckpt.generation.exits import name_of, no_exit
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
-from datatrove_ckpt.generation.failures import Failures, offer_skipping
+from datatrove_ckpt.generation.failures import Failures, TakenLetters, next_retry, offer_skipping
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
@@ -50,7 +47,7 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.scheduler import Scheduler, Served
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import bind_shared, shared_arguments
+from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
@@ -156,7 +153,6 @@ class _Run:
             if old.unchecked:
                 logger.warning(f"Task {rank}:{old.unchecked}")
         root = self.root
-        refuse_resharded(root)
         with naming_mirror(step, root):
             if step.checkpoints_remote_dir is not None:
                 from datatrove_ckpt.mirror.restore import restore_rank
@@ -252,8 +248,8 @@ class _Run:
         preemption = self.preemption
         if (remote := step.checkpoints_remote_dir) is None:
             return None
-        from datatrove_ckpt.mirror.job import join_mirrored_job
         from datatrove_ckpt.mirror.mirror import RemoteMirror
+        from datatrove_ckpt.mirror.restore import join_mirrored_job
 
         root = self.root
         job = None
@@ -319,7 +315,7 @@ class _Run:
         try:
             say.started()
             with preemption.interruptible():
-                types = input_types(data, self.root, step.output_writer)
+                types = input_types(data, rank_folder(self.root, rank), step.output_writer)
                 output.prepare(types)
             shutdown.check()
             trial = WriterTrial(step.output_writer, types)
@@ -596,7 +592,7 @@ def naming_mirror(step: Step, root: Path) -> Iterator[None]:
         path = error.path
         if step.checkpoints_remote_dir is None or path is None or not path.is_relative_to(root):
             raise
-        from datatrove_ckpt.mirror.job import restore_advice
+        from datatrove_ckpt.mirror.restore import restore_advice
 
         folder = root / path.relative_to(root).parts[0]
         advice = restore_advice(f"{step.checkpoints_remote_dir}/{folder.name}", folder)

@@ -24,9 +24,10 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.code_description import CodeDescription, describe
-from datatrove_ckpt.generation.code_given import (
+from datatrove_ckpt.generation.code_description import (
     PIPELINE,
+    CodeDescription,
+    describe,
     fingerprint,
     is_importable,
     look_at,

@@ -41,15 +41,13 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.generation.batches import Batches
-from datatrove_ckpt.generation.dead_letters import RetriedDocument
-from datatrove_ckpt.generation.exits import exit_error, name_of
-from datatrove_ckpt.generation.failures import Failures
+from datatrove_ckpt.generation.failures import Failures, RetriedDocument
 from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import check_first
+from datatrove_ckpt.generation.user_code import check_first, exit_error, name_of
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import Veil, environment_secrets, is_surely_secret
-from datatrove_ckpt.generation.code_given import cells
+from datatrove_ckpt.generation.code_description import cells
 from datatrove_ckpt.generation.code_statements import loaded_names
 from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
 

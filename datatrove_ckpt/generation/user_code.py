@@ -2,12 +2,17 @@
 
 A rollout is refused before the run only if it provably fails: a plain ``def`` may return an
 awaitable.
+
+Foreign code that tries to end the process (``sys.exit(0)`` in a rollout, a reader or
+``shared_context``) gets an error. ``SystemExit`` is no ``Exception``, so datatrove would see no
+failure: documents would be missing after exit code 0, or its pool would wait without end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import types
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -18,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from datatrove.data import Document
 
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.exits import no_exit
+from datatrove_ckpt.common.formatting import safe_repr
+from datatrove_ckpt.errors import ConfigError, UnexpectedExit
+from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA, media_key
 from datatrove_ckpt.rollouts.source import prompt_source
@@ -27,6 +34,42 @@ from datatrove_ckpt.rollouts.templates import fill, lacks
 
 if TYPE_CHECKING:
     from datatrove_ckpt.process.preemption import Preemption
+
+_EXITS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+
+
+def exit_error(who: str, error: BaseException) -> UnexpectedExit:
+    if isinstance(error, SystemExit):
+        did = f"called sys.exit({'' if error.code is None else safe_repr(error.code)})"
+    else:
+        did = f"raised {type(error).__name__}"
+    return UnexpectedExit(
+        f"{who} {did}, which would end the process with documents missing. Raise an Exception "
+        "instead."
+    )
+
+
+@contextmanager
+def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
+    """Turns an exit of foreign code into an error, and ends a fork that leaves the block.
+
+    Raises:
+        UnexpectedExit: the code tried to end the process, and no signal requested it.
+    """
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        end_fork(pid, error)
+        if not isinstance(error, _EXITS) or shutdown.raised(error):
+            raise
+        raise exit_error(who, error) from error
+    end_fork(pid)
+
+
+def name_of(function: object) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 # Any, because a dict is invariant: a user's dict[str, int] is no dict[str, object].

@@ -39,6 +39,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
 from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
+    COLUMNS,
     COMMITS,
     DEAD_LETTERS,
     HISTORY,
@@ -75,7 +76,7 @@ _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
 _HASHES = {"xxh128": re.compile(r"[0-9a-f]{32}"), "sha256": re.compile(r"([0-9a-f]{64})?")}
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_FILES = {BATCHES, COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, SHARD}
+_FILES = {BATCHES, COLUMNS, COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, SHARD}
 _TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 

@@ -31,11 +31,16 @@ folder. An empty lock file marks an unfinished rank.
 ``repair`` restores ranks from their mirror and uploads them again. The upload is a new version of a
 new owner: a node with the old folder restores it at its next start, and a process that still works
 on the rank stops.
+
+Nodes have separate disks, so a mirror has a ``job.json``, too: the identity that all ranks of a job
+share. Each starting rank compares itself with it; if it is missing or differs, with the newest
+version of every rank that only the mirror has. Its first upload then writes ``job.json``.
 """
 
 from __future__ import annotations
 
 import datetime
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
@@ -48,14 +53,31 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import new_owner, parse_run, read_run
+from datatrove_ckpt.checkpoint.identity import (
+    JobChanges,
+    KeptRun,
+    RunIdentity,
+    compare,
+    compare_kept,
+    job_content,
+    name_tasks,
+    new_owner,
+    parse_run,
+    read_run,
+    refusal,
+    stamped,
+)
 from datatrove_ckpt.checkpoint.layout import (
+    BATCHES,
     CACHE,
     COMMITS,
     HOME,
+    JOB,
     LOCK,
     PUBLISHING,
     RUN,
+    is_journal,
+    is_rank,
     last_chunk_of,
     rank_folder,
     rank_numbers,
@@ -66,8 +88,7 @@ from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.mirror.job import restore_job
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, CkptError, StorageFailed
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
     Damaged,
@@ -84,6 +105,7 @@ from datatrove_ckpt.mirror.object_store import ObjectStore
 
 # Object stores answer each request after tens of milliseconds, and many at once.
 _THREADS = 32
+_MAX_BYTES = 2**26
 _WITHOUT = " To start without what the mirror holds, remove the setting checkpoints_remote_dir."
 
 
@@ -408,7 +430,6 @@ class MirrorReader:
         """
         try:
             with ThreadPoolExecutor(_THREADS) as threads:
-                layout.refuse_resharded(self._folder, self._store.names())
                 names = list(rank_names(self._store))
                 for name, copied in zip(names, threads.map(self._copy, names), strict=True):
                     if copied is not None:
@@ -580,3 +601,141 @@ def _snapshot(folder: Path) -> Snapshot:
     return Snapshot(
         run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last
     )
+
+
+def join_mirrored_job(
+    url: str, root: Path, rank: int, identity: RunIdentity, accept_changes: bool
+) -> bytes | None:
+    """Compares a rank that starts with the ranks that only the mirror has.
+
+    Args:
+        url: ``checkpoints_remote_dir``.
+        root: ``checkpoints_local_dir``. The ranks in it are compared by ``join_job``.
+
+    Returns:
+        The ``job.json`` that the mirror lacks. The rank's mirror uploads it, because a remote may
+        hang.
+
+    Raises:
+        CheckpointMismatch: another rank belongs to another run.
+        ConfigError: the bucket does not exist.
+    """
+    try:
+        job, others = _compare(url, root, identity, without=rank, with_output=True)
+        if others is None:
+            return None
+        if others.changes and (not accept_changes or others.is_layout):
+            what = (
+                f"The checkpoints of other tasks on the mirror {url} "
+                f"({name_tasks(others.ranks)}) were"
+            )
+            raise refusal(what, others.changes)
+        return job_content(identity, job, others)
+    except OSError as error:  # the rank has its folder, else it would not have come so far
+        logger.warning(
+            f"Could not compare this task with those on the mirror {url} ({failure_line(error)})."
+        )
+        return None
+
+
+def compare_mirrored_job(
+    url: str, root: Path, identity: RunIdentity, only_tasks: bool
+) -> JobChanges:
+    """Compares a job with the ranks that only its mirror has. Changes nothing.
+
+    Each rank that starts does that, too, so a mirror that cannot be read is not reported here.
+    """
+    with suppress(OSError):
+        _, others = _compare(url, root, identity, only_tasks)
+        if others is not None:
+            return others
+    return JobChanges()
+
+
+def restore_job(url: str, folder: Path) -> None:
+    """Copies ``job.json`` of a mirror, if there is one, into a copy of its ranks.
+
+    Raises OSError.
+    """
+    job = read_job(url)
+    if job:
+        (folder / JOB).write_bytes(sealed_json(stamped(job)))
+
+
+def read_job(url: str) -> Json:
+    """Returns the content of ``job.json``; empty if it is missing or damaged.
+
+    Raises:
+        VersionMismatch: a newer version of this program wrote it.
+    """
+    store = ObjectStore(url)
+    try:
+        return parse_run(f"{store.url}/{JOB}", store.read(JOB, _MAX_BYTES) or b"")
+    except CheckpointCorrupt:
+        return {}
+
+
+def _compare(
+    url: str,
+    root: Path,
+    identity: RunIdentity,
+    only_tasks: bool = False,
+    without: int | None = None,
+    with_output: bool = False,
+) -> tuple[Json, JobChanges | None]:
+    """Returns the mirror's ``job.json``, and the changes; None: it is of this run."""
+    store = ObjectStore(url)
+    names = store.names()
+    job = read_job(url)
+    if job and not compare(job, identity, with_output=with_output):
+        return job, None
+    ranks = [int(name) for name in names if is_rank(name)]
+    ranks = [
+        rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()
+    ]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
+        kept = {
+            rank: _kept(manifest)
+            for rank, manifest in zip(ranks, found, strict=True)
+            if manifest is not None
+        }
+    return job, compare_kept(kept, job, identity, only_tasks)
+
+
+def newest_manifest(url: str) -> Manifest | None:
+    """Returns the newest version of a rank that can be read.
+
+    A rank that is restored refuses damaged ones.
+    """
+    mirrored = Versions(url)
+    return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
+
+
+def restore_advice(url: str, folder: Path, least: int = 0) -> str:
+    """Returns how to continue a damaged rank from its mirror, with a space before it; "" if the
+    mirror does not have it.
+
+    Args:
+        least: bytes of commits that the mirror must have.
+    """
+    found = None
+    with suppress(OSError, CkptError):
+        found = newest_manifest(url)
+    if found is None or not found.files:
+        return ""
+    if found.sizes.get(COMMITS, 0) < least:
+        return ""
+    return (
+        f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder "
+        f"away while no task runs (mv {shlex.quote(str(folder))} "
+        f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
+    )
+
+
+def _kept(manifest: Manifest) -> KeptRun:
+    holds_work = bool(manifest.answers) or any(
+        name in (BATCHES, COMMITS) or is_journal(name) for name in manifest.files
+    )
+    # It is unknown whether a process works on the rank: the run is stopped before its output moves.
+    return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished, lambda: False)

@@ -241,12 +241,21 @@ class ChunkWriting:
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
+        if "id" in self._given:
+            fresh.adapter = partial(_with_empty_fields, fresh.adapter)
         if schema is not None:
             fresh.schema = schema
             write_in_batches(fresh, inspect, plain_vectors=True)
         elif PARQUET.is_written_by(fresh):
             write_in_batches(fresh, partial(check_rows, schema=fresh.schema), plain_vectors=False)
         return fresh
+
+
+def _with_empty_fields(adapter: Callable[[Document], Row], document: Document) -> Row:
+    """Returns the row with an empty text or id, which datatrove's adapter leaves out: the files of
+    a table have equal columns.
+    """
+    return {"text": document.text, "id": document.id} | adapter(document)
 
 
 class _NotWritten(Exception):

@@ -43,9 +43,8 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits, stamp_of
-from datatrove_ckpt.checkpoint.identity import read_run
+from datatrove_ckpt.checkpoint.identity import read_run, recorded_output
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.job import recorded_output
 from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.common.formatting import plural, repair_command

@@ -92,8 +92,8 @@ def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str)
         raise ConfigError(
             f"{place}: {_path(writer.output_folder)!r} is inside the folder that {reader} reads, "
             f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
-            "Choose another output folder, or a glob_pattern that leaves out "
-            f"{_sample(writer)}."
+            f"Choose another {setting_name('output_folder')}, or let "
+            f"{setting_name('glob_pattern')} leave out {_sample(writer)}."
         )
 
 
@@ -103,7 +103,7 @@ def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWrit
         for name in ("output_writer", "exclusion_writer"):
             writer = getattr(step, name, None)
             if isinstance(writer, DiskWriter):
-                yield f"{place}: {name}", writer
+                yield f"{place}: {setting_name(name)}", writer
         if isinstance(step, DiskWriter):
             yield place, step
 

@@ -25,7 +25,7 @@ from loguru import logger
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.host_loop import HostLoop, run_hosted
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.tasks import Tasks
+from datatrove_ckpt.process.workers import Tasks
 
 _LOOK_SECONDS = 0.1
 _LOOKS = 2  # how many looks in a row must find free places before a rank starts

@@ -34,6 +34,7 @@ from datatrove_ckpt.readers.inputs import (
     list_input,
     metadata_hash,
     misfit,
+    path_columns,
     record_reader,
     shorten,
     shuffled_names,
@@ -78,6 +79,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """
 
     shuffle_seed: int | None
+    path_columns: bool = False
     format: ClassVar[str]
     """The name of the format, in states.
 
@@ -100,7 +102,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _resolved: dict[str, str] | None = None
 
     def __init__(
-        self, data_folder: DataFolderLike, *, shuffle_seed: int | None = None, **options: object
+        self,
+        data_folder: DataFolderLike,
+        *,
+        shuffle_seed: int | None = None,
+        path_columns: bool = False,
+        **options: object,
     ) -> None:
         super().__init__(data_folder, **options)
         check_no_secrets(self.data_folder, "data_folder")
@@ -117,6 +124,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if shuffle_seed is not None and type(shuffle_seed) is not int:  # no bool
             raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
+        self.path_columns = path_columns
 
     def state_dict(self) -> State:
         """Returns the position right after the last document that the reader yielded.
@@ -188,6 +196,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def get_document_from_dict(
         self, data: Row, source_file: str, id_in_file: int | str
     ) -> Document | None:
+        if self.path_columns:
+            for name, value in path_columns(source_file).items():
+                data.setdefault(name, value)
         fields = self.adapter(data, source_file, id_in_file)
         if self.text_key is None and not fields.get("text"):
             metadata = fields.get("metadata", {})
@@ -218,6 +229,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                     "'media' that is no list of datatrove's media objects. Rename the "
                     "column, or write an adapter."
                 ) from None
+        elif fields.get("media") is not None:  # an empty cell
+            fields["media"] = []
         document = PositionedDocument(**fields)
         if self.default_metadata:
             document.metadata = self.default_metadata | document.metadata
@@ -234,8 +247,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if not isinstance(document, Skipped):
                 yield document
 
-    def schemas(self, inputs: Inputs) -> Iterable[tuple[str, Any]]:
-        """Yields the name and Arrow schema of each file, if the format has schemas."""
+    def schemas(self) -> Iterable[tuple[str, Any]]:
+        """Yields the name and Arrow schema of each input file, if the format has schemas."""
         return ()
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
@@ -428,6 +441,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if getattr(self, key) != usual
         }
         options["default_metadata"] = metadata_hash(self.default_metadata)
+        if self.path_columns:
+            options["path_columns"] = True
         if self.shuffle_seed is not None:
             options["shuffled"] = "files"  # earlier releases shuffled the rows of each file, too
         for key, value in options.items():

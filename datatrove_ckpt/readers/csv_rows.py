@@ -3,47 +3,112 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Literal
 
 from datatrove.data import DocumentsPipeline
+from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
 
+from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
+from datatrove_ckpt.readers.inputs import refuse_pointer
+from datatrove_ckpt.readers.positions import Adapter, Row
+
+_END = "\0end of the file"
+"""A row after the last one, which an open quote takes into its cell."""
+_QUOTES = "Close each quote, double those within a cell"
 
 
 class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``CSVReader``, with its arguments. A byte order mark is no part of a name, and
     line breaks within a cell stay as they are.
 
+    Args:
+        path_columns: folders such as ``lang=en`` are columns.
+
     Raises:
-        InputError: two columns have one name, a row has more cells than there are names, or another
-            character than the comma is between cells.
+        InputError: two columns have one name, a row has more or fewer cells than there are names, a
+            quote is not closed, or another character than the comma is between cells.
     """
 
+    path_columns = False  # pickles of earlier releases
     _resolved: dict[str, str] | None = None
     has_default_adapter = SeekingReader.has_default_adapter
     get_document_from_dict = SeekingReader.get_document_from_dict
 
+    def __init__(
+        self,
+        data_folder: DataFolderLike,
+        paths_file: DataFileLike | None = None,
+        compression: Literal["infer", "gzip", "zstd"] | None = "infer",
+        limit: int = -1,
+        skip: int = 0,
+        file_progress: bool = False,
+        doc_progress: bool = False,
+        adapter: Adapter | None = None,
+        text_key: str = "text",
+        id_key: str = "id",
+        default_metadata: Row | None = None,
+        recursive: bool = True,
+        glob_pattern: str | None = None,
+        shuffle_files: bool = False,
+        path_columns: bool = False,
+    ) -> None:
+        super().__init__(**datatrove_arguments(locals(), "path_columns"))
+        self.path_columns = path_columns
+
     def read_file(self, filepath: str) -> DocumentsPipeline:
         options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}
         with self.data_folder.open(filepath, "r", **options) as file:
-            rows = csv.DictReader(file)
-            names = rows.fieldnames or []
+            rows = _rows(file, filepath)
+            _, names = next(rows, (1, []))
             refuse_equal_names(names, filepath)
             if len(names) == 1 and self.text_key not in names:
+                refuse_pointer(names[0].encode(), filepath)
                 _refuse_other_delimiter(names[0], filepath)
-            for number, row in enumerate(rows):
-                if None in row:
-                    raise InputError(
-                        f"The input file {filepath!r} has more cells than columns in the row that "
-                        f"ends in line {rows.line_num}. Put cells with commas in quotes, and run "
-                        "the same command again."
+            for number, (line, cells) in enumerate(rows):
+                if len(cells) != len(names):
+                    more_or_fewer = "more" if len(cells) > len(names) else "fewer"
+                    raise _odd_row(
+                        filepath,
+                        f"{more_or_fewer} cells than columns",
+                        line,
+                        "Put cells with commas or line breaks in quotes, end no row early",
                     )
+                row = dict(zip(names, cells, strict=True))
                 with self.track_time():
                     document = self.get_document_from_dict(row, filepath, number)
                 if document:
                     yield document
+
+
+def _rows(lines: Iterable[str], file: str) -> Iterator[tuple[int, list[str]]]:
+    """Yields the rows that are not blank, each after the number of its first line."""
+    reader = csv.reader(chain(lines, [_END]))
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except csv.Error as error:
+            what = f"a cell that cannot be read ({error})"
+            raise _odd_row(file, what, line, _QUOTES) from error
+        if cells == [_END]:
+            return
+        if cells and cells[-1].endswith(_END):
+            raise _odd_row(file, "a quote that is not closed", line, _QUOTES)
+        if cells:
+            yield line, cells
+
+
+def _odd_row(file: str, problem: str, line: int, advice: str) -> InputError:
+    return InputError(
+        f"The input file {file!r} has {problem} in the row that begins in line {line}. {advice}, "
+        "and run the same command again."
+    )
 
 
 def _refuse_other_delimiter(header: str, file: str) -> None:

@@ -136,9 +136,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
             document.metadata.setdefault("dataset", source_file)
         return document
 
-    def schemas(self, inputs: Inputs) -> Iterator[tuple[str, Any]]:
-        assert isinstance(inputs, DatasetInputs)
-        features = inputs.dataset.features
+    def schemas(self) -> Iterator[tuple[str, Any]]:
+        features = self.list_dataset().dataset.features
         if features is not None:
             yield self.dataset, features.arrow_schema
 

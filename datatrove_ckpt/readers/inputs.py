@@ -7,16 +7,19 @@ again, which would cost what seeking saves.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from glob import has_magic
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 import orjson
 from datatrove.io import DataFolder, get_shard_from_paths_file
 from datatrove.pipeline.readers.base import BaseDiskReader
+from fsspec.utils import glob_translate
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.layout import is_input
@@ -257,6 +260,10 @@ def metadata_hash(metadata: JsonObject | None) -> str:
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
 _THREADS = 16
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_POINTER_BYTES = 1024  # Git LFS takes no longer file for a pointer
+_LOOKED_AT = 10_000
+_NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
 
@@ -265,7 +272,16 @@ def options_of(reader: BaseDiskReader) -> JsonObject:
         name: getattr(reader, name)
         for name in (*_OPTIONS, *getattr(reader, "dataset_settings", ()))
     }
+    if getattr(reader, "path_columns", False):
+        options["path_columns"] = True
     return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
+
+
+def path_columns(name: str) -> dict[str, str | None]:
+    """Returns the columns that a file's folders name, as ``lang=en/year=2026/``, as text."""
+    pairs = (folder.split("=", 1) for folder in name.split("/")[:-1] if "=" in folder)
+    columns = {unquote(key): unquote(value) for key, value in pairs}
+    return {key: None if value == _NULL_FOLDER else value for key, value in columns.items()}
 
 
 def record_reader(
@@ -310,7 +326,7 @@ def check_reachable(folder: DataFolder) -> None:
 
 
 class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
-    """Lists only input, for readers of datatrove."""
+    """Lists only input."""
 
     cachable = False
 
@@ -318,9 +334,33 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
     def give(cls, reader: BaseDiskReader) -> None:
         reader.data_folder = cls(reader.data_folder.path, reader.data_folder.fs)
 
+    def glob(self, path: str, **options: Any) -> dict[str, JsonObject]:
+        """Takes only ``path`` as a pattern, also if the folder's own name has *, ? or [."""
+        if not has_magic(self.path):
+            return dict(super().glob(path, **options))
+        fits = re.compile(glob_translate(path)).match
+        found = self.find("", **options | {"maxdepth": None}).items()
+        return {name: info for name, info in found if fits(name)}
+
     def list_files(self, *arguments: Any, **options: Any) -> list[str]:
         names = super().list_files(*arguments, **options)
         return [name for name in names if is_input(name, options.get("glob_pattern"))]
+
+
+def refuse_pointer(begin: bytes, name: str) -> None:
+    """Raises InputError if a file begins as a pointer of Git LFS."""
+    if begin.startswith(_POINTER):
+        raise InputError(
+            f"The input file {name!r} is a pointer of Git LFS, and not the file itself. Run `git "
+            "lfs pull` in its repository, and run the same command again."
+        )
+
+
+def refuse_pointers(inputs: Inputs) -> None:
+    """Raises InputError if one of the first files of a local folder is a pointer of Git LFS."""
+    for index, name in enumerate(inputs.names[:_LOOKED_AT]):
+        if 0 < inputs.size(index) <= _POINTER_BYTES:
+            refuse_pointer(inputs.folder.cat_file(name), name)
 
 
 def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = False) -> Inputs:
@@ -352,7 +392,7 @@ def list_input(reader: BaseDiskReader, afresh: bool = True, of_rank: bool = Fals
     else:
         if not has_magic(pattern):
             pattern = f"*{pattern}"
-        ask = partial(folder.glob, pattern, **options)
+        ask = partial(InputFolder(folder.path, folder.fs).glob, pattern, **options)
     with naming_hub_input(folder):
         listed = retrying.READING.run(ask, f"The input {folder.resolve_paths('')} cannot be listed")
     files = (name for name, info in listed.items() if info["type"] != "directory")

@@ -40,7 +40,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
-from datatrove_ckpt.readers.inputs import misfit
+from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row
 
@@ -60,6 +60,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+        path_columns: folders such as ``lang=en`` are columns.
         stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it
             (``damaged_lines`` in the stats) with a warning.
     """
@@ -89,6 +90,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         shuffle_files: bool = False,
         add_file_path: bool = True,
         shuffle_seed: int | None = None,
+        path_columns: bool = False,
         stop_on_bad_line: bool = False,
     ) -> None:
         super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
@@ -159,6 +161,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 return None
             if line.startswith(codecs.BOM_UTF8):  # of the file, or of one that was appended to it
                 return self._parse(line.removeprefix(codecs.BOM_UTF8), name, id_in_file, make)
+            refuse_pointer(line, name)
             if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                 refuse_array(self, name)
             return self._damaged(name, id_in_file, error)

@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
-from datatrove_ckpt.readers.inputs import Inputs
+from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row
 
 if TYPE_CHECKING:
@@ -142,9 +142,10 @@ class _TableReader(SeekingReader):
         ):
             yield file
 
-    def schemas(self, inputs: Inputs) -> Iterator[tuple[str, pa.Schema]]:
+    def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
+        names = list_input(self).names
         with ThreadPoolExecutor(_SCHEMAS_AT_ONCE) as threads:
-            yield from zip(inputs.names, threads.map(self._schema, inputs.names), strict=True)
+            yield from zip(names, threads.map(self._schema, names), strict=True)
 
     @abstractmethod
     def _schema(self, name: str) -> pa.Schema: ...
@@ -223,6 +224,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+        path_columns: folders such as ``lang=en`` are columns.
     """
 
     format = "parquet"
@@ -245,6 +247,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
         glob_pattern: str | None = None,
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
+        path_columns: bool = False,
     ) -> None:
         super().__init__(**datatrove_arguments(locals()))
 
@@ -309,6 +312,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
+        path_columns: folders such as ``lang=en`` are columns.
     """
 
     format = "ipc"
@@ -331,6 +335,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
         glob_pattern: str | None = None,
         shuffle_files: bool = False,
         shuffle_seed: int | None = None,
+        path_columns: bool = False,
     ) -> None:
         super().__init__(**datatrove_arguments(locals()))
 

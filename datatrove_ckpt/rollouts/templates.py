@@ -26,7 +26,8 @@ _OWN = ("text", "id")
 _NULLS: set[str] = set()  # of which this process has said that they may be null
 _ALLOWED = (
     "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} "
-    "for a part of it, and {{ or }} for a brace"
+    "for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no "
+    "meaning"
 )
 _DOCUMENT = "[[DOCUMENT]]"
 BARE = ("{text}", _DOCUMENT)
@@ -111,6 +112,8 @@ def lacks(document: Document, setting: str, key: str) -> ConfigError:
     if setting == "prompt":
         columns = [*_OWN, *columns]
     hint = did_you_mean(key, columns) or "."
+    if f"/{key}=" in str(document.metadata.get("file_path")):
+        hint = ". It is in the name of a folder: set path_columns to true."
     return ConfigError(
         f"{setting}: document {document.id!r} has no column {key!r}; its columns: "
         f"{', '.join(columns) or 'none'}{hint} Correct the name. If other documents have the "

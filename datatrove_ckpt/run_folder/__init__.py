@@ -2,7 +2,7 @@
 
 Before and after a run: ``run_plan`` reads a job, ``findings`` checks it (``earlier_runs`` compares
 its folders), ``closing`` sums it up. During and after a run: ``where`` finds the folder that a
-command means, ``read_state`` reads all ranks (``judge`` judges each, ``sums`` adds them up), which
+command means, ``read_state`` reads all ranks (``run_state`` judges each, and adds them up), which
 ``topics``, ``report`` and ``tracking`` show; ``verify`` compares the output, ``repair`` has chunks
 made again.
 

@@ -36,7 +36,10 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
     _check_counts(root, counts, skipped)
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
-        return f"There are no documents in the input, so there is no output in {folder}."
+        why = "There are no documents in the input"
+        if any(getattr(step, "limit", None) == 0 for step in runner.before):
+            why = "No document was read, because limit is 0"
+        return f"{why}, so there is no output in {folder}."
     retries = (commit.counts for commit in job.retried if commit.at >= started)
     again = sum(retries, DocumentCounts())
     retried = (
@@ -47,6 +50,8 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
     work = ""
     if again.read:
         work = f" Retried {retried}."
+    elif runner.step.retry_dead_letters and not counts.dead:
+        work = " There was no dead letter to retry."
     errors = lines_with_error(runner.step.rollout_fn, counts)
     if errors:
         work += f" Lines with an error in the output: {errors} of {counts.written}."

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from datatrove.data import Document
+from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import check_shard
-from datatrove_ckpt.checkpoint.job import recorded_settings
+from datatrove_ckpt.checkpoint.identity import check_shard, recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
@@ -36,6 +36,7 @@ from datatrove_ckpt.readers.inputs import (
     check_reachable,
     list_input,
     options_of,
+    refuse_pointers,
     sample_files,
     shuffled_names,
 )
@@ -192,6 +193,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
     Raises:
         ConfigError: the folder is missing, no file matches, or a package for a compression is
             missing.
+        InputError: a file is a pointer of Git LFS.
     """
     if not reader.data_folder.isdir(""):
         raise ConfigError(f"{place} is not a folder.")
@@ -201,6 +203,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
         if reader.glob_pattern:
             pattern = f' that match "{reader.glob_pattern}"'
         raise ConfigError(f"{place} contains no files{pattern}.")
+    refuse_pointers(inputs)
     check_codecs(place, reader, inputs.names)
     return inputs
 
@@ -387,7 +390,8 @@ def _check_reader(
     added = set[str]()
     options = dict[str, str]()
     ranks = []  # those that something of it concerns
-    options_now = options_of(reader)
+    without = {"path_columns": False}  # a record has it only if it is set
+    options_now = without | options_of(reader)
     seed = getattr(reader, "shuffle_seed", None)
     for rank, record in records.items():
         read = {file.name for file in record.files}
@@ -402,7 +406,8 @@ def _check_reader(
             names = shuffled_names(names, seed)
         would_read = set(names[: len(record.files)] if record.limited else names)
         added |= would_read - read
-        old = {name: value for name, value in record.options.items() if value != options_now[name]}
+        options_then = without | record.options
+        old = {name: value for name, value in options_then.items() if value != options_now[name]}
         options |= {name: f"{value!r} -> {options_now[name]!r}" for name, value in old.items()}
         if old or would_read != read or not read.isdisjoint(changed.keys() | removed):
             ranks.append(rank)
@@ -464,3 +469,10 @@ def rows_without_document(root: Path) -> SkippedLines:
         record = ShardRecord.read(rank_folder(root, rank) / SHARD)
         skipped += record.skipped if record else SkippedLines()
     return skipped
+
+
+def input_names(folder: str, pattern: str | None) -> list[str]:
+    """Returns the names of the input files in a folder, as readers list them."""
+    found = get_datafolder(folder)
+    names: list[str] = InputFolder(found.path, found.fs).list_files(glob_pattern=pattern)
+    return names

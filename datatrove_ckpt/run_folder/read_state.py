@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.identity import settings_in
-from datatrove_ckpt.checkpoint.job import removed_ranks
+from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
 from datatrove_ckpt.checkpoint.ledger import (
     Limits,
     RankLedger,
@@ -23,8 +22,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import CheckpointLocked, CkptError
-from datatrove_ckpt.run_folder.judge import find_left, find_slow, rank_state
-from datatrove_ckpt.run_folder.run_state import RunState, add_up
+from datatrove_ckpt.run_folder.run_state import RunState, add_up, find_left, find_slow, rank_state
 from datatrove_ckpt.run_folder.where import Place
 
 # Limit for all ranks together: large files of many ranks are estimated.

@@ -50,15 +50,14 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     read_whole_commits,
 )
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
-from datatrove_ckpt.checkpoint.job import recorded_output
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, recorded_output
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING, journal_indices
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.common.formatting import plural, ranges
 from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputMismatch
-from datatrove_ckpt.mirror.job import restore_advice
+from datatrove_ckpt.mirror.restore import restore_advice
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.owner import Homes
 from datatrove_ckpt.output.targets import remove_output

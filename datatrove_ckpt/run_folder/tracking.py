@@ -16,7 +16,7 @@ from pathlib import Path
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.training_history import Row
+from datatrove_ckpt.checkpoint.training_steps import Row
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.run_folder.read_state import read_run_state

@@ -9,11 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.training_history import Row, curve, read_events
 from datatrove_ckpt.checkpoint.training_steps import (
     Manifest,
+    Row,
     StepName,
     check_files,
+    curve,
+    read_events,
     read_manifest,
     size_of,
     step_names,

@@ -17,8 +17,16 @@ from posixpath import dirname
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
-from datatrove_ckpt.checkpoint.identity import Change, RunIdentity, comparable, compare, read_run
-from datatrove_ckpt.checkpoint.job import name_tasks, recorded_output, removed_ranks
+from datatrove_ckpt.checkpoint.identity import (
+    Change,
+    RunIdentity,
+    comparable,
+    compare,
+    name_tasks,
+    read_run,
+    recorded_output,
+    removed_ranks,
+)
 from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,

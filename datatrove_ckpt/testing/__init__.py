@@ -2,14 +2,16 @@
 effect. Start at ``assert_same_output_after_crash``.
 """
 
-from datatrove_ckpt.testing.crashes import CrashReport, assert_same_output_after_crash, outputs
-from datatrove_ckpt.testing.disks import (
+from datatrove_ckpt.testing.crashes import (
     EFFECTS,
     REMOTE_EFFECTS,
     CrashingDisk,
+    CrashReport,
     SimulatedCrash,
+    assert_same_output_after_crash,
     crash_at,
     disk_in_place,
+    outputs,
 )
 from datatrove_ckpt.testing.server import FakeServer
 

@@ -3,18 +3,17 @@ training.
 
 Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (TrainingCheckpoints).
 
-    topology.py, order.py, epoch.py
+    topology.py, order.py
                     which worker reads which positions of an epoch; which row stands at which
-                    position; an iteration of a worker
+                    position
     index.py, blocks.py, block_file.py
                     the rows of an input by number; the input as blocks of rows; a file as blocks
-    states.py, merging.py, seals.py
-                    states of ReaderDataset; states of all workers together; checksums
+    states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and what they share with ReaderDataset
-    steps.py, sharded.py, snapshot.py, ranks.py
-                    folders of saved steps; states of which each rank has a part; copies in memory;
-                    how ranks agree
+    steps.py, sharded.py, ranks.py
+                    folders of saved steps; states of which each rank has a part, and their copies
+                    in memory; how ranks agree
 
 ``checkpoint/training_*.py``: what needs no torch: format of steps, policies, loss curve.
 ``TrainingCheckpoints`` needs torch, and is imported at its first use. The rest works without torch.
@@ -33,9 +32,9 @@ from datatrove_ckpt.checkpoint.training_policies import (
     SavePolicy,
 )
 from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
-from datatrove_ckpt.torch.merging import merge
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.packing import Pack
+from datatrove_ckpt.torch.states import merge
 
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints

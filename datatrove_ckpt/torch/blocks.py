@@ -21,14 +21,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
-import datatrove_ckpt.torch.line_blocks as line_blocks
+import datatrove_ckpt.torch.block_file as block_file
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
-from datatrove_ckpt.torch.arrow_blocks import ArrowBlocks
-from datatrove_ckpt.torch.block_file import BlockFile, FileIndex, Rows
-from datatrove_ckpt.torch.line_blocks import LineBlocks
-from datatrove_ckpt.torch.parquet_blocks import ParquetBlocks
+from datatrove_ckpt.torch.block_file import (
+    ArrowBlocks,
+    BlockFile,
+    FileIndex,
+    LineBlocks,
+    ParquetBlocks,
+    Rows,
+)
 from datatrove_ckpt.torch.row_counts import RowCounts
 from datatrove_ckpt.torch.unified import Unified
 
@@ -173,7 +177,7 @@ class BlockInput:
     @property
     def _kind(self) -> str:
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        return f"{self._reader.format}/{options}/{line_blocks.GROUP_BYTES}"
+        return f"{self._reader.format}/{options}/{block_file.GROUP_BYTES}"
 
     def _index_file(self, number: int) -> FileIndex:
         file = self._open(number, None)

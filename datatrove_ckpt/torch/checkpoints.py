@@ -45,7 +45,6 @@ from loguru import logger
 from torch.optim import Optimizer
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.training_history import TrainingHistory
 from datatrove_ckpt.checkpoint.training_policies import (
     AnyOf,
     Best,
@@ -62,6 +61,7 @@ from datatrove_ckpt.checkpoint.training_policies import (
 from datatrove_ckpt.checkpoint.training_steps import (
     Manifest,
     StepName,
+    TrainingHistory,
     blocks,
     is_left_behind,
     left_behind,
@@ -84,15 +84,18 @@ from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import (
     METADATA,
     States,
+    StateSnapshot,
     check_fits,
     contents_of,
     give,
+    hashes,
     load_parts,
     not_plain,
     outline,
+    random_state,
     save_parts,
+    set_random_state,
 )
-from datatrove_ckpt.torch.snapshot import StateSnapshot, hashes, random_state, set_random_state
 from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.workers import keep_workers, seed_workers

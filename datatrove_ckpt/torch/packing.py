@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.epoch import Epoch
+from datatrove_ckpt.torch.dataset import Epoch
 from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, end_state
 from datatrove_ckpt.torch.states import Slot
 

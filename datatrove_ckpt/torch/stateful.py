@@ -20,8 +20,7 @@ from loguru import logger
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers.base import Stateful
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.seals import check_seals, sealed
-from datatrove_ckpt.torch.states import Slot
+from datatrove_ckpt.torch.states import Slot, check_seals, sealed
 
 if TYPE_CHECKING:
     import torch

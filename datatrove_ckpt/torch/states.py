@@ -3,20 +3,109 @@
 A worker's state has its position in the epoch (``slot`` and ``samples``), the order, the input, and
 what other topologies have read before (``done``). In a merged state without a slot, ``done`` holds
 everything.
+
+A ``Pack`` or ``Mix`` has the merged states of its sources, and the rests of its packers, or the sum
+of its draws.
+
+Each state of a ``ReaderDataset``, ``Pack`` or ``Mix`` has a checksum of its other values, so that a
+damaged state is an error and never gives other samples. States of earlier releases have none, and
+are accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from os import PathLike
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from loguru import logger
+from xxhash import xxh3_64_hexdigest
 
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.seals import REMEDY
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
+
+_KEY = "checksum"
+_KIND = "xxh3:"
+REMEDY = "Give the state of the step before, of all ranks."
+
+
+def sealed(state: State) -> State:
+    """Adds the checksum, which survives JSON and ``torch.save``."""
+    content = {key: value for key, value in state.items() if key != _KEY}
+    return content | {_KEY: _KIND + xxh3_64_hexdigest(json.dumps(_plain(content)).encode())}
+
+
+def _plain(value: object) -> object:
+    """Returns what JSON keeps of a value; the type alone of other values, in states of foreign
+    sources.
+    """
+    if isinstance(value, Mapping):
+        return sorted((str(key), _plain(one)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, str | int | float | None):
+        return value
+    return type(value).__name__
+
+
+def check_seals(content: object, name: str = "") -> None:
+    """Raises CheckpointCorrupt if a state in ``content`` has changed. ``name``: of its file."""
+    for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_KIND)):
+        if sealed(state)[_KEY] != state[_KEY]:
+            where = f" in {name!r}" if name else ""
+            raise CheckpointCorrupt(
+                f"The state{where} is damaged: its checksum is that of another content. {REMEDY}"
+            )
+
+
+def load_file(state: State | str | PathLike[str]) -> object:
+    """Returns a state, or loads what ``torch.save`` has written.
+
+    Raises:
+        CheckpointCorrupt: the state or the file is damaged.
+        OSError: the file cannot be opened.
+    """
+    if not isinstance(state, str | PathLike):
+        check_seals(state)
+        return state
+    import torch
+
+    with Path(state).open("rb") as file:
+        try:
+            if zipfile.is_zipfile(file):
+                with zipfile.ZipFile(file) as archive:  # torch compares no checksums
+                    for name in archive.namelist():
+                        if not name.rpartition("/")[0].endswith("/data"):  # no tensors
+                            archive.read(name)
+            file.seek(0)
+            content: object = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever pickle, zipfile and torch raise
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise CheckpointCorrupt(
+                f"The file {str(state)!r} cannot be read: it is damaged, or torch.save did not "
+                f"write it, or it holds more than torch.load(weights_only=True) takes ({reason}). "
+                f"{REMEDY}"
+            ) from error
+    check_seals(content, str(state))
+    return content
+
+
+def find_states(content: object, is_wanted: Callable[[State], bool]) -> Iterator[State]:
+    """Yields the wanted dicts in the state of a loader or of a wrapper around it."""
+    if isinstance(content, dict) and is_wanted(content):
+        yield content
+    elif isinstance(content, Mapping):
+        for value in content.values():
+            yield from find_states(value, is_wanted)
+    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        for value in content:
+            yield from find_states(value, is_wanted)
+
 
 _T = TypeVar("_T")
 
@@ -213,4 +302,144 @@ def check_steps(
         raise CheckpointMismatch(f"{what} Give the states that all ranks saved at the same step.")
     logger.warning(
         f"{what} If the model is that of one of these steps, samples are trained twice, or never."
+    )
+
+
+_SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
+
+
+def merge(states: Iterable[State | str | PathLike[str]]) -> State:
+    """Merges the states of all ranks into one, for any number of ranks and workers.
+
+    Each sample of the epoch of a ``ReaderDataset`` is seen exactly once. See also ``Pack`` and
+    ``Mix``.
+
+    Args:
+        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or an object
+            that holds it, or a file that ``torch.save`` has made of it.
+
+    Raises:
+        CheckpointMismatch: a rank's or worker's state is missing or repeated, or they are of
+            different epochs, settings, inputs or steps; or a loader has made it between two of its
+            snapshots; or a source has rows that are not counted.
+        CheckpointCorrupt: a state or file is damaged.
+        ConfigError: there is no state of a ``ReaderDataset``, ``Pack`` or ``Mix`` in them.
+    """
+    loaded = [load_file(state) for state in states]
+    check_snapshots(loaded)
+    return sealed(merge_all(list(find_states(loaded, is_ours))))
+
+
+def check_snapshots(content: object) -> None:
+    """Raises CheckpointMismatch if a loader's state is newer than the states of its workers in it.
+
+    Only torchdata's loader can resume there: it drops the batches that it has given since.
+    """
+    for state in find_states(content, lambda one: one.get(_SINCE_SNAPSHOT, 0) > 0):
+        raise CheckpointMismatch(
+            f"A loader has saved its state {state[_SINCE_SNAPSHOT]} steps after its snapshot, so "
+            "where its workers were is not known. Use StatefulDataLoader with "
+            "snapshot_every_n_steps=1 and in_order=True, its defaults, or resume with the number "
+            "of ranks and workers that saved the state."
+        )
+
+
+def is_ours(content: object) -> bool:
+    return is_state(content) or (
+        isinstance(content, Mapping) and {"kind", "options", "slot"} <= content.keys()
+    )
+
+
+def merge_all(states: Sequence[State | None], alone: bool = True) -> State:
+    """Merges the states of all workers. ``alone``: see ``merge_states``."""
+    if not states:
+        raise ConfigError(
+            "There is no state of a ReaderDataset, Pack or Mix in what was given. Give the "
+            "loaders' state_dict()."
+        )
+    found = [state for state in states if state is not None and is_ours(state)]
+    if len(found) < len(states):
+        raise CheckpointMismatch(
+            "A source of Pack or Mix is no ReaderDataset whose rows are counted, so that a state "
+            "belongs to its worker: use loader.load_state_dict() with the state of this rank, and "
+            "as many ranks and workers as before."
+        )
+    check_same(found, ("kind", "options", "epoch"), State.get)
+    if is_state(found[0]):
+        return merge_states([DatasetState.from_json(state) for state in found], alone).to_json()
+    return _merge_wrappers(found, alone)
+
+
+def _merge_wrappers(states: Sequence[State], alone: bool) -> State:
+    first = states[0]
+    if first["slot"] is None:
+        check_same(states, first, State.get)
+        return first  # merged before
+    states = in_order([Slot(*(state["slot"] or (0, 1, 0, 0))) for state in states], states)
+    ended = [bool(state["finished"]) for state in states]
+    if alone:
+        given = [int(state.get("given") or state.get("drawn") or 0) for state in states]
+        check_steps([state["slot"][0] for state in states], given, ended)
+    merged = {key: first[key] for key in ("kind", "version", "options", "epoch")}
+    merged |= {"slot": None, "finished": all(ended)}
+    if all(ended):
+        return merged
+    if "rest" in first:
+        return merged | _packs(states)
+    return merged | _mixes(states)
+
+
+def _packs(states: Sequence[State]) -> State:
+    rests = []
+    for state in states:
+        rest = state["rest"]
+        if any(tokens for _, tokens in rest.values()):
+            rests.append(rest)
+    return {"source": merge_all([state["source"] for state in states], alone=False), "rests": rests}
+
+
+def _mixes(states: Sequence[State]) -> State:
+    of_workers = [state["sources"] for state in states if state["sources"]]
+    sources = [_of_source(workers) for workers in zip(*of_workers, strict=True)]
+    return {"drawn": sum(state["drawn"] for state in states), "sources": sources}
+
+
+def _of_source(workers: Sequence[State]) -> State:
+    """Merges one source of all workers, in the first pass that is not over: later workers had all
+    of it.
+    """
+    live = [one for one in workers if one["is_live"]]
+    here = min(live or workers, key=lambda one: int(one["passes"]))
+    states = []
+    for one in workers:
+        if one["passes"] == here["passes"]:
+            states.append(one["state"])
+        else:
+            states.append(_end(one["state"], here["state"]))
+    return {
+        "passes": here["passes"],
+        "has_given": any(one["has_given"] or one["passes"] for one in workers),
+        "has_ended": all(one["has_ended"] for one in workers),
+        "is_live": bool(live),
+        "state": merge_all(states, alone=False),
+    }
+
+
+def _end(state: State | None, other: State | None) -> State | None:
+    if state is None or other is None:
+        return None
+    if is_state(state):
+        slot = DatasetState.from_json(state).slot
+        then = DatasetState.from_json(other)
+        if slot is None or then.slot is None:
+            return state
+        return replace(then, slot=slot, samples=then.rows_of(slot), skipped=0).to_json()
+    if "rest" in state:
+        source = _end(state.get("source"), other.get("source"))
+        own = {"slot": state["slot"], "finished": True, "rest": {}}
+        return {**other, **own, "source": source}
+    raise CheckpointMismatch(
+        "The workers are in different passes of a source that is a Mix itself: their states "
+        "belong to them. Use loader.load_state_dict() with the state of this rank, and the same "
+        "number of ranks and workers."
     )

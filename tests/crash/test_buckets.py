@@ -21,7 +21,7 @@ from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.disks import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
+from datatrove_ckpt.testing.crashes import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
 from tests.crash.test_hub import crashing_client
 from tests.crash.test_mirror import ask_twice
 from tests.jobs import config

@@ -23,7 +23,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck
 from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer
-from datatrove_ckpt.testing.disks import EFFECTS, copy_tree, disk_in_place
+from datatrove_ckpt.testing.crashes import EFFECTS, copy_tree, disk_in_place
 from tests.crash_points import (
     CopyingDisk,
     CopyingPowerLossDisk,

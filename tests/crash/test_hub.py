@@ -13,7 +13,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from huggingface_hub import get_session
 
 from datatrove_ckpt.output import hub_uploads
-from datatrove_ckpt.testing.disks import CrashingDisk, disk_in_place
+from datatrove_ckpt.testing.crashes import CrashingDisk, disk_in_place
 from tests.crash.test_every_effect import answered
 from tests.hub.server import route
 from tests.jobs import run_job

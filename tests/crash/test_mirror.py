@@ -18,7 +18,7 @@ from datatrove_ckpt.mirror.manifests import Uploads, Versions
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
-from datatrove_ckpt.testing.disks import EFFECTS, REMOTE_EFFECTS
+from datatrove_ckpt.testing.crashes import EFFECTS, REMOTE_EFFECTS
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import documents, rejects, runner

@@ -268,12 +268,6 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
     assert sum(server.asked.values()) == 2 * DOCUMENTS
 
 
-def test_a_run_that_was_dealt_out_anew_is_refused(old, tmp_path, server):
-    (old / "checkpoints/shares.json").touch()
-    with pytest.raises(CheckpointMismatch, match="Finish it with commit d3ddc9c6"):
-        start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
-
-
 @pytest.mark.parametrize(
     ("place", "said"),
     [

@@ -101,7 +101,7 @@ def test_a_plain_run_does_not_wait_for_one_that_was_killed_on_another_machine(jo
     store = ObjectClaims(f"{BUCKET}/logs/claims", there, 0.0)
     lose_the_node()
     said = command("run", "job.yaml", "--worker", code=1).error
-    assert "start every machine with --worker" in said
+    assert "start every machine as a worker (run --worker)" in said
     assert server.asked.total() == 0
     command("run", "job.yaml")
     assert server.asked.total() == 1

@@ -17,7 +17,7 @@ from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
 from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import FakeServer, disk_in_place, outputs
-from datatrove_ckpt.testing.disks import copy_tree
+from datatrove_ckpt.testing.crashes import copy_tree
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
 from tests.jobs import STOPS_SOON, documents, runner

@@ -15,7 +15,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from datatrove_ckpt.checkpoint import storage
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.publishing import Publisher
+from datatrove_ckpt.checkpoint.open_checkpoint import Publisher
 from datatrove_ckpt.mirror.restore import restore_rank
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer

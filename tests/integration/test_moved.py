@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.job import note_output
+from datatrove_ckpt.checkpoint.identity import note_output
 from datatrove_ckpt.checkpoint.layout import LOCK, RUN
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
-from datatrove_ckpt.testing.disks import disk_in_place
+from datatrove_ckpt.testing.crashes import disk_in_place
 from tests.crash_points import CopyingDisk
 from tests.kept import content_of, edit
 from tests.make_release import TEXTS, run

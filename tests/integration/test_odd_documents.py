@@ -53,7 +53,7 @@ UNWRITABLE = {
     "mute id": field("id", Mute()),
     "media of numbers": field("media", [1]),
     "set": meta({1, 2}),
-    "bytes": meta(b"x"),
+    "complex": meta(1j),
     "recursive": meta(RECURSIVE),
     "deep": meta(nested(3000)),
     "mute error": raises(Mute()),

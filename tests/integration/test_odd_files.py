@@ -10,6 +10,7 @@ import pyarrow.ipc as ipc
 import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
+from datatrove.pipeline import readers as datatrove_readers
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.checkpoint.layout import is_ours
@@ -111,6 +112,48 @@ def test_no_reader_of_a_run_reads_hidden_files(here, command, server, reader):
     assert sorted(row["id"] for row in rows(here)) == VISIBLE
 
 
+@pytest.mark.parametrize("given", ["", "/", "/*.csv", "/a.csv", "/**/*.cs?"])
+@pytest.mark.parametrize("name", ["odd[1]", "odd*", "odd?", "odd[!a]/b[1-2]*"])
+def test_a_folder_with_a_sign_of_patterns_in_its_name_is_input(here, run, server, name, given):
+    write(here, f"{name}/a.csv", b"id,text\n1,one\n")
+    write(here, "odd1/a.csv", b"id,text\n2,two\n")
+    assert [row["id"] for row in run(server, f"{name}{given}")] == ["1"]
+
+
+@pytest.mark.parametrize("pattern", [None, ".jsonl", "*.jsonl", "**/*.jsonl", "s*/*.jsonl"])
+@pytest.mark.parametrize("kind", [JsonlReader, datatrove_readers.JsonlReader])
+def test_a_pattern_means_the_same_below_such_a_folder(tmp_path, server, kind, pattern):
+    def read(folder):
+        for name in ("a.jsonl", "sub/b.jsonl", "sub/c/d.jsonl"):
+            write(folder, f"data/{name}")
+        runner(folder, server).run(kind(str(folder / "data"), glob_pattern=pattern).run())
+        return sorted(row["id"] for row in rows(folder))
+
+    assert read(tmp_path / "a [1-2]*") == read(tmp_path / "plain")
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet", "arrow", "jsonl.gz"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_pointer_of_git_lfs_is_named_before_a_request(tmp_path, run, server, suffix, first):
+    write(tmp_path, f"data/{'a' if first else 'z'}.{suffix}", POINTER)
+    whole = write(tmp_path, f"data/b.{suffix}")
+    if suffix == "csv":
+        whole.write_bytes(b"id,text\n1,one\n")
+    said = run(server, tmp_path / "data", code=1)
+    assert "is a pointer of Git LFS" in said
+    assert not server.asked
+
+
+@pytest.mark.parametrize("kind", [JsonlReader, CSVReader])
+def test_a_pointer_of_git_lfs_is_named_where_no_check_came_before(tmp_path, kind):
+    write(tmp_path, "a", POINTER)
+    with pytest.raises(InputError, match="'a' is a pointer of Git LFS"):
+        list(kind(str(tmp_path)).run())
+
+
 def test_the_short_form_looks_at_no_hidden_file(tmp_path, run, server):
     folder = tmp_path / "documents"
     write(folder, "a.csv", b"id,text\n1,one\n")
@@ -154,7 +197,9 @@ CSV = {
     "blank lines": b"id,text\n\n1,a\n\n2,b\n",
     "carriage returns": b"text,id\ra,1\rb,2",
     "a column without a name": b",text,id\n0,a,1\n",
-    "short row": b"id,text,n\n1,a,x\n2,b\n",
+    "odd quotes": b'id,text\n1,5" pipe\n2,"a"b\n3,"say ""a"""\n',
+    "a byte of zeros": b"id,text\n1,a\0b\n",
+    "no line break at the end": b'id,text\n1,a\n2,"b"',
 }
 
 
@@ -178,15 +223,29 @@ def test_csv_is_read_as_the_csv_module_and_pandas_read_it(tmp_path, name, compre
     assert sorted(map(sorted, values)) == sorted(map(sorted, read.to_numpy().tolist()))
 
 
-def test_a_csv_row_with_too_many_cells_is_refused_before_its_request(tmp_path, run, server):
-    path = write(tmp_path, "a.csv", b'id,text\n1,"o\nne"\n2,two,more\n3,three\n')
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (b"two,more", "more cells than columns"),
+        (b"two\nand a half", "fewer cells than columns"),
+        (b'"two', "a quote that is not closed"),
+        (
+            b'"' + b"x" * 70 + b'"',
+            "a cell that cannot be read (field larger than field limit (64))",
+        ),
+    ],
+)
+def test_an_odd_csv_row_is_refused_before_its_request(tmp_path, run, server, row, problem):
+    path = write(tmp_path, "a.csv", b'id,text\n1,"o\nne"\n2,' + row + b"\n3,three\n")
+    line = 4 + (problem[0] == "f")
+    limit = csv.field_size_limit(64 if "limit" in problem else 2**28)
     said = run(server, path, code=1)
-    assert (
-        "The input file 'a.csv' has more cells than columns in the row that ends in line 4" in said
-    )
-    assert not server.asked["two"]
-    path.write_bytes(path.read_bytes().replace(b",more", b""))
+    csv.field_size_limit(limit)
+    assert f"The input file 'a.csv' has {problem} in the row that begins in line {line}. " in said
+    assert set(server.asked) <= {"o\nne"}
+    path.write_bytes(path.read_bytes().replace(row, b"two"))
     assert len(run(server, path)) == 3
+    assert server.asked.total() == 3
 
 
 def table(*columns):

@@ -10,7 +10,7 @@ from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import mirror
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
-from datatrove_ckpt.mirror.job import read_job
+from datatrove_ckpt.mirror.restore import read_job
 from datatrove_ckpt.output import owner
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, documents, rows, run_job, runner

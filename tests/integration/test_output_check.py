@@ -24,7 +24,7 @@ from datatrove_ckpt.output.folders import (
     stands_elsewhere,
 )
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.run_folder import earlier_runs
+from datatrove_ckpt.run_folder import findings
 from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import crash_at, outputs
 from tests.jobs import ids, run_job, runner, writer
@@ -74,16 +74,16 @@ def test_a_folder_that_cannot_be_asked_after_may_still_be_there():
 
 def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, command, monkeypatch):
     _, executor = make_executor(str(job / "job.yaml"), [])
-    look = earlier_runs._look
+    look = findings._look
 
     def starts_meanwhile(*arguments):
         with monkeypatch.context() as inside:
-            inside.setattr(earlier_runs, "_look", look)
+            inside.setattr(findings, "_look", look)
             command("run", "job.yaml")
         return look(*arguments)
 
-    monkeypatch.setattr(earlier_runs, "_look", starts_meanwhile)
-    earlier_runs.check_output(RunPlan(executor), before=True)
+    monkeypatch.setattr(findings, "_look", starts_meanwhile)
+    findings.check_output(RunPlan(executor), before=True)
 
 
 # files that no commit knows ----------------------------------------------------------------------
@@ -209,6 +209,17 @@ def test_an_input_without_documents_is_said(job, command):
     log = (job / "logs/logs/task_00000.log").read_text()
     assert "Task 0: there are no documents in its input." in log
     assert "  documents  none in the input\n" in command("status", "job.yaml").out
+
+
+def test_a_retry_without_dead_letters_is_said(job, command):
+    command("run", "job.yaml")
+    said = command("run", "job.yaml", "--retry-dead-letters")
+    assert " There was no dead letter to retry. " in said
+
+
+def test_a_limit_of_0_is_named_as_the_cause(job, command):
+    said = command("run", "job.yaml", "--pipeline.0.limit=0")
+    assert said.startswith("No document was read, because limit is 0, so there is no output in ")
 
 
 def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_asked(

@@ -23,7 +23,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFai
 from datatrove_ckpt.output import hub_uploads, owner
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.testing import FakeServer, crash_at, outputs
-from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
+from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
 from tests.jobs import ask, documents, run_job, runner
 
 NAME = "${rank}_${chunk_index}.jsonl"

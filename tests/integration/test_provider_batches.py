@@ -26,8 +26,7 @@ from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.crashes import CrashReport
-from datatrove_ckpt.testing.disks import disk_in_place
+from datatrove_ckpt.testing.crashes import CrashReport, disk_in_place
 from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
 from tests.jobs import ask, documents, letters, rows, run_job, runner
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider

@@ -27,7 +27,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.process import rank_threads
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.tasks import TaskList
+from datatrove_ckpt.process.workers import TaskList
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs

@@ -12,7 +12,7 @@ from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
-from datatrove_ckpt.testing.disks import EFFECTS
+from datatrove_ckpt.testing.crashes import EFFECTS
 from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, ids, runner
 from tests.patience import until

@@ -154,7 +154,6 @@ MISTAKES = (
     "--prompt=null '--promtp=Say {text}'",
     "--prompt=null --server-type=dummy",
     "--system-prompt=@nowhere.txt",
-    "--input=odd[1]/a.jsonl",
     "--input=twice",
     "--input=linked",
     "--max-tokens=5 '--default-generation-params={max_tokens: 6}'",
@@ -193,7 +192,29 @@ MISTAKES = (
     "--sampel 5",
     "b.jsonl c.jsonl",
     "--prompt.x=1",
+    "--top-k 5",
+    "--response-format '{type: json_object}'",
+    "--carried-parts 2",
+    "--rollout words.tell --prompt null --max-chars 9",
+    "--rollout ./words.py:tell --prompt null",
+    "--rollout words.py --prompt null",
+    "--choice 'Sport, News'",
+    "--json-schema schema.json",
+    "--json-schema @nowhere.json",
+    "--json-schema @job.yaml",
+    "--monitoring '{port: 9}'",
 )
+
+
+def test_a_schema_may_be_in_a_file():
+    Path("schema.json").write_text('{"type": "object"}')
+    rollout = expanded("--json-schema=@schema.json")["runner"]["rollout_fn"]
+    assert rollout["init_args"]["json_schema"] == {"type": "object"}
+
+
+def test_a_column_of_prompts_needs_no_prompt():
+    rollout = expanded("--prompt-column=messages", prompt=None)["runner"]["rollout_fn"]
+    assert rollout == {"class_path": "PromptRollout", "init_args": {"prompt_column": "messages"}}
 
 
 def test_what_cannot_work_is_one_line(capsys):
@@ -205,7 +226,6 @@ def test_what_cannot_work_is_one_line(capsys):
         "dict/dataset_dict.json",
         "pictures/README.md",
         "pictures/a.png",
-        "odd[1]/a.jsonl",
         "twice/a.jsonl",
         "twice/a.jsonl.gz",
         "linked/a.jsonl",

@@ -11,7 +11,7 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove.pipeline.inference.dataset_card_generator import load_job_stats
 from datatrove.pipeline.readers import JsonlReader as DatatroveReader
 
-from datatrove_ckpt.checkpoint import publishing
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import CrashingDisk, FakeServer, disk_in_place
@@ -132,7 +132,7 @@ def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effe
     ram, counted, monkeypatch
 ):
     """Each crash is followed by a resume, and each of those that completes has the same stats."""
-    monkeypatch.setattr(publishing, "_COUNTED_AT_ONCE", 2)  # of the 3 documents of a chunk
+    monkeypatch.setattr(open_checkpoint, "_COUNTED_AT_ONCE", 2)  # of the 3 documents of a chunk
     write_input(ram / "job", rows=5)
     expected = []
     completed = 0

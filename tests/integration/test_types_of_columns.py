@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shutil
 from decimal import Decimal
 
 import pytest
@@ -106,6 +107,17 @@ def test_columns_come_back_as_they_went_in(tmp_path, server, reader):
         assert output[name].to_pylist() == expected[name].to_pylist(), name
 
 
+@pytest.mark.parametrize(
+    "ids", [[None, None, "c", "d"], ["", "", "c", ""], ["", "b", None, "d"], [0, None, None, None]]
+)
+def test_an_empty_id_stays_and_each_file_has_the_column(tmp_path, server, ids):
+    table = pa.table({"text": ["a", "b", "c", "d"], "id": ids})
+    files = run(tmp_path, server, table)
+    assert len(files) == 2
+    assert {tuple(pq.read_schema(file).names[:2]) for file in files} == {("text", "id")}
+    assert pa.concat_tables(map(pq.read_table, files)).select(["text", "id"]).equals(table)
+
+
 def test_columns_inside_the_metadata_have_their_types(tmp_path, server):
     table = a_table(TYPES[:12])
     schema = pq.read_schema(run(tmp_path, server, table, metadata=False)[0])
@@ -172,10 +184,11 @@ def test_a_restart_takes_the_kept_types_though_the_input_has_grown(tmp_path, ser
     with pytest.raises(Exception, match="401"):
         run(tmp_path, server, table)
     kept = (tmp_path / "checkpoints" / COLUMNS).read_bytes()
+    (tmp_path / "checkpoints" / COLUMNS).unlink()  # the task has a copy
     server._status = lambda payload, times: None
     wider = [(pa.int64() if kind == pa.int8() else kind, values) for kind, values in TYPES[:10]]
     files = run(tmp_path, server, table, a_table(wider))
-    assert (tmp_path / "checkpoints" / COLUMNS).read_bytes() == kept
+    assert (tmp_path / "checkpoints" / "00000" / COLUMNS).read_bytes() == kept
     assert read(files[:2]).drop(["file_path"]).equals(expected)
 
 
@@ -185,10 +198,28 @@ def test_a_job_that_began_without_kept_types_goes_on_with_those_of_its_values(tm
     with pytest.raises(Exception, match="401"):
         run(tmp_path, server, table)
     (tmp_path / "checkpoints" / COLUMNS).unlink()
+    (tmp_path / "checkpoints" / "00000" / COLUMNS).unlink()
     server._status = lambda payload, times: None
     first, later = run(tmp_path, server, table)
     assert str(pq.read_schema(first).field("v0").type) == "int8"
     assert str(pq.read_schema(later).field("v0").type) == "int64"
+
+
+def test_the_types_come_with_a_task_to_another_node(tmp_path, server):
+    """Of the mirror: the job's folder of the first node is lost."""
+    table = a_table([(pa.int8(), [1]), (pa.map_(pa.string(), pa.date32()), [[("a", DAY)]])])
+    server._status = rejects({"text 2"}, 401)
+    mirror = {"checkpoints_remote_dir": f"file://{tmp_path}/mirror"}
+    with pytest.raises(Exception, match="401"):
+        run(tmp_path, server, table, **mirror)
+    shutil.rmtree(tmp_path / "checkpoints")
+    server._status = lambda payload, times: None
+    files = run(tmp_path, server, table, **mirror)
+    assert len(files) == 2
+    assert [pq.read_schema(file).remove_metadata() for file in files[1:]] == [
+        pq.read_schema(files[0]).remove_metadata()
+    ]
+    assert read(files).select(["v0", "v1"]).equals(table.select(["v0", "v1"]))
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.disks import crash_at
+from datatrove_ckpt.testing.crashes import crash_at
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, TrainingCheckpoints
 from datatrove_ckpt.torch.sharded import _Metadata
 from tests.patience import Patience, until

@@ -17,7 +17,6 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import Chunk
-from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog, CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
@@ -33,7 +32,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (

@@ -118,7 +118,7 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run, overr
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not an int.'),
+        ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not a whole number.'),
         ("--pipeline.2.config.api_key=hunter2",
          "--pipeline.2.config.api_key: other users can see command lines; export the key and name "
          "its variable in api_key_env."),
@@ -190,7 +190,7 @@ _OF_A_RUN = {
     ),
     *(
         f"datatrove_ckpt.{name}"
-        for name in ("generation.rank", "generation.export", "mirror.job", "cli.execution")
+        for name in ("generation.rank", "generation.export", "mirror.restore", "cli.execution")
     ),
 }
 _OF_A_FILE = {"datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}
@@ -313,7 +313,10 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch,
     ("line", "found"),
     [
         ("datatrove-ckpt rep", "repair report"),
-        ("datatrove-ckpt run job.yaml --max-t", "--max-tokens"),
+        ("datatrove-ckpt run job.yaml --max-t", "--max-tokens --max-tokens-per-part"),
+        ("datatrove-ckpt run --js", "--json-schema"),
+        ("datatrove-ckpt run --tex", "--text-key --texts-per-request"),
+        ("datatrove-ckpt run --che", "--checkpoints-remote-dir"),
         ("datatrove-ckpt run --dr", "--drain-seconds --drain-signals --dry-run"),
         ("datatrove-ckpt status x --al", "--all"),
     ],
@@ -341,8 +344,16 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
         (
             ["verify", "checkpoints", "--executor.tasks=4"],
             2,
-            "unrecognized arguments: --executor.tasks=4",
+            "--executor.tasks: there is no such flag.",
         ),
+        (
+            ["verify", "checkpoints", "--ful"],
+            2,
+            '--ful: there is no such flag, did you mean "--full"?',
+        ),
+        (["show", "checkpoints", "--N", "3"], 2, '--N: there is no such flag, did you mean "--n"?'),
+        (["rum", "job.yaml"], 2, 'there is no command "rum", did you mean "run"?'),
+        (["job.yaml"], 2, 'there is no command "job.yaml", did you mean "run job.yaml"?'),
         ([], 2, "usage: datatrove-ckpt"),
         (
             ["run", "job.yaml", "--dyr-run"],

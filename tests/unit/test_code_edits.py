@@ -189,3 +189,21 @@ def test_an_edit_that_changes_the_work_is_seen_and_no_other(ram, kind, twentieth
 def test_false_alarms_are_few():
     """Edits that are seen although they change nothing; docs/recovery.md names their number."""
     assert sum("refused" in row.flags for row in rows("harmless")) == 9
+
+
+def test_functions_that_one_statement_makes_are_told_apart(tmp_path, monkeypatch):
+    (tmp_path / "several.py").write_text(
+        "def make(kind):\n"
+        "    def say(document, generate):\n        return 1\n"
+        "    def sing(document, generate):\n        return 2\n"
+        "    return say if kind else sing\n"
+        "FIRST, SECOND = (lambda document, generate: 1), (lambda document, generate: 2)\n"
+        "BY_NAME = {'a': lambda document, generate: 3, 'b': lambda document, generate: 3}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("several")
+    rollouts = [module.make(True), module.make(False), module.FIRST, module.SECOND]
+    rollouts += module.BY_NAME.values()
+    described = [json.dumps(as_kept(code_identity(one, None).made.fields)) for one in rollouts]
+    assert len({*described}) == len(rollouts)
+    assert described[0] == json.dumps(as_kept(code_identity(module.make(True), None).made.fields))

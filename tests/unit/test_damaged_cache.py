@@ -5,12 +5,15 @@ damage.
 import errno
 import random
 import sqlite3
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.testing.disks import disk_in_place
+from datatrove_ckpt.testing.crashes import disk_in_place
 from tests.disk_errors import FailingDisk
 
 
@@ -43,6 +46,7 @@ def aside(path):
 DAMAGE = {
     "no database": lambda path: path.write_bytes(b"not a database at all" * 1000),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
+    "a journal alone": lambda path: path.rename(f"{path}-journal"),
     "a log alone": lambda path: path.rename(f"{path}-wal"),
     "another schema": lambda path: execute(
         path, "DROP TABLE request_cache; CREATE TABLE request_cache (a)"
@@ -54,6 +58,9 @@ DAMAGE = {
         path, "ALTER TABLE request_cache ADD COLUMN a AS (abs(ordinal))"
     ),
 }
+
+
+ALONE = {"a log alone": ["-wal"], "a journal alone": ["-journal"]}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -71,11 +78,29 @@ def test_a_damaged_cache_is_set_aside_and_said_once(path, log, name):
     (said,) = [line for line in log if "is damaged" in line]
     assert "WARNING The request cache" in said
     assert "Its answers are requested again; finished documents are not affected." in said
-    assert aside(path) == (["-wal"] if name == "a log alone" else [""])
+    assert aside(path) == (ALONE.get(name, [""]))
     again = RequestCache(path)
     assert set(again.answers(50)) == {AnswerKey(0, "hash", 0)}
     again.close()
     assert len([line for line in log if "is damaged" in line]) == 1
+
+
+def test_a_kill_while_the_first_cache_is_made_is_no_damage(tmp_path, log):
+    path = tmp_path / "replay.sqlite3"
+    code = """if True:
+        import os, sqlite3, sys
+        connection = sqlite3.connect(sys.argv[1])
+        connection.execute("PRAGMA cache_size=0")
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("CREATE TABLE t (a)")
+        os.kill(os.getpid(), 9)
+    """
+    subprocess.run([sys.executable, "-c", code, str(path)], check=False)
+    journal = Path(f"{path}-journal")
+    assert (path.stat().st_size, journal.stat().st_size) == (0, 512)
+    RequestCache(path).close()
+    assert not [line for line in log if "is damaged" in line]
+    assert aside(path) == []
 
 
 def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(path, log):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.checkpoint.clock import Seconds
 from datatrove_ckpt.checkpoint.history import (
     End,
     HistoryLog,
@@ -18,7 +17,7 @@ from datatrove_ckpt.checkpoint.history import (
     thinned,
 )
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds, WorkCounts
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.generation import progress
 from tests.histories import History, read_history

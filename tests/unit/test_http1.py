@@ -81,7 +81,6 @@ BAD = {
     "chunked twice": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
     "chunks in HTTP/1.0": b"HTTP/1.0 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "no chunk size": CHUNKED + b"\r\na\r\n",
-    "a line break first": b"\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
     "a body of an interim response": b"HTTP/1.1 104 X\r\nContent-Length: 2\r\n\r\n{}" + EMPTY,
     "a bad interim response": b"HTTP/1.1 100 Continue\r\nA : b\r\n\r\n" + EMPTY,
     "a bad chunk size": CHUNKED + b"0x1\r\na\r\n",

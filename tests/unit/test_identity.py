@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation import code_description, code_given, code_statements
+from datatrove_ckpt.generation import code_description, code_statements
 from datatrove_ckpt.generation.run_identity import code_identity
 from tests import processes
 from tests.jobs import documents, runner
@@ -158,10 +158,12 @@ def test_a_type_has_one_name_on_all_python_versions():
             name, exec_body=lambda namespace: namespace.update(__module__=module)
         )
 
-    assert code_given.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
-    assert code_given.type_name(of_module("_thread", "lock")) == "_thread.lock"
-    assert code_given.type_name(of_module("typing", "_UnionGenericAlias")) == "typing.Union"
-    assert code_given.type_name(of_module("types", "UnionType")) == "typing.Union"
+    assert (
+        code_description.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
+    )
+    assert code_description.type_name(of_module("_thread", "lock")) == "_thread.lock"
+    assert code_description.type_name(of_module("typing", "_UnionGenericAlias")) == "typing.Union"
+    assert code_description.type_name(of_module("types", "UnionType")) == "typing.Union"
 
 
 # every Python version ----------------------------------------------------------------------------
@@ -178,7 +180,7 @@ def load(name, path):
 
 for name in ("datatrove_ckpt", "datatrove_ckpt.generation"):
     sys.modules[name] = types.ModuleType(name)
-for part in ("code_statements", "code_given", "code_description"):
+for part in ("code_statements", "code_description"):
     walk = load(f"datatrove_ckpt.generation.{part}", os.path.join(sys.argv[1], f"{part}.py"))
 """
 DESCRIBE_SHAPES = (
@@ -186,7 +188,7 @@ DESCRIBE_SHAPES = (
     + """
 shapes = load("code_shapes", sys.argv[2])
 found = {name: walk.describe({"rollout_fn": shape}).fields for name, shape in shapes.SHAPES.items()}
-values = sys.modules['datatrove_ckpt.generation.code_given']
+values = sys.modules['datatrove_ckpt.generation.code_description']
 found |= {name: values.type_name(cls) for name, cls in shapes.TYPES.items()}
 print(json.dumps([sys.version_info[:2], found]))
 """
@@ -199,7 +201,7 @@ exec("def rollout(d):\\n    return d in {'a', 'b', 'c', 'd', 'e', 'f'}", namespa
 print(walk.describe({"rollout_fn": namespace["rollout"]}).fields["rollout_fn code"])
 """
 )
-SHAPES = "827382edf63b4e5f6a61ba43235e6517"
+SHAPES = "829bcb31963337ab29404d1338e2631c"
 """Of what is described on every Python.
 
 If it changes, all unfinished runs are refused: raise ``_VERSION`` then.

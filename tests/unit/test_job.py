@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.checkpoint import files, job
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
-from datatrove_ckpt.checkpoint.job import compare_job, join_job
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import identity as identity_module
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, compare_job, join_job
 from datatrove_ckpt.checkpoint.layout import LOCK, journal_path, rank_folder
 from datatrove_ckpt.errors import CheckpointMismatch
 
@@ -58,7 +58,9 @@ def test_of_two_jobs_that_start_at_once_one_is_refused(tmp_path, monkeypatch):
 
     thread = threading.Thread(target=start_second)
     claim = RunClaim(first.folder, identity())
-    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep))
+    monkeypatch.setattr(
+        identity_module, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
+    )
     with join_job(tmp_path, 0, identity(), False, lambda: None):
         thread.start()  # between job.json and run.json of the first
         for _ in range(2):

@@ -26,7 +26,7 @@ from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, Fenced
-from datatrove_ckpt.testing.disks import WatchedDisk, disk_in_place
+from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
 
 # chunks ------------------------------------------------------------------------------------------
 

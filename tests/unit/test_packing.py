@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.torch import Mix, Pack
-from datatrove_ckpt.torch.seals import sealed
+from datatrove_ckpt.torch.states import sealed
 from tests.stateful_rows import Rows
 
 

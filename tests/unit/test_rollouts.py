@@ -15,7 +15,7 @@ from datatrove_ckpt.rollouts import (
     split_text,
 )
 
-ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} for a part of it, and {{ or }} for a brace."
+ALLOWED = "allowed are {text}, {id}, {KEY} and {metadata[KEY]} for a key of the metadata, {KEY[0].NAME} for a part of it, and {{ or }} for a brace; beside [[DOCUMENT]] for the text, braces have no meaning."
 
 
 class Server:

@@ -7,8 +7,8 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.torch.block_file import LineBlocks
 from datatrove_ckpt.torch.blocks import BlockInput
-from datatrove_ckpt.torch.line_blocks import LineBlocks
 from datatrove_ckpt.torch.row_counts import RowCounts
 
 

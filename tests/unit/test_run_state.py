@@ -12,7 +12,7 @@ from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RunNumbers, WorkCo
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.run_folder.closing import _attempts
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.report.gather import gather
+from datatrove_ckpt.run_folder.report.page import gather
 from datatrove_ckpt.run_folder.where import Place
 from tests.rank_folders import (
     HERE,

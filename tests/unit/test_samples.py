@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from datatrove_ckpt.torch import batches, samples
-from datatrove_ckpt.torch.batches import RowBatches
-from datatrove_ckpt.torch.samples import json_row, table_rows
+from datatrove_ckpt.torch import index
+from datatrove_ckpt.torch.index import RowBatches, json_row, table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
 COLUMNS = {
@@ -65,7 +64,7 @@ def test_values_are_those_of_pyarrow():
 @pytest.mark.parametrize("together", [1, 8, 10**9])
 @pytest.mark.parametrize("name", LISTS)
 def test_lists_of_numbers_are_arrays_of_their_own(name, together, monkeypatch):
-    monkeypatch.setattr(samples, "_COPIED_TOGETHER", together)
+    monkeypatch.setattr(index, "_COPIED_TOGETHER", together)
     for table in sliced(LISTS[name]):
         rows = [row["a"] for row in table_rows(table)]
         assert [row.tolist() for row in rows] == table["a"].to_pylist()
@@ -120,7 +119,7 @@ ALL = COLUMNS | LISTS
 @pytest.fixture(params=[0, 10**6], ids=["apart", "joined"])
 def small(request, monkeypatch):
     """Batches of any size stay apart, or are joined."""
-    monkeypatch.setattr(batches, "_JOINED", request.param)
+    monkeypatch.setattr(index, "_JOINED", request.param)
 
 
 def check(tables, rows):

@@ -18,8 +18,7 @@ import pytest
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
-from datatrove_ckpt.torch.seals import sealed
-from datatrove_ckpt.torch.states import DatasetState, Slot
+from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
 from datatrove_ckpt.torch.topology import Round, Topology
 from tests.stateful_rows import Rows
 

@@ -18,14 +18,12 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.readers.positions import position_state
-from datatrove_ckpt.torch.dataset import ReaderDataset
-from datatrove_ckpt.torch.epoch import Epoch, EpochPlan, Settings, parse_window
+from datatrove_ckpt.torch.dataset import Epoch, EpochPlan, ReaderDataset, Settings, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
-from datatrove_ckpt.torch.merging import merge
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
 from datatrove_ckpt.torch.packing import Pack
-from datatrove_ckpt.torch.states import DatasetState, Slot
+from datatrove_ckpt.torch.states import DatasetState, Slot, merge
 from tests.unit.tables import reader_of, write_table
 
 SIZES = [40, 7, 25, 31]

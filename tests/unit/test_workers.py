@@ -16,8 +16,7 @@ from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
-from datatrove_ckpt.process.tasks import in_turn
-from datatrove_ckpt.process.workers import Workers, end_as
+from datatrove_ckpt.process.workers import Workers, end_as, in_turn
 from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
+    EMBED,
     PORT_TAKEN,
     Engine,
     EngineCommand,
@@ -17,11 +18,11 @@ from datatrove_ckpt.config.inference_config import (
     InferenceConfig,
     Launch,
     MetricNames,
+    WayTo,
     arguments,
     usable_cores,
 )
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.config.ways import EMBED, WayTo
 from datatrove_ckpt.errors import ConfigError
 
 # More slots slow llama.cpp on a laptop, and each needs memory for a whole context.

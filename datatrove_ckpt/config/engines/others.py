@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 
 from datatrove_ckpt.config.inference_config import (
+    VLLM_WAYS,
     Engine,
     EngineCommand,
     InferenceConfig,
     Launch,
     arguments,
 )
-from datatrove_ckpt.config.ways import VLLM_WAYS
 from datatrove_ckpt.errors import ConfigError
 
 

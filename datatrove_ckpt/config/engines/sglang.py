@@ -12,6 +12,7 @@ from pathlib import Path
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.inference_config import (
     CONTEXT_TOO_LONG,
+    EMBED,
     GPU_FULL,
     HOST,
     Engine,
@@ -20,9 +21,9 @@ from datatrove_ckpt.config.inference_config import (
     Launch,
     MetricNames,
     Variables,
+    WayTo,
     arguments,
 )
-from datatrove_ckpt.config.ways import EMBED, WayTo
 
 _LAUNCHER = Path(__file__).parents[2] / "inference" / "servers" / "sglang_launch.py"
 # Its /v1/score gives probabilities of tokens; a reranker's scores come from /v1/rerank.

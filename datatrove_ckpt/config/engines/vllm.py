@@ -17,6 +17,7 @@ from datatrove_ckpt.config.inference_config import (
     GPU_FULL,
     HOST,
     TOO_FEW_GPUS,
+    VLLM_WAYS,
     Engine,
     EngineCommand,
     FormValue,
@@ -26,7 +27,6 @@ from datatrove_ckpt.config.inference_config import (
     Variables,
     arguments,
 )
-from datatrove_ckpt.config.ways import VLLM_WAYS
 
 # datatrove's scripts use Ray; our flags connect nodes without it, and exclude it.
 _RAY = ("distributed-executor-backend", "ray")

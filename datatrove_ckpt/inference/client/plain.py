@@ -14,9 +14,6 @@ before it.
 
 httptools (llhttp) parses the responses; a regular expression the usual answer that arrives in one
 piece, for a fifth of the cost.
-
-Interim responses (1xx) have no body (RFC 9112, section 6.3). This module skips them, because llhttp
-knows only 100, 102 and 103.
 """
 
 from __future__ import annotations
@@ -56,12 +53,7 @@ _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FORM = (b"content-type", b"content-encoding")
 _FIELDS = frozenset((b"connection", b"content-length", b"transfer-encoding", *_FORM, *_WAIT_FIELDS))
 
-_VERSION = b"HTTP/1."  # llhttp takes RTSP and ICE too
-_STATUS_END = len("HTTP/1.1 200")
-_INTERIM_START = re.compile(rb"HTTP/1\.[01] 1(?!01)")  # 101 is final: another protocol follows
-_INTERIM_HEAD = re.compile(
-    rb"HTTP/1\.[01] 1\d\d(?: [^\r\n\0]*)?(?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n\0]*)*"
-)
+_INTERIM = (100, 102, 103)  # come before the answer, and have no body
 # 200, header fields that are not read, and one length.
 _SILENT = (
     rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:|x-ratelimit-)"
@@ -122,8 +114,6 @@ class ResponseParser:
         self._builder = _ResponseBuilder()
         self._llhttp: _LlhttpParser | None = None
         self._received_bytes = 0
-        # Bytes before the final response's status; None once it is known.
-        self._start: bytearray | None = bytearray()
 
     @property
     def status(self) -> int:
@@ -154,8 +144,6 @@ class ResponseParser:
         if builder.complete:
             raise UnaskedBytes
         self._received_bytes += len(data)
-        if self._start is not None:
-            data = self._skip_interim(self._start, data)
         self._parse(data)
         if builder.complete:
             return True
@@ -171,26 +159,6 @@ class ResponseParser:
         closed it.
         """
         return self._builder.complete or (properly and self._builder.ends_at_close)
-
-    def _skip_interim(self, start: bytearray, data: bytes) -> bytes:
-        """Returns the bytes of the final response, none before its status has arrived."""
-        start += data
-        while True:
-            if not _VERSION.startswith(start[: len(_VERSION)]):
-                raise RemoteProtocolError(f"not HTTP/1.1: {bytes(start[:100])!r}")
-            if len(start) < _STATUS_END:
-                return b""
-            if not _INTERIM_START.match(start):
-                self._start = None
-                return bytes(start)
-            end = start.find(b"\r\n\r\n")
-            if end < 0:
-                return b""
-            if not _INTERIM_HEAD.fullmatch(start, 0, end):
-                raise RemoteProtocolError(
-                    f"not HTTP/1.1 (interim response): {bytes(start[:end][:100])!r}"
-                )
-            del start[: end + 4]
 
     def _parse(self, data: bytes) -> None:
         builder = self._builder
@@ -262,6 +230,8 @@ class _ResponseBuilder:
         fields = self._fields
         if status == 101:
             self._refuse("the server wants to switch to another protocol")
+        if version in ("1.1", "1.0") and status in _INTERIM:
+            return
         if version not in ("1.1", "1.0") or status < 200:
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
         kinds = [fields.get(name, b"").decode("latin-1") for name in _FORM]
@@ -302,7 +272,8 @@ class _ResponseBuilder:
             self._refuse(refusal)
 
     def on_message_complete(self) -> None:
-        self.complete = True
+        self.complete = self.status > 0
+        self._fields.clear()
 
     def _refuse(self, reason: str) -> NoReturn:
         self.refusal = reason

@@ -1,1 +1,1 @@
-"""One HTML page about a run: what happened when (``gather``), drawn by ``page``."""
+"""One HTML page about a run: what happened when (``gather`` in ``page.py``)."""

@@ -1,0 +1,292 @@
+"""A hundred small inputs as people have them: each is read as json, pandas or pyarrow read it, or is
+refused with its file before a request is sent.
+"""
+
+import csv
+import datetime
+import gzip
+import io
+import json
+import math
+from decimal import Decimal
+
+import pytest
+from datatrove.pipeline.writers import ParquetWriter
+
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.readers import CSVReader, IpcReader, JsonlReader, ParquetReader
+from tests.jobs import runner
+
+pa = pytest.importorskip("pyarrow")
+pandas = pytest.importorskip("pandas")
+pq = pytest.importorskip("pyarrow.parquet")
+
+MARK = b"\xef\xbb\xbf"
+
+
+def rows(folder):
+    """Python's own parser reads numbers of any size."""
+    files = sorted((folder / "output").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+
+
+def read(reader, folder):
+    found = []
+    for document in reader(str(folder)).run():
+        row = {"id": document.id, "text": document.text, **document.metadata}
+        del row["file_path"]
+        found.append(row)
+    return found
+
+
+def write(folder, name, content):
+    folder.mkdir()
+    if name.endswith(".gz"):
+        content = gzip.compress(content)
+    (folder / name).write_bytes(content)
+    return folder
+
+
+def refused(folder, server, reader, message):
+    with pytest.raises(CkptError, match=message):
+        runner(folder, server).run(reader(str(folder / "data")).run())
+    assert not server.asked
+
+
+VALUES = [
+    *("0", "-1", "1.5", "-0.0", "1e5", "1E-7", "0.1", "1e308", "1e400", "5e-324"),
+    *("9007199254740993", "18446744073709551615", "-9223372036854775809", "1" * 400),
+    *("NaN", "-Infinity", "[NaN, Infinity]", "null", "true", "[]", "{}", "[[], [{}]]"),
+    *('""', r'"\ud83d\ude00"', r'"a\u0000b"', r'"\u2028"', r'"\/"', '"\u00e9"', '"\u2028\u0085"'),
+    *('[1, null, "a"]', '{"": 1}', '{"a.b": {"c": [18446744073709551616]}}', '{"a": 1, "a": 2}'),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_a_value_of_json_is_read_as_json_reads_it(tmp_path, server, value):
+    line = f'{{"id": "1", "text": "a", "v": {value}}}'
+    data = write(tmp_path / "data", "a.jsonl", f"{line}\n".encode())
+    found = read(JsonlReader, data)
+    assert repr(found) == repr([json.loads(line)])
+    runner(tmp_path, server).run(JsonlReader(str(data)).run())
+    (row,) = rows(tmp_path)
+    if not any(sign in value for sign in ("NaN", "Infinity", "e400")):  # null in JSON
+        assert repr(row["metadata"]["v"]) == repr(found[0]["v"])
+
+
+ROW = b'{"id": "1", "text": "a"}'
+LINES = {
+    "no line break at the end": ROW + b"\n" + ROW,
+    "windows": ROW + b"\r\n" + ROW + b"\r\n",
+    "blank lines": b"\n\n" + ROW + b"\n \n\t\n" + ROW + b"\n\n",
+    "a mark": MARK + ROW + b"\n",
+    "marks of files in one": MARK + ROW + b"\n" + MARK + ROW + b"\n",
+    "spaces": b"  " + ROW + b"\t \n",
+    "keys twice": b'{"id": "0", "text": "b", "id": "1", "text": "a"}\n',
+    "escaped keys": rb'{"id": "1", "t\u0065xt": "a"}' + b"\n",
+}
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("name", LINES)
+def test_lines_are_read_as_json_reads_them(tmp_path, name, suffix):
+    data = write(tmp_path / "data", f"a.jsonl{suffix}", LINES[name])
+    lines = [line.strip().removeprefix(MARK) for line in LINES[name].splitlines()]
+    assert read(JsonlReader, data) == [json.loads(line) for line in lines if line]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" + ROW + b"]", "'a.jsonl' .* holds a JSON array"),
+        (b"[\n" + ROW + b",\n" + ROW + b"\n]\n", "'a.jsonl' .* holds a JSON array"),
+        (json.dumps(json.loads(ROW), indent=2).encode(), "'a.jsonl' .* is not empty"),
+        (ROW.decode().encode("utf-16"), "'a.jsonl' .* is not empty"),
+        (b'{"id": "1", "txt": "a"}\n', "text_key='text'.* 'id', 'txt'"),
+        (b'{"id": "1", "text": 5}\n', "text of type int"),
+        (b"id,text\n1,a\n", "'a.jsonl' .* is not empty"),
+    ],
+)
+def test_what_is_no_json_lines_is_refused(tmp_path, server, content, message):
+    write(tmp_path / "data", "a.jsonl", content)
+    refused(tmp_path, server, JsonlReader, message)
+
+
+CSV = {
+    "plain": b"id,text\n1,a\n2,b\n",
+    "a mark": MARK + b"id,text\n1,a\n",
+    "windows": b"id,text\r\n1,a\r\n2,b\r\n",
+    "old macs": b"id,text\r1,a\r2,b\r",
+    "no line break at the end": b"id,text\n1,a",
+    "quoted names": b'"id","text"\n"1","a"\n',
+    "line breaks in cells": b'id,text\n1,"a\r\nb\nc"\n2,b\n',
+    "quotes in quotes": b'id,text\n1,"say ""a"", b"\n',
+    "a quote in a cell": b'id,text\n1,5" pipe\n',
+    "text after a quote": b'id,text\n1,"a"b\n',
+    "zeros before": b"id,text,n\n007,a,1.50\n",
+    "words for null": b"id,text,n\n1,a,NA\n2,NULL,null\n3,nan,None\n",
+    "empty cells": b'id,text,n\n1,a,\n2,b,""\n,c,x\n',
+    "spaces": b"id,text, n \n 1, a , x\n",
+    "blank lines": b"id,text\n\n1,a\n\n\n2,b\n\n",
+    "one column": b"text\na\nb\n",
+    "no rows but one": b'text,id\n"a","1"\n',
+    "odd names": b"id,text,a b,\xc3\xa9,a.b\n1,a,2,3,4\n",
+    "a tab in a cell": b"id,text\n1,a\tb;c|d\n",
+    "signs of lines": "id,text\n1,a\u2028b\x0bc\x0cd\x85e\n".encode(),
+    "emoji": "id,text\n1,\U0001f600\n".encode(),
+    "a long cell": b"id,text\n1," + b"x" * 2**20 + b"\n",
+    "many columns": b"id,text,"
+    + b",".join(b"c%d" % n for n in range(500))
+    + b"\n1,a"
+    + b",x" * 500,
+}
+
+
+@pytest.mark.parametrize("name", CSV)
+def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name):
+    data = write(tmp_path / "data", "a.csv", CSV[name])
+    expected = pandas.read_csv(io.BytesIO(CSV[name]), dtype=str, keep_default_na=False)
+    expected = [row for row in expected.to_dict("records") if row["text"]]
+    found = read(CSVReader, data)
+    if name != "one column":
+        assert found == expected
+    assert [row["text"] for row in found] == [row["text"] for row in expected]
+    runner(tmp_path, server).run(CSVReader(str(data)).run())
+    assert [row["text"] for row in rows(tmp_path)] == [row["text"] for row in found]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"id,text,n,n\n1,a,b,c\n", "'a.csv' has several columns named 'n': numbers 3, 4"),
+        (b",,text\n1,2,a\n", "'a.csv' has several columns named '': numbers 1, 2"),
+        (b"id;text\n1;a\n", "'a.csv' has ';' between its cells"),
+        (b"id\ttext\n1\ta\n", "'a.csv' has .* between its cells"),
+        (b"id,text\n1,a,b\n", "'a.csv' has more cells than columns in .* line 2"),
+        (b"id,text\n1\n2,b\n", "'a.csv' has fewer cells than columns in .* line 2"),
+        (b'id,text\n1,"a\n2,b\n', "'a.csv' has a quote that is not closed in .* line 2"),
+        (b'id,"text\n1,a\n', "'a.csv' has a quote that is not closed in .* line 1"),
+        ("id,text\n1,é\n".encode("latin1"), "'a.csv' .* is not UTF-8"),
+        ("id,text\n1,a\n".encode("utf-16"), "'a.csv' .* is not UTF-8"),
+        (b"id,txt\n1,a\n", "text_key='text'.* 'id', 'txt'"),
+        (b"id,text,media\n1,a,print\n", "'a.csv' has a 'media' that is no list"),
+    ],
+)
+def test_odd_csv_is_refused(tmp_path, server, content, message):
+    write(tmp_path / "data", "a.csv", content)
+    refused(tmp_path, server, CSVReader, message)
+
+
+DAY = datetime.date(2026, 1, 2)
+COLUMNS = {
+    "int64 with nulls": pa.array([1, None, 2**62]),
+    "all null": pa.array([None, None, None], pa.int32()),
+    "uint64": pa.array([2**64 - 1, 0, None], pa.uint64()),
+    "doubles that are whole": pa.array([1.0, 2.0, None]),
+    "double": pa.array([0.1, math.inf, None]),
+    "float16": pa.array([0.5, 65504.0, None], pa.float16()),
+    "bool": pa.array([True, None, False]),
+    "empty texts": pa.array(["", None, "a"]),
+    "large text": pa.array(["a", None, ""], pa.large_string()),
+    "dictionary": pa.array(["a", None, "a"]).dictionary_encode(),
+    "dictionary of 8 bits": pa.array(["a", None, "a"], pa.dictionary(pa.int8(), pa.string())),
+    "binary": pa.array([b"\xff", None, b""]),
+    "uuid": pa.array([b"0" * 16, None, b"1" * 16], pa.binary(16)),
+    "decimal": pa.array([Decimal("1.50"), None, Decimal("-0.01")], pa.decimal128(38, 2)),
+    "day": pa.array([DAY, None, datetime.date.max]),
+    "day in ms": pa.array([DAY, None, DAY], pa.date64()),
+    "seconds": pa.array([0, None, -1], pa.timestamp("s")),
+    "nanoseconds": pa.array([1_700_000_000_000_000_001, None, -1], pa.timestamp("ns")),
+    "zone": pa.array([0, None, 10**15], pa.timestamp("us", "Asia/Kathmandu")),
+    "time": pa.array([datetime.time(23, 59, 59, 999999), None, datetime.time()]),
+    "duration": pa.array([1, None, -1], pa.duration("s")),
+    "lists": pa.array([[], None, [None, 1]], pa.list_(pa.int16())),
+    "lists of lists": pa.array([[[]], None, [None, [1.5]]], pa.list_(pa.list_(pa.float32()))),
+    "vectors": pa.array([[1.0, 2.0], None, [0.1, None]], pa.list_(pa.float32(), 2)),
+    "struct": pa.array([{"a": 1, "b": None}, None, {"a": None, "b": [{"c": DAY}]}]),
+    "map": pa.array([[("a", 1)], None, []], pa.map_(pa.string(), pa.int8())),
+    "chat": pa.array([[{"role": "user", "content": "a"}], None, []]),
+}
+
+
+@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_column_of_a_table_comes_back_as_pyarrow_reads_it(tmp_path, server, name, reader):
+    table = pa.table({"id": ["1", "2", "3"], "text": ["a", "b", "c"], "v": COLUMNS[name]})
+    (tmp_path / "data").mkdir()
+    expected = tmp_path / "expected.parquet"
+    pq.write_table(table, expected)
+    if reader is ParquetReader:
+        pq.write_table(table, tmp_path / "data" / "a.parquet", row_group_size=2)
+    else:
+        with pa.ipc.new_stream(tmp_path / "data" / "a.arrow", table.schema) as file:
+            file.write_table(table, max_chunksize=2)
+    output = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
+    runner(tmp_path, server, records_per_chunk=3, output_writer=output).run(
+        reader(str(tmp_path / "data")).run()
+    )
+    (file,) = (tmp_path / "output").glob("*.parquet")
+    found = pq.read_table(file).select(table.column_names)
+    written = pq.read_table(expected)
+    values = found.to_pydict()
+    assert values == written.to_pydict()
+    if name != "dictionary of 8 bits":  # whose indices may be too small for several files
+        assert found.schema.field("v").type == written.schema.field("v").type
+
+
+def test_a_type_that_parquet_lacks_becomes_the_type_of_its_values(tmp_path, server):
+    values = pa.array([Decimal("100"), None], pa.decimal128(5, -2))
+    table = pa.table({"text": ["a", "b"], "v": values})
+    (tmp_path / "data").mkdir()
+    with pa.ipc.new_file(str(tmp_path / "data" / "a.arrow"), table.schema) as file:
+        file.write_table(table)
+    output = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
+    runner(tmp_path, server, output_writer=output).run(IpcReader(str(tmp_path / "data")).run())
+    assert pq.read_table(tmp_path / "output")["v"].to_pylist() == values.to_pylist()
+
+
+TABLES = {
+    "a text of bytes": (pa.table({"text": [b"a"]}), "text of type bytes"),
+    "a text of numbers": (pa.table({"text": [1]}), "text of type int"),
+    "another column": (pa.table({"content": ["a"]}), "text_key='text'.* 'content'"),
+    "a column twice": (
+        pa.table([["a"], [1], [2]], names=["text", "n", "n"]),
+        "'a.parquet' has several columns named 'n': numbers 2, 3",
+    ),
+    "a day far away": (
+        pa.table({"text": ["a"], "v": pa.array([4_000_000], pa.date32())}),
+        "'a.parquet' has a value in the column 'v', of type date32",
+    ),
+    "media of texts": (pa.table({"text": ["a"], "media": ["u"]}), "'a.parquet' has a 'media'"),
+    "media of others": (
+        pa.table({"text": ["a"], "media": [[{"bytes": b"1", "path": "p"}]]}),
+        "'a.parquet' has a 'media'",
+    ),
+    "media of numbers": (pa.table({"text": ["a"], "media": [1]}), "'a.parquet' has a 'media'"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_an_odd_table_is_refused(tmp_path, server, name):
+    table, message = TABLES[name]
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "a.parquet")
+    refused(tmp_path, server, ParquetReader, message)
+
+
+@pytest.mark.parametrize("value", ["", False, 0])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_an_empty_cell_is_no_media(tmp_path, server, kind, value):
+    table = pa.table({"id": ["1"], "text": ["a"], "media": [value]})
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / f"a.{kind}"
+    if kind == "csv":
+        with path.open("w") as file:
+            csv.writer(file).writerows([table.column_names, ["1", "a", value or ""]])
+    elif kind == "jsonl":
+        path.write_text(json.dumps(table.to_pylist()[0]))
+    else:
+        pq.write_table(table, path)
+    reader = {"csv": CSVReader, "jsonl": JsonlReader, "parquet": ParquetReader}[kind]
+    runner(tmp_path, server).run(reader(str(tmp_path / "data")).run())
+    assert [row["text"] for row in rows(tmp_path)] == ["a"]

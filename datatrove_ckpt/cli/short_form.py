@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from glob import escape, has_magic
 from importlib.util import find_spec
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -172,8 +172,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
     content = {name: _text(name, value, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
     has_column = content.get("prompt_column") is not None
-    says_what = has_column or bool(own.keys() & {"prompt", "rollout", "task"})
-    if {"run_folder", "input", "model"} - own.keys() or not says_what:
+    if {"run_folder", "input", "model"} - own.keys() or not (
+        has_column or own.keys() & {"prompt", "rollout", "task"}
+    ):
         odd = {name for name in content if did_you_mean(name, NAMES, 0.7)} - REQUEST_PARAMETERS
         refuse_unknown(dict.fromkeys(odd), NAMES, form())
     job = construct(ShortJob, own, form())
@@ -204,6 +205,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
     # This machine cannot see how a run elsewhere began.
     if not url and not (begun and _began_with_texts(root)):
         _allow_no_text(reader, rollout)
+    runner["answer"] = _free_name(
+        runner["answer"], bool(begun) or only_look or "answer" in content, job.input, reader
+    )
     sampling = _sampling(job, content)
     if job.task not in (None, "batch"):
         if sampling:
@@ -479,6 +483,25 @@ def _answer(content: Node, rollout: object) -> str | None:
         return "answer"
     column: str | None = content.get("column", rollout["init_args"].get("column"))
     return column
+
+
+def _free_name(name: str | None, is_given: bool, given: str, reader: Node) -> str | None:
+    """Returns a name for the answers that no column of the first document has.
+
+    Looks at one file; folders are not listed for it.
+    """
+    columns: Node = {}
+    if name == "answer" and not is_given and Path(given).is_file():
+        with suppress(Exception):  # the checks before a start name what is wrong
+            rows = import_name(reader["class_path"], form())(**reader["init_args"])
+            columns = next(iter(rows.read_file(Path(given).name))).metadata
+    if name not in columns or "rollout_results" in columns:
+        return name
+    free = next(other for number in count(2) if (other := f"{name}_{number}") not in columns)
+    from loguru import logger  # slow to import
+
+    logger.info(f"The input has a column {name!r}, so the column of the answers is {free!r}.")
+    return free
 
 
 def _format(job: ShortJob, reader: Node, begun: Node) -> str:

@@ -242,6 +242,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
+    def read_file(self, filepath: str) -> Iterator[Document]:
+        for document, _ in self._read(filepath, ()):
+            if not isinstance(document, Skipped):
+                yield document
+
     def schemas(self) -> Iterable[tuple[str, Any]]:
         """Yields the name and Arrow schema of each input file, if the format has schemas."""
         return ()

@@ -209,8 +209,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         raise NotImplementedError("a dataset has no files that can be read by name")
 
-    read_file = _read  # datatrove's readers of files have it
-
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
         try:

@@ -71,5 +71,3 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
         if text:
             document = self.get_document_from_dict({"text": text, "id": name}, name, 0)
         yield document or Skipped.WITHOUT_TEXT, (1,)
-
-    read_file = _read  # datatrove's readers of files have it

@@ -745,7 +745,7 @@ TABLES = {
         ("sheet.csv", ["--prompt={question}", "--text-key=question"]),
         ("table.parquet", ["--prompt={question}"]),
         ("stream.arrow", ["--prompt={question}"]),
-        ("saved", ["--prompt={question}"]),
+        ("saved", ["--prompt={question}", "--answer=said"]),
         ("part.jsonl", ["--prompt={chunks[0]}"]),
         ("empty.jsonl", ["--prompt={question}"]),
         ("text.jsonl", ["--prompt={question}"]),
@@ -778,13 +778,15 @@ def test_the_prompt_says_which_columns_it_needs(command, name, flags):
 
     with FakeServer(status=status) as server:
         given = ["--input", name, "--model=m", "--endpoint", server.url, "--run-folder=runs/x"]
-        command("run", *given, *flags, "--answer=said", "--records-per-chunk=1", code=1)
+        command("run", *given, *flags, "--records-per-chunk=1", code=1)
         fails.clear()
-        command("run", *given, *flags, "--answer=said", "--records-per-chunk=1")
+        command("run", *given, *flags, "--records-per-chunk=1")
     assert asked == ["Why?", "How?"]
     if name in ("table.parquet", "stream.arrow"):
         frame = pandas.read_parquet("runs/x/output")
         assert [*frame][1:3] == ["question", "answer"]
+        assert frame["answer"].tolist() == ["So", "Thus"]
+        assert "answer_2" in frame
         assert "text" not in frame
     else:
         rows = [json.loads(one) for _, one in sorted(outputs(Path("runs/x/output")).items())]
@@ -792,6 +794,7 @@ def test_the_prompt_says_which_columns_it_needs(command, name, flags):
             ["a", "b"] if name == "text.jsonl" else [None, None]
         )
         assert len(rows) == 2
+        assert ("answer_2" in rows[0]) == (name == "sheet.csv")
 
 
 def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):

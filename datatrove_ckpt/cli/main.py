@@ -84,9 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for override in overrides:
         flag, equals, _ = override.partition("=")
         hint = did_you_mean(flag, _own_flags(given) - {"--"}, 0.8)
+        if equals and not hint:
+            continue
+        kind = _flags_of_settings().get(flag.replace("_", "-"))
+        if not equals and kind is bool:
+            hint = f"; write {flag} true."
         if not equals:
             parser.error(f"{flag}: its value is missing{hint}")
-        if hint and flag.replace("_", "-") not in _flags_of_settings():
+        if kind is None:
             parser.error(f"{flag}: there is no such flag{hint}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
@@ -189,20 +194,24 @@ def _completions(word: str, before: str) -> list[str]:
     if before != words[0]:
         possible = _own_flags(words[1:])
         if words[1] in _OF_JOBS:
-            possible |= _flags_of_settings()
+            possible |= _flags_of_settings().keys()
     return sorted(name for name in possible if name.startswith(word))
 
 
-def _flags_of_settings() -> set[str]:
+def _flags_of_settings() -> dict[str, object]:
+    """Returns each flag with the type of its value."""
     from datatrove_ckpt import InferenceConfig, InferenceRunner
-    from datatrove_ckpt.cli.short_form import NAMES, OURS, ready_rollouts
+    from datatrove_ckpt.cli.job_settings import ShortJob
+    from datatrove_ckpt.cli.short_form import OURS, ready_rollouts
     from datatrove_ckpt.cli.yaml_config import import_name
 
-    names = {*NAMES}
+    kinds = dict[str, object]()
     reader = import_name("JsonlReader", "")
-    for cls in (reader, InferenceConfig, InferenceRunner, *ready_rollouts().values()):
-        names |= parameters_of(cls)[0].keys() - {*OURS}
-    return {f"--{name.replace('_', '-')}" for name in names}
+    for cls in (reader, InferenceConfig, InferenceRunner, *ready_rollouts().values(), ShortJob):
+        for name, parameter in parameters_of(cls)[0].items():
+            if name not in OURS or cls is ShortJob:
+                kinds[f"--{name.replace('_', '-')}"] = parameter.annotation
+    return kinds
 
 
 def _settings_help() -> str:

@@ -105,7 +105,7 @@ def check(cls: type, values: Mapping[str, object]) -> None:
     for name, parameter in parameters_of(cls, bounds=True)[0].items():
         kinds = alternatives(parameter.annotation)
         if name in values and not any(_takes(kind, values[name]) for kind in kinds):
-            rule = " or ".join(map(_rule, kinds))
+            rule = " or ".join(_rule(kind) for kind in kinds if kind is not type(None))
             raise ConfigError(f"must be {rule}; it is {values[name]!r}.", setting=name)
 
 
@@ -121,4 +121,4 @@ def _takes(kind: Any, value: object) -> bool:
 def _rule(kind: Any) -> str:
     if typing.get_origin(kind) is Annotated:
         return str(kind.__metadata__[0].rule)
-    return " or ".join(map(json.dumps, typing.get_args(kind))) or "None"
+    return " or ".join(map(json.dumps, typing.get_args(kind)))

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 from datatrove.data import Document
 
+from datatrove_ckpt.common.declared import Count
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import FIELDS, Generate, Payload
@@ -68,7 +69,7 @@ class EmbedRollout(_NoText):
     """
 
     _: KW_ONLY
-    dimensions: int | None = None
+    dimensions: Count | None = None
     normalize: bool = False
     column: str | None = None
 

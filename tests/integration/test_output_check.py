@@ -128,7 +128,7 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
     [
         ("output_folder: output", "output_folder: input",
          "inside the folder that pipeline[0] JsonlReader reads"),
-        ("output_folder: output", "output_folder: ./input/answers/", "leaves out 00000_00000.jsonl."),
+        ("output_folder: output", "output_folder: ./input/answers/", "leave out 00000_00000.jsonl."),
         ("data_folder: input", "data_folder: .", "would take this output for input"),
         ("data_folder: input", "data_folder: ., glob_pattern: 'input/*.jsonl'", None),
         ("output_folder: output", "output_folder: checkpoints", "among the files of the checkpoint"),

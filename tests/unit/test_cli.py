@@ -352,6 +352,11 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
             '--ful: there is no such flag, did you mean "--full"?',
         ),
         (["show", "checkpoints", "--N", "3"], 2, '--N: there is no such flag, did you mean "--n"?'),
+        (
+            ["run", "job.yaml", "--accept-changes"],
+            2,
+            "--accept-changes: its value is missing; write --accept-changes true.",
+        ),
         (["rum", "job.yaml"], 2, 'there is no command "rum", did you mean "run"?'),
         (["job.yaml"], 2, 'there is no command "job.yaml", did you mean "run job.yaml"?'),
         ([], 2, "usage: datatrove-ckpt"),

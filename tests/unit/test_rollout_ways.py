@@ -306,3 +306,14 @@ def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):
     with pytest.raises(ConfigError) as refused:
         kind(**settings)
     assert str(refused.value).startswith(error)
+
+
+@pytest.mark.parametrize("dimensions", [0, -1])
+def test_a_vector_has_a_number_of_its_own(dimensions):
+    with pytest.raises(ConfigError, match=f"dimensions: must be >= 1; it is {dimensions}"):
+        EmbedRollout(dimensions=dimensions)
+
+
+def test_bounds_that_no_score_meets_are_refused():
+    with pytest.raises(ConfigError, match="lowest: is 5, above highest, which is 1"):
+        JudgeRollout(judge_prompt="{text}", lowest=5, highest=1)

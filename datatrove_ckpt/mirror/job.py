@@ -1,5 +1,5 @@
 """``job.json`` of a mirror: the identity that all ranks of a job share, for nodes with separate
-disks.
+disks. The types of the input's columns, which they share, too, lie beside it.
 
 Each starting rank compares itself with the mirror's ``job.json``; if that is missing or differs,
 with the newest version of every rank that only the mirror has. Its first upload then writes
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import (
     RunIdentity,
     compare,
@@ -25,6 +26,7 @@ from datatrove_ckpt.checkpoint.identity import (
 from datatrove_ckpt.checkpoint.job import JobChanges, KeptRun, compare_kept, job_content, name_tasks
 from datatrove_ckpt.checkpoint.layout import (
     BATCHES,
+    COLUMNS,
     COMMITS,
     JOB,
     RUN,
@@ -103,6 +105,26 @@ def restore_job(url: str, folder: Path) -> None:
     job = read_job(url)
     if job:
         (folder / JOB).write_bytes(sealed_json(stamped(job)))
+
+
+def keep_columns(url: str, root: Path) -> None:
+    """Uploads the types of the input's columns, unless the mirror has some. Raises OSError."""
+    path = root / COLUMNS
+    store = ObjectStore(url)
+    if path.exists() and store.read(COLUMNS, _MAX_BYTES) is None:
+        store.put(COLUMNS, path.read_bytes())
+
+
+def restore_columns(url: str, root: Path) -> None:
+    """Copies the types of the input's columns from a mirror, if only the mirror has them.
+
+    Raises OSError.
+    """
+    if (root / COLUMNS).exists():
+        return
+    columns = ObjectStore(url).read(COLUMNS, _MAX_BYTES)
+    if columns is not None:
+        files.keep_first(root / COLUMNS, columns)
 
 
 def read_job(url: str) -> Json:

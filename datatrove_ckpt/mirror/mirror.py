@@ -31,13 +31,14 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import parse_run, read_run
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
-from datatrove_ckpt.checkpoint.layout import JOB, RUN
+from datatrove_ckpt.checkpoint.layout import COLUMNS, JOB, RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Seconds
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
+from datatrove_ckpt.mirror.job import keep_columns
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.process import job_launch
@@ -91,6 +92,7 @@ class RemoteMirror:
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
+        self._has_columns = False
         self._reading = threading.Lock()  # from the rank's files, which close after ``stop``
         work = copy_context().run  # its lines are in the rank's log
         self._thread = threading.Thread(
@@ -309,6 +311,9 @@ class RemoteMirror:
                 with needs_bucket(url):
                     ObjectStore(url).put(JOB, self.job)
                 self.job = None
+            if not self._has_columns and (self.folder.parent / COLUMNS).exists():
+                keep_columns(self.url.rpartition("/")[0], self.folder.parent)
+                self._has_columns = True
             uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):

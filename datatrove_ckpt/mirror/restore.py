@@ -67,7 +67,7 @@ from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
-from datatrove_ckpt.mirror.job import restore_job
+from datatrove_ckpt.mirror.job import keep_columns, restore_columns, restore_job
 from datatrove_ckpt.mirror.manifests import (
     MAX_OBJECT_BYTES,
     Damaged,
@@ -178,6 +178,8 @@ def restore(url: str, folder: Path) -> None:
     try:
         ownerships, versions = mirrored.listing()
         manifests_lost = owner is None and not versions and bool(mirrored.list_objects())
+        if owner is None:
+            restore_columns(url.rpartition("/")[0], folder.parent)
     except OSError as error:
         if owner is None:
             raise unreadable(url, error, _WITHOUT) from error
@@ -551,6 +553,7 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         if missing:
             with ThreadPoolExecutor(_THREADS) as threads:
                 list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
+            keep_columns(url, root)
             logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
     except (OSError, StorageFailed) as error:
         logger.warning(

@@ -98,13 +98,13 @@ def writer(folder, compression=None, **changes):
 
 def runner(folder, server, rollout=ask, **changes):
     """A runner with checkpoints below ``folder``; ``config`` holds changes to the config."""
+    changes.setdefault("checkpoints_local_dir", str(folder / "checkpoints"))
     changes.setdefault("output_writer", writer(folder))
     changes.setdefault("records_per_chunk", 2)
     settings = changes.pop("config", {})
     return InferenceRunner(
         rollout,
         config(server, **settings),
-        checkpoints_local_dir=str(folder / "checkpoints"),
         **changes,
     )
 

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple, TypeVar
 from datatrove_ckpt.generation.code_statements import (
     CELL,
     NOTEBOOK,
+    READING,
     Chain,
     CodeSource,
     Import,
@@ -338,6 +339,7 @@ _PATH = re.compile(r"(?!.*\*\*)(?:[\w ./*-]{0,199}\w|[\w ./-]{0,199}\w/\*)")
 _MODULE = re.compile(r"[^\W\d]\w*(\.\w+)*")
 _MAX_FILE = 2**20
 _MAX_FILES = 1000
+_DEEPEST_FOLDER = 3
 _DEEPEST = 20_000
 _one_at_a_time = threading.RLock()
 USED = "uses."
@@ -682,10 +684,19 @@ class _Walk:
                         found[f"{USED}{name}.{part}".rstrip(".")] = written(inner)
         return found
 
+    @functools.cached_property
+    def _written(self) -> set[Statement]:
+        """Returns statements that bind names of files which the code writes, and read none."""
+        statements = [one for unit in self.units.values() for one in unit.statements]
+        chains = [(one, chain) for one in statements for chain in one.written]
+        keys = {key for one, chain in chains for key in self._keys(one, chain)}
+        found = {one for key in keys & self.units.keys() for one in self.units[key].statements}
+        return {one for one in found if not one.is_definition and one.words.isdisjoint(READING)}
+
     def _text_files(self, statement: Statement) -> Iterator[Path]:
-        folders = [Path(statement.file).parent, Path.cwd()]
-        folders += [folder / text for folder in folders for text in self._named]
-        for folder in filter(Path.is_dir, folders):
+        if statement in self._written:
+            return
+        for folder in self._folders:
             for text in sorted(filter(_PATH.fullmatch, statement.files)):
                 pattern = os.path.join(glob.escape(str(folder)), text)  # noqa: PTH118
                 for file in map(Path, islice(glob.iglob(pattern), _MAX_FILES)):  # noqa: PTH207
@@ -693,11 +704,15 @@ class _Walk:
                         yield file
 
     @functools.cached_property
-    def _named(self) -> set[str]:
-        """Returns what may be names of folders and files, in all statements."""
+    def _folders(self) -> list[Path]:
+        """Returns the folders of all statements, and those below that a text in one names."""
         statements = [one for unit in self.units.values() for one in unit.statements]
-        named = {text for one in statements for text in one.files}
-        return {*filter(_PATH.fullmatch, named)}
+        named = {text for one in statements for text in one.texts | one.files}
+        named = {text for text in named if _PATH.fullmatch(text) and "*" not in text}
+        found = {Path(one.file).parent for one in statements} | {Path.cwd()}
+        for _ in range(_DEEPEST_FOLDER):
+            found |= {*filter(Path.is_dir, (one / text for one in found for text in named))}
+        return sorted(found)
 
     def unstable(self) -> set[str]:
         """Returns names that are given values which differ at each start."""

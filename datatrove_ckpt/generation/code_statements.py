@@ -53,7 +53,12 @@ _PACING = frozenset(
 _WRITING = frozenset(
     "FileHandler dump makedirs mkdir touch write write_bytes write_text writelines".split()  # noqa: SIM905
 )
-_READING = frozenset("FileSystemLoader files glob open read_bytes read_text".split())  # noqa: SIM905
+READING = frozenset(
+    """
+    FileSystemLoader files genfromtxt get_data glob loadtxt open read_bytes read_csv read_json
+    read_table read_text
+    """.split()  # noqa: SIM905
+)
 _TEXT_FILE = re.compile(r".*\.(txt|md|json|ya?ml|toml|j2|jinja2?|prompt|tmpl)")
 _PART = ast.Attribute | ast.Subscript
 _MAPPING = frozenset("__dict__ copy get items keys pop update values".split())  # noqa: SIM905
@@ -223,6 +228,7 @@ class Statement:
         texts_at_import: its strings outside of functions' bodies.
         files: strings that may name a file that it reads; ``*`` stands for what an f-string fills
             in. A statement that writes files names none.
+        written: chains of the files that it writes: ``open(LOG, "a")``, ``CACHE.write_text()``.
         assigned: names that it binds anywhere inside, what their values call, and their words.
     """
 
@@ -260,6 +266,7 @@ class Statement:
         scopes = [one.names for one in self._of(ast.Nonlocal)]
         self.mutated = {name for names in [*running, *scopes] for name in names}
         self.files = self._files()
+        self.written = self._written()
         values = self._of(
             ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
         )
@@ -351,9 +358,17 @@ class Statement:
         writes = "open" in self.words and not self.texts.isdisjoint(_MODES)
         if writes or not self.words.isdisjoint(_WRITING):
             return set()
-        reading = [one for one in self._of(ast.Call) if name_of(one) in _READING]
+        reading = [one for one in self._of(ast.Call) if name_of(one) in READING]
         named = {_pattern(part) for one in reading for part in ast.walk(one)}
         return named | {text for text in self.texts if _TEXT_FILE.fullmatch(text)}
+
+    def _written(self) -> set[Chain]:
+        found: set[Chain] = set()
+        for call in self._of(ast.Call):
+            modes = {_pattern(one) for one in call.args}
+            if name_of(call) in _WRITING or (name_of(call) == "open" and modes & _MODES):
+                found |= {chain_of(one) for one in ast.walk(call)}
+        return found - {()}
 
     def takes_all(self, function: str, variable: str) -> bool:
         """Returns whether functions of a name take more than parts of a variable."""

@@ -1,5 +1,5 @@
 """``job.json`` of a mirror: the identity that all ranks of a job share, for nodes with separate
-disks.
+disks. The types of the input's columns, which they share, too, lie beside it.
 
 Each starting rank compares itself with the mirror's ``job.json``; if that is missing or differs,
 with the newest version of every rank that only the mirror has. Its first upload then writes

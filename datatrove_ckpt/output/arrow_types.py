@@ -3,8 +3,9 @@
 Arrow's inference and ``unify_schemas`` change values silently: True beside 0.5 becomes 1.0, a time
 beside a date loses the time of day, a time zone beside none is dropped, text beside bytes becomes
 bytes. So only these are united: no value with anything, integers of any widths, integers with
-floats (Arrow refuses integers that a float cannot hold), decimals, times of any unit, times of any
-two zones (as UTC), and dicts and lists of these.
+floats (Arrow refuses integers that a float cannot hold), decimals, bytes of any length, dates and
+times of any unit, times of any two zones (as UTC), dictionaries with their values, and dicts, maps
+and lists of these.
 """
 
 from __future__ import annotations
@@ -100,11 +101,15 @@ def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> Da
     if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):
         raise ValueError(f"{column}: Arrow has no times of day with a time zone")
     zones = {str(getattr(value, "tzinfo", None)): value for value in values}
-    if len(zones) == 1:
-        return pa.infer_type(values)
     found = pa.null()
-    for value in zones.values():
-        found = unite(found, pa.infer_type([value]), column)
+    if len(zones) == 1:
+        found = pa.infer_type(values)
+    else:
+        for value in zones.values():
+            found = unite(found, pa.infer_type([value]), column)
+    # Arrow infers microseconds also for pandas' nanoseconds.
+    if any(getattr(value, "nanosecond", 0) for value in values):
+        return pa.timestamp("ns", found.tz)
     return found
 
 
@@ -198,7 +203,10 @@ def is_text(kind: DataType) -> bool:
 def _is_bytes(kind: DataType) -> bool:
     from pyarrow import types
 
-    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+    fixed = types.is_fixed_size_binary(kind)
+    return bool(
+        types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind) or fixed
+    )
 
 
 def is_vector(value: object) -> bool:
@@ -214,8 +222,12 @@ def is_vector(value: object) -> bool:
 def is_any_list(kind: DataType) -> bool:
     import pyarrow as pa
 
+    views = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
     return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or views
     )
 
 
@@ -271,10 +283,27 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
         return pa.struct(list(fields.items()))
     if is_any_list(old) and is_any_list(new):
         return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
+    if pa.types.is_map(old) and pa.types.is_map(new):
+        keys = unite(old.key_type, new.key_type, f"{column}[]")
+        return pa.map_(keys, unite(old.item_type, new.item_type, f"{column}[]"))
+    if _is_encoded(old) or _is_encoded(new):
+        return unite(_decoded(old), _decoded(new), column)
     both = _unite_leaves(old, new)
     if both is None:
         raise NotUnited(column, old, new)
     return both
+
+
+def _is_encoded(kind: DataType) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_dictionary(kind) or types.is_run_end_encoded(kind))
+
+
+def _decoded(kind: DataType) -> DataType:
+    if _is_encoded(kind):
+        return kind.value_type
+    return kind
 
 
 def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
@@ -299,8 +328,10 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
             return None
         if any(map(types.is_floating, both)) and any(map(types.is_integer, both)):
             return pa.float64()
-    elif not any(all(map(is_of, both)) for is_of in (types.is_decimal, types.is_duration)):
-        return None
+    else:
+        tests = (types.is_decimal, types.is_duration, types.is_time, types.is_date)
+        if not any(all(map(is_of, both)) for is_of in tests):
+            return None
     schemas = [pa.schema([("", kind)]) for kind in (old, new)]
     try:
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type

@@ -55,10 +55,7 @@ _RESULT_BYTES = b'"$py":["result",'
 _USUAL_BYTES = (
     _RESULT_BYTES,
     b'"$py":["array",["<f4",[',
-    *(
-        f'"$py":["{name}",'.encode()
-        for name in ("bytes", "date", "datetime", "decimal", "float", "timedelta", "timestamp")
-    ),
+    *(f'"$py":["{name}",'.encode() for name in ("bytes", "date", "datetime", "float", "timestamp")),
 )
 _MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
@@ -267,7 +264,8 @@ def is_plain(data: bytes, with_usual: bool = False) -> bool:
     can write it.
 
     Args:
-        with_usual: vectors of float32, and values that tables hold, count as JSON.
+        with_usual: vectors of float32, and values of tables that any column of their type holds,
+            count as JSON. Decimals may have too many digits, and durations be too long.
     """
     if data.endswith(_RESULTS_END):
         return True
@@ -518,6 +516,8 @@ def _wrapped(value: object) -> dict[str, list[object]] | None:
     # Only pandas knows them.
     if isinstance(value, datetime.datetime) and getattr(value, "nanosecond", False):
         return {TAG: ["timestamp", value.isoformat()]}
+    if isinstance(value, datetime.timedelta) and getattr(value, "nanoseconds", False):
+        return None
     for name, kind, write, _ in _TYPES:
         if isinstance(value, kind):
             try:

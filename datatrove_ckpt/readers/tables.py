@@ -181,10 +181,12 @@ def _python_rows(batch: Batch, name: str) -> list[Row]:
 
     shorter = {"time64[ns]": pa.time64("us"), "duration[ns]": pa.duration("us")}
     for field in batch.schema:
-        column = batch.column(field.name)
+        if not any(kind in str(field.type) for kind in shorter):
+            continue
         try:
-            if str(field.type) in shorter:
-                column.cast(shorter[str(field.type)])
+            for values in _leaves(batch.column(field.name)):
+                if str(values.type) in shorter:
+                    values.cast(shorter[str(values.type)])
         except pa.ArrowInvalid as error:
             raise _without_form(field, name, error) from error
     try:
@@ -196,6 +198,29 @@ def _python_rows(batch: Batch, name: str) -> list[Row]:
             except (OverflowError, ValueError) as error:
                 raise _without_form(field, name, error) from error
         raise
+
+
+def _leaves(column: pa.Array) -> Iterator[pa.Array]:
+    """Yields the arrays of a column that hold its values."""
+    import pyarrow as pa
+
+    parts = []
+    if isinstance(column, pa.ChunkedArray):
+        parts = column.chunks
+    elif isinstance(column, pa.DictionaryArray):
+        parts = [column.dictionary]
+    elif isinstance(column, pa.RunEndEncodedArray):
+        parts = [column.values]
+    elif isinstance(column, pa.MapArray):
+        parts = [column.keys, column.items]
+    elif isinstance(column, pa.StructArray):
+        parts = column.flatten()
+    elif hasattr(column, "flatten"):  # a list
+        parts = [column.flatten()]
+    else:
+        yield column
+    for part in parts:
+        yield from _leaves(part)
 
 
 def _without_form(field: pa.Field, name: str, error: Exception) -> InputError:

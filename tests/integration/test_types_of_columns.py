@@ -11,7 +11,7 @@ from datatrove.pipeline.writers import ParquetWriter
 from datatrove_ckpt.checkpoint.layout import COLUMNS
 from datatrove_ckpt.errors import DocumentNotSerializable, InputError
 from datatrove_ckpt.readers import IpcReader, ParquetReader
-from tests.jobs import rejects, rows, runner
+from tests.jobs import letters, rejects, rows, runner
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -147,6 +147,15 @@ def test_columns_inside_the_metadata_have_their_types(tmp_path, server):
         (pa.string(), pa.large_string(), pa.large_string()),
         (pa.timestamp("ms"), pa.timestamp("us"), pa.timestamp("us")),
         (pa.list_(pa.int8()), pa.list_(pa.int32()), pa.list_(pa.int32())),
+        (pa.dictionary(pa.int32(), pa.string()), pa.string(), pa.string()),
+        (pa.time32("ms"), pa.time64("us"), pa.time64("us")),
+        (pa.date64(), pa.date32(), pa.date32()),
+        (pa.binary(2), pa.binary(3), pa.large_binary()),
+        (
+            pa.map_(pa.string(), pa.int8()),
+            pa.map_(pa.string(), pa.int64()),
+            pa.map_(pa.string(), pa.int64()),
+        ),
     ],
 )
 def test_all_chunks_have_the_types_of_all_files(tmp_path, server, first, later, together):
@@ -154,6 +163,10 @@ def test_all_chunks_have_the_types_of_all_files(tmp_path, server, first, later, 
     values |= {pa.string(): "a", pa.large_string(): "b", pa.timestamp("us"): MOMENT}
     values |= {pa.list_(pa.int8()): [1], pa.list_(pa.int32()): [2**20]}
     values |= {pa.decimal128(5, 2): Decimal("1.50"), pa.decimal128(8, 3): Decimal("123.456")}
+    values |= {pa.dictionary(pa.int32(), pa.string()): "a", pa.date64(): DAY}
+    values |= {pa.time32("ms"): datetime.time(1, 2, 3, 4000), pa.time64("us"): datetime.time(1)}
+    values |= {pa.binary(2): b"12", pa.binary(3): b"123"}
+    values |= {pa.map_(pa.string(), kind): [("a", 1)] for kind in (pa.int8(), pa.int64())}
     tables = [a_table([(kind, [values.get(kind, 3)])], rows=2) for kind in (first, later)]
     files = run(tmp_path, server, *tables)
     assert [pq.read_schema(file).field("v0").type for file in files] == [together, together]
@@ -240,11 +253,19 @@ def test_the_types_come_with_a_task_to_another_node(tmp_path, server):
         (pa.time64("ns"), 1),
         (pa.duration("ns"), 1),
         (pa.list_(pa.date32()), [4_000_000]),
+        (pa.list_(pa.time64("ns")), [1]),
+        (pa.struct([("a", pa.duration("ns"))]), {"a": 1}),
+        (pa.map_(pa.string(), pa.duration("ns")), [("a", 1)]),
+        (pa.dictionary(pa.int32(), pa.duration("ns")), 1),
     ],
 )
 def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, kind, value):
-    if pa.types.is_list(kind):
+    if pa.types.is_dictionary(kind):
+        column = pa.array([value], kind.value_type).dictionary_encode()
+    elif pa.types.is_list(kind) and pa.types.is_date(kind.value_type):
         column = pa.array([value], pa.list_(pa.int32())).cast(kind)
+    elif pa.types.is_nested(kind):
+        column = pa.array([value], kind)
     else:
         column = pa.array([value], pa.int64() if "date" not in str(kind) else pa.int32()).cast(kind)
     table = pa.table({"text": ["a"], "v": column})
@@ -297,3 +318,67 @@ def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
         ["1.50", None],
     ]
     assert metadata["v5"].startswith("2023-11-14T22:13:20")
+
+
+def test_another_node_goes_on_with_the_types_of_the_first_one(tmp_path, server):
+    def start(node):
+        return run(
+            tmp_path,
+            server,
+            a_table(TYPES[:10]),
+            checkpoints_local_dir=str(tmp_path / node),
+            checkpoints_remote_dir=str(tmp_path / "mirror"),
+        )
+
+    server._status = rejects({"text 2"}, 401)
+    with pytest.raises(Exception, match="401"):
+        start("first")
+    server._status = lambda payload, times: None
+    schemas = [pq.read_schema(file) for file in start("second")]
+    assert len(schemas) == 2
+    assert schemas[0].equals(schemas[1])
+    assert str(schemas[1].field("v0").type) == "int8"
+
+
+@pytest.mark.parametrize("value", [Decimal(10) ** 80, Decimal("NaN"), datetime.timedelta.max])
+def test_a_value_that_no_column_holds_is_a_dead_letter_also_after_others(tmp_path, server, value):
+    async def rollout(document, generate):
+        result = await generate({"messages": [{"role": "user", "content": document.text}]})
+        document.metadata["v"] = value
+        if document.text == "text 0":
+            document.metadata["v"] = type(value)(1)
+        return result
+
+    files = run(
+        tmp_path,
+        server,
+        a_table([]),
+        rollout=rollout,
+        on_document_error="dead_letter",
+        max_dead_letters=3,
+    )
+    assert read(files)["v"].to_pylist() == [type(value)(1)]
+    assert len(letters(tmp_path)) == 3
+
+
+def test_nanoseconds_that_a_rollout_sets_stay_or_are_refused(tmp_path, server):
+    pandas = pytest.importorskip("pandas")
+    moment = pandas.Timestamp(1_700_000_000_000_000_001)
+
+    async def rollout(document, generate):
+        result = await generate({"messages": [{"role": "user", "content": document.text}]})
+        document.metadata["v"] = moment
+        if document.text == "text 3":
+            document.metadata["v"] = pandas.Timedelta(1)
+        return result
+
+    files = run(
+        tmp_path,
+        server,
+        a_table([]),
+        rollout=rollout,
+        on_document_error="dead_letter",
+        max_dead_letters=1,
+    )
+    assert read(files)["v"].to_pylist() == [moment] * 3
+    assert len(letters(tmp_path)) == 1

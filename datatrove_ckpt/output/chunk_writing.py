@@ -242,7 +242,8 @@ class ChunkWriting:
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
         if self._given:
-            fresh.adapter = partial(_with_empty_fields, fresh.adapter)
+            own = [name for name in ("text", "id") if name in self._given]
+            fresh.adapter = partial(_with_empty_fields, own, fresh.adapter)
         if schema is not None:
             fresh.schema = schema
             write_in_batches(fresh, inspect, plain_vectors=True)
@@ -251,11 +252,13 @@ class ChunkWriting:
         return fresh
 
 
-def _with_empty_fields(adapter: Callable[[Document], Row], document: Document) -> Row:
-    """Returns the row with an empty text or id, which datatrove's adapter leaves out: the files of
-    a table have equal columns.
+def _with_empty_fields(
+    names: Collection[str], adapter: Callable[[Document], Row], document: Document
+) -> Row:
+    """Returns the row with an empty text or id, which datatrove's adapter leaves out, of the
+    columns that the input has: the files of a table have equal columns.
     """
-    return {"text": document.text, "id": document.id} | adapter(document)
+    return {name: getattr(document, name) for name in names} | adapter(document)
 
 
 class _NotWritten(Exception):

@@ -36,10 +36,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
     _check_counts(root, counts, skipped)
     folder = runner.step.output_writer.output_folder.resolve_paths("")
     if not counts.read:
-        why = "There are no documents in the input"
-        if any(getattr(step, "limit", None) == 0 for step in runner.before):
-            why = "No document was read, because limit is 0"
-        return f"{why}, so there is no output in {folder}."
+        return f"There are no documents in the input, so there is no output in {folder}."
     retries = (commit.counts for commit in job.retried if commit.at >= started)
     again = sum(retries, DocumentCounts())
     retried = (

@@ -217,9 +217,9 @@ def test_a_retry_without_dead_letters_is_said(job, command):
     assert " There was no dead letter to retry. " in said
 
 
-def test_a_limit_of_0_is_named_as_the_cause(job, command):
-    said = command("run", "job.yaml", "--pipeline.0.limit=0")
-    assert said.startswith("No document was read, because limit is 0, so there is no output in ")
+def test_a_limit_of_0_is_refused(job, command):
+    said = command("run", "job.yaml", "--pipeline.0.limit=0", code=2).error
+    assert "limit: must be >= 1, or -1 for all documents; it is 0." in said
 
 
 def test_a_script_that_would_read_its_own_output_is_refused_before_anything_is_asked(

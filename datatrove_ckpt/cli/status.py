@@ -126,14 +126,6 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
             f"{counted(len(troubled), 'task')} {'needs' if len(troubled) == 1 else 'need'} "
             "attention:"
         )
-    if state.is_mostly_dead:
-        often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
-        yield (
-            f"More than half of the documents are dead letters{often}. Correct that, and retry "
-            "them at the end."
-        )
-    elif not troubled:
-        yield "No task needs attention."
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]
         alike: dict[tuple[str, str], list[RankState]] = {}
@@ -149,6 +141,14 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
                 f"  {trouble}, too: {counted(len(others), 'task')}: "
                 f"{ranges([rank.rank for rank in others])}"
             )
+    if state.is_mostly_dead:
+        often = "".join(f", most often {cause}" for cause, _ in state.causes.most_common(1))
+        yield (
+            f"More than half of the documents are dead letters{often}. Correct that, and retry "
+            "them at the end."
+        )
+    elif not troubled:
+        yield "No task needs attention."
 
 
 def _places(ranks: Sequence[RankState]) -> str:

@@ -42,9 +42,15 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
 
 def test_documents_that_are_dead_for_the_most_part_need_attention(tmp_path, said):
     letters = [("str", f"HTTP 404: no model {number}") for number in range(11)]
-    write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=1)
+    write_rank(tmp_path, 0, chunks=1, per_chunk=20, letters=letters, finished=True, tasks=2)
     told = "More than half of the documents are dead letters, most often HTTP 404: no model #."
     assert told in said(tmp_path)
+    write_rank(tmp_path, 1, chunks=1, tasks=2)
+    (tmp_path / "00001/run.json").write_text("{")
+    lines = said(tmp_path, code=1).splitlines()
+    heading = lines.index("1 task needs attention:")
+    assert lines[heading + 1].startswith("  task 1: damaged: ")
+    assert lines[heading + 2].startswith("More than half of the documents are dead letters")
 
 
 def test_a_run_folder_names_the_command_that_resumes_and_the_log_of_a_failed_task(

@@ -33,7 +33,7 @@ NO_TYPES: Types = MappingProxyType({})
 _LISTS = (list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, dict)
 _WHOLE_RESULT = {"tool_calls", "logprobs", "choices"}
-_INT64 = range(-(2**63), 2**63)
+_LEAST_INT64 = -(2**63)
 _EXACT_FLOATS = 2**53
 _UUID = "extension<arrow.uuid>"
 
@@ -94,10 +94,13 @@ def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> Da
     if issubclass(kind, _LISTS) or getattr(values[0], "ndim", False):  # or arrays of numpy
         return pa.list_(type_of(list(chain.from_iterable(values)), f"{column}[]"))
     if kind is int:
-        for value in values:
-            if int(value) not in _INT64:
-                raise ValueError(f"{column}: the integer {value} does not fit into int64")
-        return pa.int64()
+        low = min(values)
+        high = max(values)
+        if low >= _LEAST_INT64 and high < -_LEAST_INT64:
+            return pa.int64()
+        if low >= 0 and high < 2**64:  # ids that are hashes, for example
+            return pa.uint64()
+        raise ValueError(f"{column}: the integers {low} to {high} do not fit into 64 bits")
     if isinstance(values[0], time) and any(value.tzinfo is not None for value in values):
         raise ValueError(f"{column}: Arrow has no times of day with a time zone")
     zones = {str(getattr(value, "tzinfo", None)): value for value in values}

@@ -75,6 +75,8 @@ def rows(files):
             [{"a": None}, {"a": [{"_": None}]}],
         ),
         ([[1], [0.5, None]], "list<item: double>", [[1.0], [0.5, None]]),
+        ([2**64 - 1, 1], "uint64", [2**64 - 1, 1]),
+        ([-(2**63), 2**63 - 1], "int64", [-(2**63), 2**63 - 1]),
     ],
 )
 def test_a_chunk_has_the_types_of_all_its_documents(tmp_path, server, chunk, kind, read):
@@ -97,7 +99,10 @@ def test_a_chunk_has_the_types_of_all_its_documents(tmp_path, server, chunk, kin
             [[{"a": True}, {"a": 0.5}]],
             ["column 'c[].a' is double there, and bool in it or one before"],
         ),
-        ([[2**63]], ["'id 0'", "c[]: the integer 9223372036854775808 does not fit"]),
+        (
+            [[2**64, 1]],
+            ["'id 0'", "c[]: the integers 1 to 18446744073709551616 do not fit into 64 bits"],
+        ),
         ([2**53 + 1, 0.5], ["'id 0'", "is int64 (", "9007199254740993", "double"]),
     ],
 )

@@ -746,7 +746,9 @@ def _find(folder: str, level: int, module: str) -> str:
     except (ImportError, ValueError):
         return ""
     places = [*(getattr(spec, "submodule_search_locations", None) or [])]
-    places += [origin.removesuffix(".py") for origin in [getattr(spec, "origin", None)] if origin]
+    origin = getattr(spec, "origin", None)
+    if origin:
+        places.append(origin.removesuffix(".py"))
     return os.path.join(os.path.abspath(places[0]), *parts[1:]) if places else ""  # noqa: PTH100, PTH118
 
 

@@ -30,14 +30,14 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
 
 _KEY = "checksum"
-_KIND = "xxh3:"
+_CHECKSUM = "xxh3:"
 REMEDY = "Give the state of the step before, of all ranks."
 
 
 def sealed(state: State) -> State:
     """Adds the checksum, which survives JSON and ``torch.save``."""
     content = {key: value for key, value in state.items() if key != _KEY}
-    return content | {_KEY: _KIND + xxh3_64_hexdigest(json.dumps(_plain(content)).encode())}
+    return content | {_KEY: _CHECKSUM + xxh3_64_hexdigest(json.dumps(_plain(content)).encode())}
 
 
 def _plain(value: object) -> object:
@@ -55,7 +55,7 @@ def _plain(value: object) -> object:
 
 def check_seals(content: object, name: str = "") -> None:
     """Raises CheckpointCorrupt if a state in ``content`` has changed. ``name``: of its file."""
-    for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_KIND)):
+    for state in find_states(content, lambda one: str(one.get(_KEY)).startswith(_CHECKSUM)):
         if sealed(state)[_KEY] != state[_KEY]:
             where = f" in {name!r}" if name else ""
             raise CheckpointCorrupt(

@@ -100,8 +100,8 @@ def test_a_chunk_has_the_types_of_all_its_documents(tmp_path, server, chunk, kin
             ["column 'c[].a' is double there, and bool in it or one before"],
         ),
         (
-            [[2**64, 1]],
-            ["'id 0'", "c[]: the integers 1 to 18446744073709551616 do not fit into 64 bits"],
+            [[2**63, -1]],
+            ["'id 0'", "c[]: the integers -1 to 9223372036854775808 do not fit into 64 bits"],
         ),
         ([2**53 + 1, 0.5], ["'id 0'", "is int64 (", "9007199254740993", "double"]),
     ],

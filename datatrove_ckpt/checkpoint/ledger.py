@@ -177,13 +177,6 @@ class RankLedger:
         return "unfinished"
 
     @property
-    def last_commit(self) -> float | None:
-        """The time of the last commit, in Unix seconds; of an earlier release, the file's time."""
-        if self.sums.indices:
-            return self.sums.at or self.written.get(COMMITS)
-        return None
-
-    @property
     def owners(self) -> int:
         """The number of processes that have owned the rank, including ``repair``."""
         return int(self.run.get("owner", {}).get("fence", 0))

@@ -133,8 +133,7 @@ class DocumentCounts(Added):
 
     ``reasons``: numbers of answers by an unusual finish_reason.
     ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
-    text, or with a vector of zeros. One of several choices is enough. Earlier releases did not note
-    this.
+    text, or with a vector of zeros. One of several choices is enough.
     """
 
     read: int = 0
@@ -227,7 +226,7 @@ def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts
 class Sums(NamedTuple):
     """Sums of whole numbers.
 
-    ``low`` and ``high`` are None before the first number, and if they are not known.
+    ``low`` and ``high`` are None before the first number.
     """
 
     n: int = 0
@@ -242,11 +241,6 @@ class Sums(NamedTuple):
             return cls()
         squares = sum(map(mul, values, values))
         return cls(len(values), sum(values), squares, min(values), max(values))
-
-    @classmethod
-    def of_total(cls, n: int, total: int) -> Self:
-        """Returns the sums of ``n`` numbers with a known total, as if they were equal."""
-        return cls(n, total, total * total // max(n, 1))
 
     def __add__(self, other: object) -> Sums:
         if not isinstance(other, Sums):
@@ -284,7 +278,7 @@ class WorkStats(Added):
     failed_requests: int = 0
 
     @classmethod
-    def of(cls, documents: Sequence[Took]) -> WorkStats:
+    def of(cls, documents: Sequence[Took]) -> Self:
         """Counts documents; many at once cost a third per document."""
         requests: list[int] = []
         kept: list[int] = []
@@ -292,7 +286,6 @@ class WorkStats(Added):
         prompts: list[int] = []
         completions: list[int] = []
         failed = 0
-        unsplit = WorkStats()
         for outcome, numbers, work, _ in documents:
             if work is not None:
                 requests += work.rollouts
@@ -301,36 +294,20 @@ class WorkStats(Added):
                 prompts += work.tokens[::2]
                 completions += work.tokens[1::2]
                 failed += work.failed
-            elif numbers[0] <= 1:
+            else:
                 requests.append(numbers[0])
                 kept.append(int(outcome == "written"))
                 dropped.append(int(outcome != "written"))
                 if numbers[0]:
                     prompts.append(numbers[1])
                     completions.append(numbers[2])
-            else:
-                unsplit += cls.of_totals(1, *numbers[:3])
-        split = cls(
+        return cls(
             Sums.of(prompts),
             Sums.of(completions),
             Sums.of(requests),
             Sums.of(kept),
             Sums.of(dropped),
             failed,
-        )
-        return split + unsplit
-
-    @classmethod
-    def of_totals(
-        cls, documents: int, requests: int, prompt_tokens: int, completion_tokens: int
-    ) -> Self:
-        """Returns the stats of documents of an earlier release, whose totals alone are known, as if
-        they were equal.
-        """
-        return cls(
-            Sums.of_total(requests, prompt_tokens),
-            Sums.of_total(requests, completion_tokens),
-            Sums.of_total(documents, requests),
         )
 
     @classmethod

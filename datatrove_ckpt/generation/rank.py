@@ -224,8 +224,8 @@ class _Run:
             mirror=self._open_mirror(folder, identity),
             shutdown=preemption.shutdown,
         )
-        numbers = RankNumbers(rank, self.root, folder)
         with manager.look() as found:
+            numbers = RankNumbers(rank, self.root, folder)
             old = None
             with preemption.interruptible():
                 if found.is_first and is_kept:

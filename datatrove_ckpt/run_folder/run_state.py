@@ -477,9 +477,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.need_attention("damaged", str(ledger.damage))
         return rank
     recent = ledger.history
-    rank.last_commit = ledger.last_commit
-    if rank.is_copy:
-        rank.last_commit = ledger.sums.at
+    rank.last_commit = ledger.sums.at
     rank.attempts = recent.attempts
     last = recent.last
     # Otherwise more is done than that line shows.

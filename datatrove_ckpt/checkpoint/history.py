@@ -44,9 +44,9 @@ from datatrove_ckpt.checkpoint.numbers import (
     DocumentCounts,
     Rates,
     Seconds,
-    WorkCounts,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.work_counts import WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
 """A server: is started; answers; was started for an earlier rank of this process, and answers; died

@@ -36,7 +36,6 @@ from datatrove_ckpt.checkpoint.numbers import (
     DocumentCounts,
     Rates,
     RunNumbers,
-    WorkCounts,
     sum_delivered,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
@@ -44,6 +43,7 @@ from datatrove_ckpt.claims.claims import Claimant
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.common.time_left import time_left
+from datatrove_ckpt.common.work_counts import WorkCounts
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.

@@ -8,8 +8,9 @@ import pytest
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.history import Silence, Wait
 from datatrove_ckpt.checkpoint.ledger import JobSums
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RunNumbers, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RunNumbers
 from datatrove_ckpt.cli.status import describe
+from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.run_folder.closing import _attempts
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.report.page import gather

@@ -28,7 +28,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import Buckets, Progress, Spread
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.common.work_counts import WorkCounts
 
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried

@@ -314,6 +314,9 @@ class Done(Added):
     def of(cls, documents: Sequence[Took]) -> Self:
         return cls(DocumentCounts.of(documents), WorkStats.of(documents))
 
+    def of_retry(self) -> Self:
+        return replace(self, counts=self.counts.of_retry())
+
 
 @dataclass(slots=True, kw_only=True)
 class RunNumbers(Added):

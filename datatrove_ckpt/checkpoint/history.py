@@ -278,23 +278,23 @@ def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
     return WorkCounts.from_json(data[numbers], errors, tiers)
 
 
-class Buckets(dict[int, int]):
+class Buckets(Counter[int]):
     """A histogram. Bucket 0 counts values below 1.
 
     Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
     power of two.
     """
 
-    def count(self, value: float, times: int = 1) -> None:
+    def add(self, value: float, times: int = 1) -> None:
         bucket = 0
         if value >= 1:
             bucket = int(math.log2(value) * 4) + 1
-        self[bucket] = self.get(bucket, 0) + times
+        self[bucket] += times
 
-    def count_all(self, values: Sequence[int]) -> int:
+    def add_all(self, values: Sequence[int]) -> int:
         """Adds values, equal ones at once. Returns their sum."""
         for value, times in Counter(values).items():
-            self.count(value, times)
+            self.add(value, times)
         return sum(values)
 
     @staticmethod

@@ -198,9 +198,9 @@ class RankReporter:
             if new:
                 seconds, prompt, completion = zip(*new, strict=True)
                 self.own.requests += len(new)
-                self.own.prompt_tokens += self._spread.prompt_tokens.count_all(prompt)
-                self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
-                self._spread.milliseconds.count_all([int(1000 * each) for each in seconds])
+                self.own.prompt_tokens += self._spread.prompt_tokens.add_all(prompt)
+                self.own.completion_tokens += self._spread.completion_tokens.add_all(completion)
+                self._spread.milliseconds.add_all([int(1000 * each) for each in seconds])
 
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""

@@ -13,7 +13,8 @@ from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.run_folder.closing import _attempts
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.report.page import gather
+from datatrove_ckpt.run_folder.report.page import escaped, report_page
+from datatrove_ckpt.run_folder.topics import topics
 from datatrove_ckpt.run_folder.where import Place
 from tests.rank_folders import (
     HERE,
@@ -215,9 +216,11 @@ def test_the_sums_of_a_run(tmp_path, running):
     assert totals.working_seconds == 11 * MIN
     assert totals.work.requests == (100 + 60 + 60) * 2
     assert (totals.in_flight, totals.number_of_attempts) == (8, 3)
+    page = report_page(state)
     printed = list(describe(state))
-    for topic, text in gather(state).sums[2:]:
-        assert f"  {topic:<10} {text}" in printed, "the report shows what status prints"
+    for topic, text in topics(state):
+        assert f"  {topic:<10} {text}" in printed
+        assert escaped(text) in page, "the report shows what status prints"
 
 
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path):

@@ -122,7 +122,8 @@ class RankReporter:
     Attributes:
         own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and
             cached answers. Answers of servers are summed up once a second.
-        last: empty without a checkpoint.
+        last: the last progress; empty before the end.
+        end: how the attempt ended.
         answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 
@@ -144,6 +145,7 @@ class RankReporter:
         self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
         self.last = history.Progress()
+        self.end: End | None = None
 
     # what happens --------------------------------------------------------------------------------
 
@@ -371,7 +373,8 @@ class RankReporter:
     def last_records(self, completed: bool) -> Sequence[Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""
         self.last = self.progress()
-        return [self.last, self.spread(), self._end(completed)]
+        self.end = self._end(completed)
+        return [self.last, self.spread(), self.end]
 
     def _end(self, completed: bool) -> End:
         if completed:

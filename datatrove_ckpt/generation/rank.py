@@ -336,8 +336,10 @@ class _Run:
                 offer_skipping(error)
             raise error from error.__cause__
         finally:
-            with exports.ending(completed):
+            try:
                 checkpoint.close(completed, progress.last_records)
+            finally:
+                exports.close()
             done = checkpoint.done
             if step.retry_dead_letters:
                 done = done.of_retry()

@@ -266,46 +266,44 @@ class RunProgress:
             return f"~{percent(share)}"
         return percent(share)
 
-    def parts(self) -> list[tuple[int, str]]:
-        """Returns the other texts with weights: a narrow terminal drops the highest weights
-        first.
-        """
+    def parts(self) -> list[str]:
+        """Returns the other texts, the most important first: a narrow terminal drops the last."""
         rates = self.rates()
         left = self.seconds_left
-        parts = [(0, plural(self.documents, "doc"))]
-        if self.ranks > 1:
-            parts.append((2, f"{self._complete + len(self._done)}/{self.ranks} tasks"))
-        parts.append((1, f"{rates.documents:.1f} doc/s"))
-        parts.append((4, f"{rates.requests:.1f} req/s"))
-        parts.append((3, f"{rates.tokens:.0f} tok/s"))
+        parts = [plural(self.documents, "doc")]
         in_flight = sum(progress.in_flight for progress in self._at_work.values())
         if in_flight and not self.work[0]:
-            parts.append((0, f"{plural(in_flight, 'request')} in flight"))
-        if left is not None:
-            parts.append((1, f"{duration(left)} left"))
+            parts.append(f"{plural(in_flight, 'request')} in flight")
         if self.state:
-            parts.append((0, self.state))
-        return parts
+            parts.append(self.state)
+        parts.append(f"{rates.documents:.1f} doc/s")
+        if left is not None:
+            parts.append(f"{duration(left)} left")
+        if self.ranks > 1:
+            parts.append(f"{self._complete + len(self._done)}/{self.ranks} tasks")
+        return [*parts, f"{rates.tokens:.0f} tok/s", f"{rates.requests:.1f} req/s"]
 
     def line(self) -> str:
-        texts = [text for _, text in self.parts()]
+        parts = self.parts()
         if self.head:
-            texts.insert(0, f"{self.head} of the input")
-        return ", ".join(texts)
+            parts.insert(0, f"{self.head} of the input")
+        return ", ".join(parts)
 
 
 def bar(progress: RunProgress, columns: int) -> str:
     parts = progress.parts()
     head = progress.head
-    share = progress.share
-    for least in (5, 4, 3, 2, 1):
-        tail = ", ".join(text for weight, text in parts if weight < least)
-        room = columns - 1 - len(head) - len(tail) - len(" || ")
-        if room >= _LEAST_CELLS or (share is None and room >= 0):
-            break
-    if share is not None and room >= _LEAST_CELLS:
-        tail = f"|{filled_cells(share, min(room, _MOST_CELLS))}| {tail}"
+    room = columns - 1 - len(head)
     if head:
+        room -= _LEAST_CELLS + len(" || ")
+    while len(parts) > 1 and len(", ".join(parts)) > room:
+        parts.pop()
+    tail = ", ".join(parts)
+    room += _LEAST_CELLS - len(tail)
+    if head and room >= _LEAST_CELLS:
+        cells = filled_cells(progress.share or 0.0, min(room, _MOST_CELLS))
+        tail = f"{head} |{cells}| {tail}"
+    elif head:
         tail = f"{head} {tail}"
     return tail[: columns - 1]
 

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
@@ -186,25 +186,6 @@ class DocumentCounts(Added):
 NUMBERS = DocumentCounts.__slots__[:-1]
 
 
-def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
-    """Returns the sum over ranks and, after them, their retries, with the rank's number. Each
-    document counts once.
-
-    If a rank cannot be read, and has no counts, a retry's documents count as if it had read them
-    first.
-    """
-    found = DocumentCounts()
-    known = set()
-    for number, counts in ranks:
-        if number in known:
-            found += counts.of_retry()
-        else:
-            found += counts
-        if counts.read:
-            known.add(number)
-    return found
-
-
 class Sums(NamedTuple):
     """Sums of whole numbers.
 
@@ -354,6 +335,19 @@ class RunNumbers(Added):
     waiting: int = 0
     skipped: SkippedLines = field(default_factory=SkippedLines)
     dead_letters: Counter[str] = field(default_factory=Counter)
+
+    def of_retry(self) -> Self:
+        """Returns the numbers of a retry as they are added to the first attempt's: a document that
+        a retry has written is not dead.
+        """
+        return replace(
+            self,
+            counts=self.counts.of_retry(),
+            unfinished=DocumentCounts(),
+            unfinished_chunks=0,
+            dead_letters=Counter(),
+            exact=True,
+        )
 
     @property
     def at_least(self) -> str:

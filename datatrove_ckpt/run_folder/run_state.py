@@ -31,12 +31,10 @@ from datatrove_ckpt.checkpoint.history import (
     Wait,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
-from datatrove_ckpt.checkpoint.ledger import RankLedger, few
+from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, few
 from datatrove_ckpt.checkpoint.numbers import (
-    DocumentCounts,
     Rates,
     RunNumbers,
-    sum_delivered,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.claims.claims import Claimant
@@ -218,20 +216,12 @@ class RunState:
 
     @property
     def together(self) -> Totals:
-        """Returns sums with retries; a document that a retry has written is not dead."""
-        again = replace(
-            self.retried,
-            unfinished=DocumentCounts(),
-            unfinished_chunks=0,
-            dead_letters=Counter(),
-            exact=True,
-        )
-        sums = sum((self.totals, again), RunNumbers())
-        found = replace(self.totals, **sums.fields())
-        if self.retries:
-            found.counts = sum_delivered(
-                (rank.rank, rank.counts) for rank in (*self.ranks, *self.retries)
-            )
+        """Returns sums with retries."""
+        job = JobSums()
+        for rank in self.ranks + self.retries:
+            job.add(rank.root, rank.rank, rank)
+        again = self.retried
+        found = replace(self.totals, **job.numbers.fields())
         found.states = found.states + again.states
         found.rates += again.rates
         found.as_of = found.as_of or again.as_of

@@ -8,7 +8,7 @@ import pytest
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.history import Silence, Wait
 from datatrove_ckpt.checkpoint.ledger import JobSums
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RunNumbers
+from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.cli.status import describe
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.run_folder.closing import _attempts
@@ -182,7 +182,7 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
 def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
     numbers = RunNumbers(number_of_attempts=2, uncertain=uncertain, work=sent)
-    job = JobSums(ranks=1, committed=[(0, DocumentCounts())], numbers=numbers)
+    job = JobSums(ranks=1, parts=1, numbers=numbers)
     assert _attempts(job) == (
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
         "completion tokens paid that no document has."

@@ -92,7 +92,6 @@ class ModelObserver:
     def __init__(self, on_serving: Callable[[], None]) -> None:
         self.client: CompletionClient | None = None
         self.early = 0
-        self.newest = Newest()
         self._on_serving = on_serving
         self.outages: list[Outage] = []
 
@@ -105,7 +104,6 @@ class ModelObserver:
 
     def serving(self, client: CompletionClient) -> None:
         self.client = client
-        self.newest = Newest()
         self.outages.append(client.outage)
         self._on_serving()
 
@@ -280,10 +278,8 @@ class RankReporter:
     def _look(self) -> None:
         self._sum_up()
         self._newest.look(self.own.documents + self.own.requests + self.own.failed)
-        for model in self._models.values():
-            if model.client is not None:
-                model.newest.look(model.client.answers)
-                model.client.servers.look()
+        for client in self.clients:
+            client.servers.look()
 
     def now(self) -> RankProgress:
         self._sum_up()
@@ -310,21 +306,17 @@ class RankReporter:
         silence = self.silence()
         if silence.lasts:
             return str(silence), silence.seconds, True
-        if not self.clients and self._source is not None and not self._source.handed_over:
+        clients = self.clients
+        if not clients and self._source is not None and not self._source.handed_over:
             return READING, 0.0, False
+        quiet = self._newest.seconds
+        if quiet >= _SILENCE_SECONDS and any(one.in_flight + one.pausing for one in clients):
+            return "no answer", quiet, False
         for name, model in self._models.items():
-            client = model.client
-            quiet = model.newest.seconds
-            if (
-                client is not None
-                and quiet >= _SILENCE_SECONDS
-                and client.in_flight + client.pausing
-            ):
-                return f"no answer from {name}".removesuffix(" from "), quiet, False
-            if client is None and model.early and self.clients:
-                return f"{WAITING} of {name}", 0.0, False
-            if not self.clients:
+            if not clients:
                 return WAITING, 0.0, False
+            if model.client is None and model.early:
+                return f"{WAITING} of {name}", 0.0, False
         return "", 0.0, False
 
     # the history ---------------------------------------------------------------------------------

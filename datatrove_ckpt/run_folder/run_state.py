@@ -408,9 +408,6 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     if with_input:
         others = min(others, max(0, with_input - len(known)))
     if others:
-        begun = sum(rank.documents for rank in ranks if rank.position.total is None)
-        per_document = done / max(1, sum(rank.documents for rank in known))
-        done += min(round(begun * per_document), total * others // len(known))
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
@@ -472,7 +469,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     last = recent.last
     # Otherwise more is done than that line shows.
     if last is not None and (last.documents.read or not rank.documents):
-        rank.position = _reached(last, rank)
+        rank.position = last.position
     _judge(rank, recent, ledger.is_finished, now, copied_at)
     if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
         changes = [at for name, at in ledger.written.items() if name not in (RUN, CACHE)]
@@ -480,17 +477,6 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     times = [recent.last_at, rank.last_commit, rank.last_change or None]
     rank.last_word = max((at for at in times if at is not None), default=None)
     return rank
-
-
-def _reached(last: Progress, rank: RankState) -> InputPosition:
-    """Returns the position of the last line, for the documents that were counted since then, or
-    taken back.
-    """
-    position = last.position
-    then = last.documents.read
-    if position.total is None or not rank.exact or not then:
-        return position
-    return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
 
 
 def _judge(

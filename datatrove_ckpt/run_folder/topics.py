@@ -142,11 +142,9 @@ def progress_of(state: RunState) -> str:
         return "finished"
     if share is None:
         return "no percentage: how much of the input is done is not known"
-    done = f"{percent(share)} of the input"
+    done = f"{percent(share)} of the input{_ago(state)}"
     if totals.total_is_estimated:
         done = f"about {done}"
-    if not totals.exact:
-        done = f"{done}{_ago(state)}"
     if not totals.states["running"]:
         return f"{done}, nothing runs"
     if totals.time_left is None:

@@ -15,6 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -177,7 +178,7 @@ class Totals(RunSums):
     started: float | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class RunState:
     """The whole run.
 
@@ -214,7 +215,7 @@ class RunState:
     totals: Totals = field(default_factory=Totals)
     retried: Totals = field(default_factory=Totals)
 
-    @property
+    @cached_property
     def together(self) -> Totals:
         """Returns sums with retries."""
         job = JobSums()

@@ -111,8 +111,6 @@ class RunProgress:
         self._elsewhere = complete  # complete ranks that never reported, and have an input
         self._ended = 0  # the other complete ranks
         self._ended_size = 0
-        # When each rank was first at work, and its share then.
-        self._begun: dict[int, tuple[float, float]] = {}
         self._samples = deque([self._sample()])
         self._newest_at = clock()  # when something was finished or answered
 
@@ -127,20 +125,12 @@ class RunProgress:
             self.documents -= last.documents
             if last.attempt == progress.attempt:
                 before = last.work
-            else:
-                self._begun.pop(rank, None)
         if progress.tasks is not None:
             self._with_input = min(self._with_input, progress.tasks)
         grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
         self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
         if any(grown):
             self._newest_at = self._clock()
-        share = progress.share
-        # A server that starts or fails to answer shows no pace.
-        if share is not None and (
-            progress.is_outage or self._begun.get(rank, (0.0, share))[1] == share
-        ):
-            self._begun[rank] = self._clock(), share
 
     def complete(self, rank: int, documents: int = 0) -> None:
         """Marks a rank as complete.
@@ -214,7 +204,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left at the rate of the last ten minutes, at least those of the slowest rank.
+        """Seconds left at the rate of the last ten minutes.
 
         None if unknown, in an outage, and once nothing has been answered for longer than that.
         """
@@ -222,16 +212,8 @@ class RunProgress:
         if not share or self._outages:
             return None
         rest = self.documents * (1.0 - share) / share
-        now = self._clock()
-        ranks = []
-        for rank, one in self._at_work.items():
-            at, before = self._begun.get(rank, (now, 0.0))
-            moved = (one.share or 0.0) - before
-            # The first answers are no pace.
-            if moved > 0 and now - at >= _RATE_SECONDS:
-                ranks.append((1.0 - before - moved) * (now - at) / moved)
         pace = self.rates(_TIME_LEFT_SECONDS).documents
-        return time_left(rest, pace, now - self._newest_at, ranks)
+        return time_left(rest, pace, self._clock() - self._newest_at)
 
     @property
     def _outages(self) -> list[RankProgress]:

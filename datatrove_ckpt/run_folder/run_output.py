@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from datatrove.data import Document
 
@@ -46,6 +46,10 @@ class RunOutput:
         if files:
             known = format_of_file(files[0])
         return (known or JSONL).dataset(files)
+
+    def push_to_hub(self, repository: str, **options: Any) -> None:
+        """Uploads the dataset. ``options``: of ``datasets.Dataset.push_to_hub``, as ``private``."""
+        self.to_dataset().push_to_hub(repository, **options)
 
     @property
     def counts(self) -> DocumentCounts:

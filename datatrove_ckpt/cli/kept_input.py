@@ -115,6 +115,6 @@ def _has_begun_with(path: Path) -> bool:
 
 def _differs(path: Path) -> ConfigError:
     return ConfigError(
-        f"input: its rows differ from {path}, with which the run has begun. Give the same rows, another "
-        f"run_folder, or {path} as the input."
+        f"input: its rows differ from {path}, with which the run has begun. Give the same rows, "
+        f"another run_folder, or {path} as the input."
     )

@@ -17,7 +17,7 @@ from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.run_folder.export import export as write_export
 from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
-from datatrove_ckpt.run_folder.report.page import gather
+from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
@@ -160,8 +160,7 @@ def report(arguments: argparse.Namespace) -> int:
                 f"{target}/report.html."
             )
         state = read_run_state(place)
-        page = gather(state)
-    text = page.html().encode()
+        text = report_page(state).encode()
     if target == "-":
         write_out(text.decode(), raw=True)
     else:

@@ -125,14 +125,12 @@ def _warn(name: str) -> None:
         )
 
 
-def check_generation_params(key: str, params: object) -> None:
+def check_generation_params(key: str, params: JsonObject) -> None:
     """``key`` names the setting in the error.
 
     Raises:
         ConfigError: no request can succeed with these parameters.
     """
-    if not isinstance(params, dict):
-        raise ConfigError(f"{params!r} is not a mapping of payload keys to values.", setting=key)
     params, _ = merged(params, key)
     refuse_unsendable(params, key)
     if params.get("stream"):

@@ -237,8 +237,6 @@ class InferenceConfig:
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
-        if not isinstance(self.provider_batches, bool):
-            raise ConfigError("provider_batches: takes true or false.")
         is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
         if self.provider_batches and not is_plain:
             raise ConfigError(

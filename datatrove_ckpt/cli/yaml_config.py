@@ -42,7 +42,7 @@ from datatrove_ckpt.common.declared import (
     takes,
 )
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
-from datatrove_ckpt.common.redaction import check_options, refuse_variables
+from datatrove_ckpt.common.redaction import check_options, is_secret, refuse_variables
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form, setting_name
@@ -412,39 +412,25 @@ def set_at_path(content: JsonObject, override: str, short: type | None = None) -
             f"--{path}: other users can see command lines; export the key and name its variable in "
             "api_key_env."
         )
-    node: object = content
+    node: Any = content
     kinds: Sequence[object] = []
     if short is not None:
         kinds = [short]
-    *outer, last = keys
-    for key in outer:
+    for place, key in enumerate(keys):
         kinds = _kinds_inside(node, kinds, key)
-        node = _child(node, key, path, {})
-    _child(node, last, path, read_argument(text, _kinds_inside(node, kinds, last)), replace=True)
-
-
-def _child(node: object, key: str, path: str, value: object, replace: bool = False) -> object:
-    """Returns the value at a key.
-
-    Stores ``value`` there first if the key is missing or None, or if ``replace``.
-    """
-    if isinstance(node, dict) and "class_path" in node:
-        node["init_args"] = node.get("init_args") or {}
-        node = node["init_args"]
-    if isinstance(node, list):
-        if not key.isdigit() or int(key) >= len(node):
-            raise ConfigError(
-                f'--{path}: "{key}" is not the index of one of {len(node)} items (they count from '
-                "0)."
-            )
-        index: Any = int(key)
-    elif isinstance(node, dict):
-        index = key
-    else:
-        raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
-    if replace or (isinstance(node, dict) and node.get(key) is None):
-        node[index] = value
-    return node[index]
+        if isinstance(node, dict) and "class_path" in node:
+            node["init_args"] = node.get("init_args") or {}
+            node = node["init_args"]
+        index: Any = key
+        if isinstance(node, list) and key.isdigit() and int(key) < len(node):
+            index = int(key)
+        elif not isinstance(node, dict):
+            raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
+        if place == len(keys) - 1:
+            node[index] = read_argument(text, kinds)
+        elif isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}
+        node = node[index]
 
 
 def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[object]:
@@ -546,3 +532,56 @@ def dump(content: object) -> str:
         content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
     )
     return text
+
+
+class FullConfig:
+    """The configuration of a job as YAML that can be run again, with secrets masked.
+
+    Args:
+        content: what the file says, with overrides applied. ``build`` must have accepted it.
+    """
+
+    def __init__(self, content: JsonObject) -> None:
+        self._secrets: list[str] = []
+        self._content = {**content, "executor": self._masked("", content["executor"])}
+
+    def text(self) -> str:
+        return (
+            "# The long form of the job. It can be run as it stands, but for what is "
+            f"hidden.\n{dump(self._content)}"
+        )
+
+    def redact(self, text: str) -> str:
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, MASK)
+        return text
+
+    def _masked(self, name: str, value: object) -> object:
+        if value and isinstance(value, str | list | dict) and is_secret(name, value):
+            self._secrets += [
+                text for _, text in leaves(value, "") if text and isinstance(text, str)
+            ]
+            return MASK
+        if isinstance(value, list):
+            return [self._masked(name, part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        if "class_path" not in value:
+            return {key: self._masked(f"{name}.{key}", part) for key, part in value.items()}
+        cls = import_name(value["class_path"], "class_path")
+        given = {}
+        for key, part in (value.get("init_args") or {}).items():
+            known_as = key
+            if _is_declared(cls, key):  # such as ``text_key``, which is no secret by its name
+                known_as = ""
+            given[key] = self._masked(known_as, part)
+        return {"class_path": value["class_path"], "init_args": given}
+
+
+def _is_declared(cls: type, name: str) -> bool:
+    """Returns whether datatrove's or our class has the argument."""
+    return any(
+        name in parameters_of(base)[0]
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
+    )

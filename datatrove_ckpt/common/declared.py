@@ -14,7 +14,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
@@ -41,10 +41,12 @@ class Range:
 Positive = Annotated[float, Range("> 0", math.ulp(0))]
 NotNegative = Annotated[float, Range(">= 0", 0)]
 Count = Annotated[int, Range(">= 1", 1)]
+Share = Annotated[float, Range("from 0 to 1", 0, 1)]
 CountFromZero = Annotated[int, Range(">= 0", 0)]
 Port = Annotated[int, Range("from 1 to 65535", 1, 65535)]
 CountOrAll = Count | Literal[-1]
-Seconds = Annotated[float, Range(">= 0", 0, math.nextafter(math.inf, 0))] | Literal["auto"]
+Price = Annotated[float, Range(">= 0", 0, math.nextafter(math.inf, 0))]
+Seconds = Price | Literal["auto"]
 
 
 @functools.cache
@@ -118,6 +120,10 @@ def check(cls: type, values: Mapping[str, object]) -> None:
             check_value(name, parameter.annotation, values[name])
 
 
+def one_of(choices: Iterable[str]) -> object:
+    return Literal[tuple(choices)]
+
+
 def check_value(name: str, hint: object, value: object) -> None:
     """Checks one value against its declaration.
 
@@ -160,6 +166,8 @@ def _takes(kind: Any, value: object) -> bool:
     if outer is Literal:
         choices = typing.get_args(kind)
         return any(choice == value and type(choice) is type(value) for choice in choices)
+    if outer is list and isinstance(value, list | tuple):
+        return all(takes(inner, item) for item in value for inner in typing.get_args(kind))
     if outer in _PLAIN:
         return isinstance(value, _PLAIN[outer]) and (outer is bool or not isinstance(value, bool))
     if outer is Any or not inspect.isclass(outer) or not isinstance(value, _DATA):

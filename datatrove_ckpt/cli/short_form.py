@@ -191,7 +191,7 @@ def expand(content: Node, only_look: bool = False) -> Node:
     job = _as_batch(job, reader, only_look, content)
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
     if tasks is None:
-        tasks = _count_tasks(reader["init_args"], job, only_look)
+        tasks = 1 if only_look else _count_tasks(reader["init_args"], job)
     rollout = _rollout(job, content)
     answer = begun.get("answer")
     # This machine cannot see the files of a run that began elsewhere.
@@ -615,28 +615,22 @@ def _looks_like(name: str, suffixes: list[str]) -> bool:
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
-def _count_tasks(reader: Node, job: ShortJob, only_look: bool) -> int:
-    if only_look:
-        return 1
-    try:
-        return max(1, _useful_tasks(reader, job))
-    except (ConfigError, OSError):
-        if job.is_elsewhere:
-            raise
-        return 1  # the checks before a start name what is wrong
-
-
-def _useful_tasks(reader: Node, job: ShortJob) -> int:
+def _count_tasks(reader: Node, job: ShortJob) -> int:
     """Returns how many tasks have work."""
     if "glob_pattern" not in reader:  # a dataset
         return _MOST_TASKS if job.is_elsewhere else 1
     folder = reader["data_folder"]
-    names = _list(folder, reader["glob_pattern"])
-    most = min(len(names), _MOST_TASKS)
-    if job.is_elsewhere or "://" in folder:
-        return most
-    size = sum(Path(folder, name).stat().st_size for name in names)
-    return min(most, size // _LEAST_BYTES)
+    try:
+        names = _list(folder, reader["glob_pattern"])
+        tasks = min(len(names), _MOST_TASKS)
+        if not (job.is_elsewhere or "://" in folder):
+            size = sum(Path(folder, name).stat().st_size for name in names)
+            tasks = min(tasks, size // _LEAST_BYTES)
+    except (ConfigError, OSError):
+        if job.is_elsewhere:
+            raise
+        tasks = 1  # the checks before a start name what is wrong
+    return max(1, tasks)
 
 
 def _suffix(name: str) -> str:

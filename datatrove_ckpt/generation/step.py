@@ -26,7 +26,6 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.generation import script_names
-from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.run_identity import (
     CodeIdentity,
     code_identity,
@@ -49,8 +48,6 @@ from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.step_records import StepRecord
-
-_NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 
 @dataclass(eq=False, repr=False)
@@ -98,14 +95,8 @@ class Step(PipelineStep):
         safe_log()
         check(Step, vars(self))
         self.form = form()
-        names = isinstance(self.config, Mapping) and "server_type" not in self.config
-        if not names and not hasattr(self.config, "server_type"):
-            kind = type(self.config).__name__
-            raise ConfigError(
-                f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}."
-            )
         models = models_of(self.config)
-        if names:
+        if isinstance(self.config, Mapping):
             self.named_models = models
         self.config = next(iter(models.values()))
         self.output_writer = with_our_uploads(self.output_writer)
@@ -157,35 +148,23 @@ class Step(PipelineStep):
             )
         check_output_folder(self.output_writer, local)
         folder = Path(local).absolute()
-        answers = self.answers_from
-        if answers is not None and Path(answers).absolute() == folder:
-            raise ConfigError(
-                "answers_from: is this run's own checkpoints_local_dir. Name the checkpoints of "
-                "another run."
-            )
-        remote = self.checkpoints_remote_dir
-        if remote is None:
-            return
-        check_mirror(remote)
-        if Path(remote.removeprefix("file://")).absolute() == folder:
-            raise ConfigError(
-                "checkpoints_remote_dir: is the folder of the checkpoints itself, so it would be "
-                "no copy."
-            )
+        if self.checkpoints_remote_dir is not None:
+            check_mirror(self.checkpoints_remote_dir)
+        for name in ("answers_from", "checkpoints_remote_dir"):
+            other = str(getattr(self, name)).removeprefix("file://")
+            if Path(other).absolute() == folder:
+                raise ConfigError("is this run's own checkpoints_local_dir.", setting=name)
 
     def _check_without_checkpoints(self) -> None:
-        if any(model.provider_batches for model in self.models.values()):
-            raise ConfigError(_NEEDS_CHECKPOINTS.format("provider_batches: answers are"))
-        if self.on_document_error != "stop" or self.retry_dead_letters:
-            raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
-        if self.answers_from is not None:
-            raise ConfigError(
-                _NEEDS_CHECKPOINTS.format("answers_from: the answers that are used are")
-            )
-        if self.checkpoints_remote_dir is not None:
-            raise ConfigError(
-                "checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too."
-            )
+        given = {
+            "provider_batches": any(model.provider_batches for model in self.models.values()),
+            "on_document_error": self.on_document_error != "stop" or self.retry_dead_letters,
+            "answers_from": self.answers_from,
+            "checkpoints_remote_dir": self.checkpoints_remote_dir,
+        }
+        for name, value in given.items():
+            if value:
+                raise ConfigError("needs checkpoints_local_dir; set that, too.", setting=name)
 
     @property
     def models(self) -> dict[str, InferenceConfig]:

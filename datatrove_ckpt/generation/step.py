@@ -33,7 +33,6 @@ from datatrove_ckpt.generation.run_identity import (
     code_of,
     run_identity,
 )
-from datatrove_ckpt.generation.script_names import secrets_in
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.output.folders import check_output_folder
@@ -289,16 +288,11 @@ class Step(PipelineStep):
         state = {**self.__dict__, "_code_when_made": self.code()}
         if not script_names.carries():
             return state
-        adapter = getattr(self.output_writer, "adapter", None)
-        if (
-            names := script_names.collect(self.rollout_fn, self.shared_context, adapter)
-        ) is not None:
-            state["_script_names"] = names
         held = {**self.__dict__}
         del held["_code_when_made"]  # hashes, under the names of what they stand for
+        names = script_names.collect(held)
         if names is not None:
-            held |= names.values
-        _refuse_secrets(held)
+            state["_script_names"] = names
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -350,18 +344,3 @@ def _for_process(step: Step) -> object:
     """Pickles a step for a worker process: through a pipe, without what the process already has."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)
-
-
-def _refuse_secrets(state: dict[str, object]) -> None:
-    try:
-        with script_names.nothing_carried():
-            places = secrets_in("", state)
-    except Exception:  # the pickle itself says why it cannot be made
-        return
-    if places:
-        raise ConfigError(
-            "rollout, shared_context or config: what is pickled with the job holds "
-            f"what looks like a secret: {', '.join(places)}. It would be in a file that others may "
-            "read, so nothing was written. Leave it out, and let the rollout read it where the "
-            "task runs, from an environment variable, for example."
-        )

@@ -275,26 +275,6 @@ def type_name(cls: type) -> str:
 # what a pickle holds -----------------------------------------------------------------------------
 
 
-def fingerprint(thing: Any) -> str:
-    """Identifies the function or object that was described, by the code that a pickle holds, and
-    constants.
-    """
-    if isinstance(thing, functools.partial):
-        given = [thing.func, *thing.args, *thing.keywords, *thing.keywords.values()]
-        return digest("partial", *map(fingerprint, given))
-    if isinstance(thing, types.MethodType):
-        return digest(fingerprint(thing.__self__), thing.__name__)
-    if isinstance(thing, types.FunctionType):
-        if is_importable(thing):
-            return f"{thing.__module__}.{thing.__qualname__}"
-        # Which may hold the function itself.
-        around = (getattr(one, "__code__", one) for _, one in cells(thing))
-        return digest(write_constant(thing.__code__), *map(fingerprint, around))
-    if isinstance(thing, types.CodeType | str | int | float | bytes | None):
-        return write_constant(thing)
-    return type(thing).__qualname__
-
-
 def is_importable(function: types.FunctionType) -> bool:
     """Whether an import gives the function, so that a pickle holds only its name."""
     found: Any = sys.modules.get(function.__module__)
@@ -358,11 +338,11 @@ class CodeDescription(NamedTuple):
     """
 
     fields: dict[str, object]
-    notes: dict[str, str]
-    own: dict[str, object]
-    imported: list[tuple[str, str, str]]
-    known: frozenset[str]
-    left: list[str]
+    notes: dict[str, str] = {}
+    own: dict[str, object] = {}
+    imported: list[tuple[str, str, str]] = []
+    known: frozenset[str] = frozenset()
+    left: list[str] = []
 
 
 class Unit(NamedTuple):

@@ -259,9 +259,8 @@ class Step(PipelineStep):
         ForkingPickler.register(cls, _for_process)
 
     def _note_code(self) -> None:
-        self._code_when_made = self.code()
-        made = self._code_when_made.made
-        if made is not None and made.left and self.checkpoints_local_dir is not None:
+        made = self.code().made
+        if made.left and self.checkpoints_local_dir is not None:
             logger.warning(
                 "rollout: a resume does not notice when these change: "
                 f"{'; '.join(made.left)}. They differ at each start or machine, or cannot be known."
@@ -271,13 +270,14 @@ class Step(PipelineStep):
         """Returns the code's part of the run's identity; functions pickled by value as they were
         then.
         """
-        return code_identity(
+        self._code_when_made = code_identity(
             self.rollout_fn,
             self.shared_context,
             getattr(self, "_code_when_made", None),
             self.output_writer,
             self.rollout_version,
         )
+        return self._code_when_made
 
     def __getstate__(self) -> dict[str, Any]:
         """Adds this process's description of the code, and the script's names that it uses.
@@ -285,7 +285,8 @@ class Step(PipelineStep):
         Raises:
             ConfigError: a file would hold a secret.
         """
-        state = {**self.__dict__, "_code_when_made": self.code()}
+        self.code()
+        state = {**self.__dict__}
         if not script_names.carries():
             return state
         held = {**self.__dict__}

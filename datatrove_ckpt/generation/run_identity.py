@@ -26,6 +26,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.code_description import (
+    NOTHING,
     PIPELINE,
     CodeDescription,
     describe,
@@ -90,12 +91,12 @@ def code_identity(
         rollout_version: replaces the description.
     """
     if rollout_version is not None:
-        named = CodeDescription({"rollout_version": rollout_version})
+        named = NOTHING._replace(fields={"rollout_version": rollout_version})
         return CodeIdentity(named, version=_VERSION)
     # A job that was queued before an upgrade.
     if when_made is not None and when_made.version != _VERSION:
         if when_made.made is None:  # version 5 and before: the code could not be described
-            return CodeIdentity(CodeDescription({}), version=_UNDESCRIBED)
+            return CodeIdentity(NOTHING, version=_UNDESCRIBED)
         return when_made
     things = (rollout_fn, shared_context, output_writer)
     if when_made is not None and not all(map(operator.is_, things, when_made.things)):

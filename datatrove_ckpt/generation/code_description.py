@@ -60,8 +60,6 @@ _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _MAX_OBJECTS = 5000
 _MAX_EXACT = 2**53
-_DEEPEST_VALUE = 100
-"""Containers in each other."""
 
 
 class Root(NamedTuple):
@@ -100,23 +98,23 @@ def look_at(things: Mapping[str, object]) -> Given:
     for label, thing, owner in waiting:
         if id(thing) in seen or len(seen) > _MAX_OBJECTS or _PACING.match(type(thing).__module__):
             continue
+        is_given = "." not in label
         root = _root(label, thing)
         if root is not None:
             given.roots.append(root)
         if isinstance(owner, types.FunctionType) and isinstance(thing, dict | argparse.Namespace):
             given.variables[label] = owner.__code__.co_name
-        elif "." in label or not isinstance(thing, dict):
-            with suppress(TypeError):
+        elif not is_given or not isinstance(thing, dict):
+            with suppress(TypeError, RecursionError):
                 given.fields[label] = plain(thing)
                 continue
         seen[id(thing)] = thing  # kept, so that no other object gets the id of one
         parts: Mapping[Any, object] = {}
         with suppress(Exception):  # the user's objects may do anything
-            parts = _parts(thing, root is not None or "." not in label)
-        is_ready_made = root is None and "." not in label and not isinstance(thing, dict)
-        if is_ready_made and not isinstance(thing, functools.partial | types.MethodType):
-            given.fields[label] = type_name(type(thing))
-        elif not parts and root is None and not isinstance(thing, dict):
+            parts = _parts(thing, root is not None or is_given)
+        is_opened = isinstance(thing, dict | functools.partial | types.MethodType)
+        is_whole = root is None and not is_opened and (is_given or not parts)
+        if is_whole or isinstance(thing, _BASES):
             given.fields[label] = written(thing)
         waiting += [(f"{label}.{name}".rstrip("."), part, thing) for name, part in parts.items()]
     return given
@@ -138,22 +136,23 @@ def is_of_user(file: str) -> bool:
 
 def _root(label: str, thing: Any) -> Root | None:
     name = ""
-    if isinstance(thing, types.FunctionType):
+    if isinstance(thing, types.ModuleType):
+        files = [getattr(thing, "__file__", None)]
+    elif isinstance(thing, types.FunctionType):
         name = thing.__code__.co_qualname
-        file: str | None = thing.__code__.co_filename
-    elif isinstance(thing, types.ModuleType):
-        file = getattr(thing, "__file__", None)
+        files = [thing.__code__.co_filename]
     else:
         if not isinstance(thing, type):
             thing = type(thing)
         name = thing.__qualname__
-        file = getattr(sys.modules.get(thing.__module__), "__file__", None)
-        if file is None or not is_of_user(file):  # a class of a notebook, or of a pickle
-            codes = [getattr(one, "__code__", None) for one in vars(thing).values()]
-            files = [code.co_filename for code in codes if code is not None]
-            file = next(filter(is_of_user, files), file or next(iter(files), None))
-    if file is None:
+        # The module of a class of a notebook, or of a pickle, has no file.
+        codes = [getattr(one, "__code__", None) for one in vars(thing).values()]
+        files = [getattr(sys.modules.get(thing.__module__), "__file__", None)]
+        files += [code.co_filename for code in codes if code is not None]
+    known = [file for file in files if file is not None]
+    if not known:
         return None
+    file = next(filter(is_of_user, known), known[0])
     if not file.startswith("<"):
         file = os.path.abspath(file)  # noqa: PTH100
     # The package of a rollout is the user's even if it is installed.
@@ -167,15 +166,14 @@ def _root(label: str, thing: Any) -> Root | None:
 # values ------------------------------------------------------------------------------------------
 
 
-def plain(value: Any, depth: int = _DEEPEST_VALUE) -> object:
+def plain(value: Any) -> object:
     """Returns a value of plain types as JSON that is equal in every process.
 
     Raises:
-        TypeError: the value is not of plain types, or is deeper than ``depth``.
+        TypeError: the value is not of plain types.
+        RecursionError: it holds itself.
     """
     kind = type(value)
-    if not depth:
-        raise TypeError(kind)
     if kind is str:
         return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
     if isinstance(value, PurePath):
@@ -188,15 +186,13 @@ def plain(value: Any, depth: int = _DEEPEST_VALUE) -> object:
         return f"{kind.__name__} {value!r}"
     if kind is dict:
         names = [name if type(name) is str else f"{type(name).__name__} {name}" for name in value]
-        content = {
-            name: plain(one, depth - 1) for name, one in zip(names, value.values(), strict=True)
-        }
+        content = {name: plain(one) for name, one in zip(names, value.values(), strict=True)}
         if names != sorted(names):
             content["(order)"] = ", ".join(names)
         return content
     if kind not in _CONTAINERS:
         raise TypeError(kind)
-    items = [plain(one, depth - 1) for one in value]
+    items = [plain(one) for one in value]
     if isinstance(value, set | frozenset):
         items.sort(key=repr)
     if kind is list:
@@ -207,7 +203,7 @@ def plain(value: Any, depth: int = _DEEPEST_VALUE) -> object:
 def written(value: Any) -> object:
     """Returns a value as JSON: its content if that is known, or its type."""
     name = type_name(type(value))
-    with suppress(TypeError):
+    with suppress(TypeError, RecursionError):
         return plain(value)
     if isinstance(value, types.ModuleType):
         return value.__name__
@@ -219,7 +215,7 @@ def written(value: Any) -> object:
             return f"{name} {view.format} {view.shape} {digest(view.tobytes().hex())}"
     if isinstance(value, _BASES) or name.partition(".")[0] in sys.stdlib_module_names:
         return f"{name} {re.split(' at 0x', repr(value))[0]}"
-    return f"<{name}>"
+    return name
 
 
 def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
@@ -242,9 +238,6 @@ def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
         if isinstance(thing, set | frozenset):
             content = sorted(thing, key=repr)
         parts |= dict(enumerate(content))
-    elif is_users and isinstance(thing, _BASES):
-        base: Any = next(base for base in _BASES if isinstance(thing, base))
-        parts["()"] = base(thing)
     if is_users or isinstance(thing, _NAMESPACES) or hasattr(thing, "__wrapped__"):
         state = object.__getstate__(thing)
         for one in state if isinstance(state, tuple) else (state,):
@@ -265,11 +258,7 @@ def type_name(cls: type) -> str:
     module = str(cls.__module__)
     if module.partition(".")[0] in sys.stdlib_module_names:
         module = re.sub(r"\._.*", "", module)
-    name = f"{module}.{cls.__qualname__}"
-    # Optional[int] and int | None: two types before Python 3.14, one type since.
-    if name in ("typing._UnionGenericAlias", "types.UnionType"):
-        return "typing.Union"
-    return name
+    return f"{module}.{cls.__qualname__}"
 
 
 # what a pickle holds -----------------------------------------------------------------------------
@@ -432,9 +421,7 @@ class _Walk:
         bound = source.bound(chain[0])
         if bound:
             yield file, chain[0]
-        imports = imports + [
-            one for each in bound for one in each.imports if one.bound == chain[0]
-        ]
+        imports = imports + [one for each in bound for one in each.imports if one.bound == chain[0]]
         if not bound and not imports:
             imports = [one for each in source.bound("*") for one in each.imports]
         for one in imports:
@@ -531,7 +518,7 @@ class _Walk:
                         self._go((path, statement.alias), label, (*way, name))
         kept = [one for one in dict.fromkeys(statements) if one.is_definition or not one.is_pacing]
         root = self._roots.get(file)
-        own = file == self._main or (root is not None and not _is_imported(root))
+        own = file == self._main or (root is not None and is_away(root))
         self.units[key] = Unit(label, way, kept, own)
         for statement in kept:
             self.words |= statement.words
@@ -693,11 +680,11 @@ def _find(folder: str, level: int, module: str) -> str:
     return os.path.join(os.path.abspath(places[0]), *parts[1:]) if places else ""  # noqa: PTH100, PTH118
 
 
-def _is_imported(root: Root) -> bool:
-    """Returns whether a pickle holds only the names of what is in the file of a root."""
-    module = sys.modules.get(root.thing.__module__ if root.name else root.thing.__name__)
-    is_main = getattr(module, "__name__", "__main__") in MAIN
-    return not is_main and getattr(module, "__file__", None) == root.file
+def is_away(root: Root) -> bool:
+    """Returns whether a pickle brought the code by value into a program without its file."""
+    space = getattr(root.thing, "__globals__", vars(root.thing))
+    module = sys.modules.get(str(space.get("__name__", space.get("__module__"))))
+    return getattr(module, "__file__", None) != root.file
 
 
 def _off_path(file: str) -> str:

@@ -13,7 +13,6 @@ import operator
 import re
 import secrets
 import sys
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ from datatrove_ckpt.generation.code_description import (
     PIPELINE,
     CodeDescription,
     describe,
-    is_importable,
+    is_away,
     look_at,
     type_name,
 )
@@ -109,7 +108,7 @@ def code_identity(
         **_of_writer(output_writer),
     }
     before = None
-    if when_made is not None and any(_is_away(root.thing) for root in look_at(described).roots):
+    if when_made is not None and any(map(is_away, look_at(described).roots)):
         before = when_made.made
     try:
         made = _shown(describe(described, before), output_writer)
@@ -146,22 +145,6 @@ def code_of(thing: object) -> dict[str, str]:
 
 def _is_bytecode(value: object) -> bool:
     return str(value).startswith("bytecode ")
-
-
-def _is_away(thing: object) -> bool:
-    """Returns whether a pickle brought a function by value into a program without its file."""
-    if isinstance(thing, type):
-        return any(map(_is_away, vars(thing).values()))
-    if not isinstance(thing, types.FunctionType):
-        return False
-    loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
-    file = thing.__code__.co_filename
-    is_here = (
-        loaded is not None
-        and vars(loaded) is thing.__globals__
-        and getattr(loaded, "__file__", file) == file
-    )
-    return not is_here and not is_importable(thing)
 
 
 def _is_of_pipeline(thing: object) -> bool:

@@ -17,7 +17,6 @@ import builtins
 import dis
 import functools
 import hashlib
-import itertools
 import linecache
 import os
 import re
@@ -25,11 +24,10 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-_Result = TypeVar("_Result")
 Chain = tuple[str, ...]
 """A name, and the attributes that are taken of it: ``("words", "TABLE")``."""
 _IMPORT = ast.Import | ast.ImportFrom
@@ -77,25 +75,23 @@ _lock = threading.RLock()
 
 def parse(source: str) -> ast.Module:
     """``ast.parse`` for several threads."""
-    return _alone(lambda: ast.parse(source))
+    tree: ast.Module = _compile(source, ast.PyCF_ONLY_AST)
+    return tree
 
 
-def _alone(work: Callable[[], _Result]) -> _Result:
+def _compile(source: Any, flags: int) -> Any:
     with _lock, warnings.catch_warnings():
         # As an error, a warning about an escape would hide the source.
         warnings.simplefilter("ignore")
         for _ in range(_ATTEMPTS - 1):
-            try:
-                return work()
-            except SystemError:  # a thread that does not take the lock
-                continue
-        return work()
+            with suppress(SystemError):  # a thread that does not take the lock
+                return compile(source, "", "exec", flags, dont_inherit=True)
+        return compile(source, "", "exec", flags, dont_inherit=True)
 
 
 def compile_tree(body: list[ast.stmt]) -> types.CodeType:
     tree = ast.fix_missing_locations(ast.Module(body, []))
-    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    code: types.CodeType = _alone(lambda: compile(tree, "", "exec", flags, dont_inherit=True))
+    code: types.CodeType = _compile(tree, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     return code
 
 
@@ -144,16 +140,15 @@ def write_tree(node: Any) -> str:
 
 def _write_parts(name: str, parts: list[Any]) -> str:
     """Writes an f-string. Some versions split its texts."""
-    written = []
-    for is_text, group in itertools.groupby(parts, lambda one: isinstance(one, ast.Constant)):
-        if is_text:
-            written.append(write_constant("".join(one.value for one in group)))
-        else:
-            written += map(write_tree, group)
-    written = [text for text in written if text != "''"]
-    if name == "JoinedStr" and not any(text.startswith("(") for text in written):
-        return "".join(written) or "''"  # f"text" is "text"
-    return f"({name} {','.join(written)})"
+    if name == "JoinedStr" and all(isinstance(one, ast.Constant) for one in parts):
+        return write_constant("".join(str(one.value) for one in parts))  # f"text" is "text"
+    written = [
+        str(one.value).encode("utf-8", "surrogatepass").hex()
+        if isinstance(one, ast.Constant)
+        else write_tree(one)
+        for one in parts
+    ]
+    return f"({name} {''.join(written)})"
 
 
 def write_constant(value: object) -> str:
@@ -260,19 +255,13 @@ class Statement:
         self.passed = {*map(chain_of, passed)} - self.changes - {()}
 
     def number_of(self, code: types.CodeType) -> int:
-        """Returns which of the functions in the statement, as they follow each other, has this
-        code; -1 for none.
+        """Returns which of the functions of its name in the statement has this code; -1 for
+        none.
         """
-        positions = {(line, column) for line, _, column, _ in code.co_positions()}
-        for number, one in enumerate(self._of(_FUNCTIONS)):
-            if isinstance(one, ast.Lambda):
-                found = (one.body.lineno, one.body.col_offset) in positions
-            else:
-                starts = [each.lineno for each in (one, *one.decorator_list)]
-                found = one.name == code.co_name and code.co_firstlineno in starts
-            if found:
-                return number
-        return -1
+        codes = nested_codes(compile_tree([self.node]))
+        places = [[*one.co_positions()] for one in codes if one.co_name == code.co_name]
+        place = [*code.co_positions()]
+        return places.index(place) if place in places else -1
 
     def _of(self, kind: Any) -> list[Any]:
         return [one for one in self._nodes if isinstance(one, kind)]
@@ -354,18 +343,20 @@ class Statement:
 
     def takes_all(self, function: str, variable: str) -> bool:
         """Returns whether functions of a name take more than parts of a variable."""
-        for node in self._of(ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            if getattr(node, "name", "<lambda>") == function:
-                parts = [one for one in ast.walk(node) if isinstance(one, _PART)]
-                taken = {
-                    id(one.value)
-                    for one in parts
-                    if isinstance(getattr(one, "slice", one), ast.Constant | ast.Attribute)
-                    and name_of(one) not in _MAPPING
-                }
-                names = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
-                if any(one.id == variable and id(one) not in taken for one in names):
-                    return True
+        for node in self._of(_FUNCTIONS):
+            if getattr(node, "name", "<lambda>") != function:
+                continue
+            inside = [*ast.walk(node)]
+            names = [one for one in inside if getattr(one, "id", "") == variable]
+            parts = [one for one in inside if isinstance(one, _PART)]
+            taken = {
+                one.value
+                for one in parts
+                if isinstance(getattr(one, "slice", one), ast.Constant | ast.Attribute)
+                and name_of(one) not in _MAPPING
+            }
+            if not taken.issuperset(names):
+                return True
         return False
 
 

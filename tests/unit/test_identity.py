@@ -199,7 +199,7 @@ exec("def rollout(d):\\n    return d in {'a', 'b', 'c', 'd', 'e', 'f'}", namespa
 print(walk.describe({"rollout_fn": namespace["rollout"]}).fields["rollout_fn code"])
 """
 )
-SHAPES = "5ad196402e4954b1bda2633b479ebfed"
+SHAPES = "2b283b931d1acb67f27d0d51cfcf04bb"
 """Of what is described on every Python.
 
 If it changes, all unfinished runs are refused: raise ``_VERSION`` then.

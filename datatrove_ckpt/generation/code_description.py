@@ -600,7 +600,7 @@ class _Walk:
         """Returns values of the environment and of the command line."""
         found: dict[str, object] = {}
         if not self.words.isdisjoint({"environ", "getenv"}):
-            for text in statement.texts & os.environ.keys():
+            for text in statement.texts_at_import & os.environ.keys():
                 if not _MACHINE.match(text):
                     found[f"{USED}environment {text}"] = f"hash {digest(os.environ[text])}"
         if isinstance(statement.node, ast.Assign) and not statement.words.isdisjoint(_OUTSIDE):

@@ -218,6 +218,7 @@ class Statement:
         bases: chains of the classes that it extends.
         words: all names in it.
         texts: its strings; ``*`` stands for what an f-string fills in.
+        texts_at_import: its strings outside of functions' bodies.
     """
 
     def __init__(self, file: str, node: Any, documented: bool) -> None:
@@ -235,6 +236,9 @@ class Statement:
         self._calls = self._of(ast.Call)
         self.words = {*map(name_of, self._nodes)} - {""}
         self.texts = {*map(_pattern, self._nodes)} - {""}
+        functions = self._of(ast.FunctionDef | ast.AsyncFunctionDef)
+        inside = {part for one in functions for line in one.body for part in ast.walk(line)}
+        self.texts_at_import = {*map(_pattern, {*self._nodes} - inside)}
         self.imports = [one for each in self._of(_IMPORT) for one in _imports(each)]
         self.binds = self._binds()
         keywords = [one.value for one in getattr(node, "keywords", ())]

@@ -32,7 +32,6 @@ from datatrove_ckpt.generation.run_identity import (
     code_of,
     run_identity,
 )
-from datatrove_ckpt.generation.script_names import secrets_in
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.output.folders import check_output_folder
@@ -239,9 +238,8 @@ class Step(PipelineStep):
         ForkingPickler.register(cls, _for_process)
 
     def _note_code(self) -> None:
-        self._code_when_made = self.code()
-        made = self._code_when_made.made
-        if made is not None and made.left and self.checkpoints_local_dir is not None:
+        made = self.code().made
+        if made.left and self.checkpoints_local_dir is not None:
             logger.warning(
                 "rollout: a resume does not notice when these change: "
                 f"{'; '.join(made.left)}. They differ at each start or machine, or cannot be known."
@@ -251,13 +249,14 @@ class Step(PipelineStep):
         """Returns the code's part of the run's identity; functions pickled by value as they were
         then.
         """
-        return code_identity(
+        self._code_when_made = code_identity(
             self.rollout_fn,
             self.shared_context,
             getattr(self, "_code_when_made", None),
             self.output_writer,
             self.rollout_version,
         )
+        return self._code_when_made
 
     def __getstate__(self) -> dict[str, Any]:
         """Adds this process's description of the code, and the script's names that it uses.
@@ -265,19 +264,15 @@ class Step(PipelineStep):
         Raises:
             ConfigError: a file would hold a secret.
         """
-        state = {**self.__dict__, "_code_when_made": self.code()}
+        self.code()
+        state = {**self.__dict__}
         if not script_names.carries():
             return state
-        adapter = getattr(self.output_writer, "adapter", None)
-        if (
-            names := script_names.collect(self.rollout_fn, self.shared_context, adapter)
-        ) is not None:
-            state["_script_names"] = names
         held = {**self.__dict__}
         del held["_code_when_made"]  # hashes, under the names of what they stand for
+        names = script_names.collect(held)
         if names is not None:
-            held |= names.values
-        _refuse_secrets(held)
+            state["_script_names"] = names
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -329,18 +324,3 @@ def _for_process(step: Step) -> object:
     """Pickles a step for a worker process: through a pipe, without what the process already has."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)
-
-
-def _refuse_secrets(state: dict[str, object]) -> None:
-    try:
-        with script_names.nothing_carried():
-            places = secrets_in("", state)
-    except Exception:  # the pickle itself says why it cannot be made
-        return
-    if places:
-        raise ConfigError(
-            "rollout, shared_context or config: what is pickled with the job holds "
-            f"what looks like a secret: {', '.join(places)}. It would be in a file that others may "
-            "read, so nothing was written. Leave it out, and let the rollout read it where the "
-            "task runs, from an environment variable, for example."
-        )

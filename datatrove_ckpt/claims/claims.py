@@ -331,7 +331,7 @@ class ObjectClaims:
         return self._store.read(_object_name(mark), 1 << 20) or b""
 
     def remove(self, mark: Mark) -> None:
-        self._store.remove(_object_name(mark))
+        self._store.delete(_object_name(mark))
 
     def beat(self) -> None:
         self._store.put(f"{_WORKERS}/{self._owner}", orjson.dumps(files.this_process()))
@@ -340,16 +340,16 @@ class ObjectClaims:
         return _named(self._store.read(f"{_WORKERS}/{owner}", 1 << 20) or b"")
 
     def forget(self, owner: str) -> None:
-        self._store.remove(f"{_WORKERS}/{owner}")
+        self._store.delete(f"{_WORKERS}/{owner}")
 
     def close(self) -> None:
         self.forget(self._owner)
 
     def _look(self) -> Look:
-        written = self._store.times()
+        written = self._store.names()
         beats = {
             owner: at
-            for owner, at in self._store.times(_WORKERS).items()
+            for owner, at in self._store.names(_WORKERS).items()
             if _OWNER.fullmatch(owner)
         }
         names = [_NAME.fullmatch(name) for name in written]

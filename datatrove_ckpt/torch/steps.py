@@ -211,9 +211,9 @@ class Steps:
     # remote --------------------------------------------------------------------------------------
 
     def upload(self, name: StepName) -> None:
-        self._remote.remove(f"{name}/{MANIFEST}")
+        self._remote.delete(f"{name}/{MANIFEST}")
         for file in self.manifest(name)["files"]:
-            self._remote.put_file(f"{name}/{file}", self.folder / str(name) / file)
+            self._remote.put(f"{name}/{file}", self.folder / str(name) / file)
         self._remote.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
 
     def remote_names(self) -> list[StepName]:
@@ -268,7 +268,7 @@ class Steps:
         try:
             for file, entry in manifest["files"].items():
                 files.disk.make_dirs((staging / file).parent)
-                if _write(staging / file, self._remote.get_file(f"{name}/{file}")) != entry:
+                if _write(staging / file, self._remote.blocks(f"{name}/{file}")) != entry:
                     raise CheckpointCorrupt(
                         f"{self.url}/{name}/{file} has not the bytes it was saved with."
                     )
@@ -281,8 +281,8 @@ class Steps:
         self.publish(name)
 
     def remove_remote(self, name: StepName) -> None:
-        self._remote.remove(f"{name}/{MANIFEST}")
-        self._remote.remove_below(str(name))
+        self._remote.delete(f"{name}/{MANIFEST}")
+        self._remote.delete_tree(str(name))
 
 
 def _release(lock: files.Lock, pid: int) -> None:

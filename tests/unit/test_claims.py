@@ -527,14 +527,14 @@ class Objects:
         self.content[name] = data, self.now
         self._changed()
 
-    def remove(self, name):
+    def delete(self, name):
         self.content.pop(name, None)
         self._changed()
 
     def read(self, name, most):
         return self.content.get(name, (None, 0.0))[0]
 
-    def times(self, folder=""):
+    def names(self, folder=""):
         """Those of some changes ago."""
         seen = self._listings[-1 - self.lag] if self.lag < len(self._listings) else {}
         found = {name.rpartition("/")[::2]: at for name, at in seen.items()}

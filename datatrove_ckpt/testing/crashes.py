@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -170,12 +170,14 @@ def disk_in_place(disk: files.Disk) -> Iterator[None]:
     """
     before = files.disk
     files.disk = disk
-    remote: dict[str, Any] = {}
-    if isinstance(disk, CrashingDisk):
-        remote = {name: _on_remote(name, disk) for name in REMOTE_EFFECTS}
     try:
-        with patch.multiple(ObjectStore, **remote), suppress(SimulatedCrash):
-            yield
+        with ExitStack() as stack:
+            if isinstance(disk, CrashingDisk):
+                for name in REMOTE_EFFECTS:
+                    effect = _on_remote(name, disk)
+                    stack.enter_context(patch.object(ObjectStore, name, effect))
+            with suppress(SimulatedCrash):
+                yield
     finally:
         files.disk = before
         disk.close()

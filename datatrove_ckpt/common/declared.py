@@ -48,20 +48,29 @@ Seconds = Annotated[float, Range(">= 0", 0, math.nextafter(math.inf, 0))] | Lite
 def parameters_of(cls: Any, bounds: bool = False) -> tuple[dict[str, Parameter], bool]:
     """Returns the parameters of a constructor, and whether it takes any others, too.
 
+    A constructor of this package hands its ``**options`` on to the next class.
+
     Args:
         bounds: their types have these.
     """
-    try:
-        hints = typing.get_type_hints(cls.__init__, include_extras=bounds)
-    except NameError:  # an annotation that exists only for type checkers: the constructor checks it
-        hints = {}
-    arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    parameters = {
-        one.name: one.replace(annotation=_hint(one.name, hints.get(one.name, Any), one.default))
-        for one in arguments
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    }
-    return parameters, any(one.kind is one.VAR_KEYWORD for one in arguments)
+    parameters: dict[str, Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        try:
+            hints = typing.get_type_hints(base.__init__, include_extras=bounds)
+        except NameError:  # an annotation only for type checkers: the constructor checks it
+            hints = {}
+        arguments = list(inspect.signature(base.__init__).parameters.values())[1:]
+        for one in arguments:
+            if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                hint = _hint(one.name, hints.get(one.name, Any), one.default)
+                parameters.setdefault(one.name, one.replace(annotation=hint))
+        if all(one.kind is not one.VAR_KEYWORD for one in arguments):
+            return parameters, False
+        if not base.__module__.startswith("datatrove_ckpt."):
+            break
+    return parameters, True
 
 
 def _hint(name: str, hint: Any, default: object) -> object:

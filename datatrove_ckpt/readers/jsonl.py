@@ -20,17 +20,16 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import IO, Any, ClassVar, Literal, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 import orjson
 from datatrove.data import Document
-from datatrove.io import DataFileLike, DataFolderLike
+from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import (
     DocumentError,
@@ -42,7 +41,7 @@ from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_dam
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead, Row
 
 _BLOCK = 2**20
 _HEAD = 2**16
@@ -75,25 +74,11 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def __init__(
         self,
         data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        compression: Literal["infer", "gzip", "zstd"] | None = "infer",
-        limit: int = -1,
-        skip: int = 0,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        adapter: Adapter | None = None,
-        text_key: str | None = "text",
-        id_key: str = "id",
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
-        add_file_path: bool = True,
-        shuffle_seed: int | None = None,
-        path_columns: bool = False,
+        *arguments: Any,
         stop_on_bad_line: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
+        super().__init__(data_folder, *arguments, **options)
         self.stop_on_bad_line = stop_on_bad_line
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:

@@ -21,17 +21,17 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
-from datatrove.io import DataFileLike, DataFolder, DataFolderLike
+from datatrove.io import DataFolder
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import datatrove_arguments, retrying
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
 from datatrove_ckpt.readers.inputs import list_input
-from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row
+from datatrove_ckpt.readers.positions import FilePosition, FileRead, ReadResult, Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -254,28 +254,6 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
     format = "parquet"
 
-    def __init__(
-        self,
-        data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        limit: int = -1,
-        skip: int = 0,
-        batch_size: int = 1000,
-        read_metadata: bool = True,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        adapter: Adapter | None = None,
-        text_key: str | None = "text",
-        id_key: str = "id",
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
-        shuffle_seed: int | None = None,
-        path_columns: bool = False,
-    ) -> None:
-        super().__init__(**datatrove_arguments(locals()))
-
     @contextmanager
     def _open(self, name: str) -> Iterator[pq.ParquetFile]:
         import pyarrow.parquet as pq
@@ -342,27 +320,6 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
 
     format = "ipc"
     _order_options = (*SeekingReader._order_options, "stream")
-
-    def __init__(
-        self,
-        data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        limit: int = -1,
-        skip: int = 0,
-        stream: bool = False,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        adapter: Adapter | None = None,
-        text_key: str | None = "text",
-        id_key: str = "id",
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
-        shuffle_seed: int | None = None,
-        path_columns: bool = False,
-    ) -> None:
-        super().__init__(**datatrove_arguments(locals()))
 
     def _schema(self, name: str) -> pa.Schema:
         import pyarrow as pa

@@ -34,13 +34,13 @@ from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import (
     DocumentError,
     DocumentNotSerializable,
-    InputError,
 )
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
-from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
+from datatrove_ckpt.readers.line_blocks import LineBlocks, read_parts
+from datatrove_ckpt.readers.no_document import refuse_array
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead, Row
 
 _BLOCK = 2**20
@@ -186,6 +186,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
         return Skipped.DAMAGED
 
+    def open_file(self, name: str) -> LineBlocks:
+        return LineBlocks(self, name)
+
     def codec(self, name: str) -> str | None:
         return codec_of(name, self.compression)
 
@@ -296,20 +299,10 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
 
 def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
     unfinished = b""
-    while block := file.read(_BLOCK):
-        block = unfinished + block
-        if not block.endswith(b"\n"):
-            rest = read_line(file)
-            if len(rest) >= MAX_LINE_BYTES:
-                raise InputError(
-                    f"A line of the input file {name!r} is longer than {MAX_LINE_BYTES} bytes, so "
-                    "the file is damaged, or no JSONL. Replace it by a complete copy, or move it "
-                    "out of the folder."
-                )
-            block += rest
-        lines = block.splitlines(keepends=True)
+    for part in read_parts(file, name):
+        lines = (unfinished + part).splitlines(keepends=True)
         unfinished = b""
-        if not block.endswith(b"\n"):  # somebody may be writing it
+        if not part.endswith(b"\n"):  # somebody may be writing it
             unfinished = lines.pop()
         yield lines
     if unfinished:

@@ -33,7 +33,7 @@ from datatrove_ckpt.readers import (
     Stateful,
     TextReader,
     inputs,
-    jsonl,
+    line_blocks,
     position_state,
     tables,
 )
@@ -73,8 +73,8 @@ COMPRESS = {
 )
 def _blocks(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(jsonl, "_BLOCK", request.param)
-        monkeypatch.setattr(tables, "_CONVERTED_ROWS", 3)
+        monkeypatch.setattr(line_blocks, "PART_BYTES", request.param)
+        monkeypatch.setattr(tables._TableReader, "batch_size", 3)
 
 
 def rows(count, first=0):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
-import datatrove_ckpt.readers.line_blocks as line_blocks
+import datatrove_ckpt.readers.jsonl as jsonl
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
@@ -188,7 +188,7 @@ class BlockInput:
     @property
     def _kind(self) -> str:
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        return f"{self._reader.format}/{options}/{line_blocks.PART_BYTES}"
+        return f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
 
     def _index_file(self, number: int) -> FileIndex:
         with closing(self._reader.open_file(self.names[number])) as file:

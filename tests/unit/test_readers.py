@@ -33,7 +33,7 @@ from datatrove_ckpt.readers import (
     Stateful,
     TextReader,
     inputs,
-    line_blocks,
+    jsonl,
     position_state,
     tables,
 )
@@ -73,7 +73,7 @@ COMPRESS = {
 )
 def _blocks(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(line_blocks, "PART_BYTES", request.param)
+        monkeypatch.setattr(jsonl, "PART_BYTES", request.param)
         monkeypatch.setattr(tables._TableReader, "batch_size", 3)
 
 

@@ -7,7 +7,7 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.readers.line_blocks import LineBlocks
+from datatrove_ckpt.readers.jsonl import LineBlocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.row_counts import RowCounts
 

@@ -353,7 +353,6 @@ class LineBlocks(BlockFile):
     The lines are counted once, and read again from the noted places. A row is a line that is not
     blank, even if it is damaged, which only parsing shows. A compressed file stays open, so parts
     in order are decompressed once.
-
     """
 
     def __init__(self, reader: JsonlReader, name: str) -> None:

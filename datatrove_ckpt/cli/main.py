@@ -550,6 +550,31 @@ def show() -> None:
 
 
 @_command(
+    "show",
+    _WHAT,
+    _argument("TARGET", "file.csv, file.jsonl, file.parquet, or hf://datasets/ORG/NAME"),
+    _OUTPUT,
+)
+def export() -> None:
+    """Write the output as one file, or to a dataset repository.
+
+    examples:
+      datatrove-ckpt export quickstart/checkpoints quickstart/answers.csv
+
+    (WHAT)
+
+    Documents are in the order of the input. A CSV has a column for each that any document has;
+    lists and dictionaries are JSON there. Parquet and the hub need pip install
+    'datatrove-ckpt[hub]'. A run may be active meanwhile: its complete chunks are written.
+
+    exit codes:
+      0  the file is written
+      1  the output cannot be read, or the file cannot be written
+      2  WHAT is no checkpoint, the file is there already, or a mistake on the command line
+    """
+
+
+@_command(
     "track",
     _WHAT,
     _argument(

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
+from datatrove_ckpt.cli.kept_input import keep_lines, keep_rows
 from datatrove_ckpt.cli.yaml_config import (
     SHORT_NAMES,
     build,
@@ -183,7 +183,7 @@ def expand(content: Node, only_look: bool = False) -> Node:
     root = Path(job.run_folder).expanduser()
     begun = recorded_settings(root / "checkpoints")
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
-    reader = _reader(_input(job, root, bool(begun), only_look), only_look)
+    reader = _reader(_input(job, root, only_look), only_look)
     job = _as_batch(job, reader, only_look, has_column)
     if tasks is None:
         tasks = _count_tasks(reader["init_args"], job, only_look)
@@ -405,7 +405,7 @@ def _executor(job: ShortJob, root: Path, executor: Node) -> Node:
 def run(
     *,
     run_folder: str | Path,
-    input: str | Path,
+    input: object,
     prompt: str | None = None,
     rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
@@ -415,6 +415,9 @@ def run(
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any
     others, by name.
 
+    Args:
+        input: as in ``ShortJob``; or rows, which are written to the run folder: see ``keep_rows``.
+
     Returns:
         The folder of the output, as a path; of a ``run_folder`` that is a URL, a URL. Both read
         what is there: see ``RunOutput``.
@@ -423,6 +426,8 @@ def run(
         ConfigError: a mistake in the arguments; nothing was started.
         CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
     """
+    if not isinstance(input, str | Path):
+        input = keep_rows(input, run_folder)
     content: Node = {"run_folder": run_folder, "input": input, "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
     for name, value in [*content.items()]:
@@ -664,19 +669,16 @@ def _reader(given: str, only_look: bool) -> Node:
     return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
 
-def _input(job: ShortJob, root: Path, begun: bool, only_look: bool) -> str:
+def _input(job: ShortJob, root: Path, only_look: bool) -> str:
     """Returns the input; of standard input, the file that keeps it for each start."""
     if job.input != "-":
         return job.input
-    path = root / "input" / "stdin.jsonl"
     content = b""
     if not (only_look or "://" in job.run_folder or sys.stdin.isatty()):
         content = sys.stdin.buffer.read()
-    if content and not begun:
-        files.disk.make_dirs(path.parent)
-        files.disk.replace(path, content)
-    elif content and not (path.exists() and path.read_bytes() == content):
-        raise _mistake(f"input: standard input differs from {path}, with which the run has begun.")
+    if content:
+        return str(keep_lines([content], root, "stdin"))
+    path = root / "input" / "stdin.jsonl"
     if not (only_look or path.exists()):
         raise _mistake("input: standard input is empty, or run_folder is a URL.")
     return str(path)

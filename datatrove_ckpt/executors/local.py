@@ -46,7 +46,6 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.generation.user_code import no_exit
-from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
@@ -139,15 +138,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             The statistics of all ranks, or None if all were complete already.
 
         Raises:
-            ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
         from datatrove_ckpt.run_folder.findings import run_checked
 
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
-        if self.workers == 1:  # other workers have loops of their own
-            refuse_nested("LocalPipelineExecutor.run")
         return run_checked(self)
 
     def run_ranks(self) -> PipelineStats | None:

@@ -422,7 +422,7 @@ def check_output_of_run(
 
     def add(rank: RankLedger) -> None:
         if rank.number < tasks:
-            job.add(rank)
+            job.add_rank(rank)
 
     try:  # all, before any file is called unknown
         commits = {

@@ -166,7 +166,7 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
     report = Report(place.folder, command)
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
-        report.sums.add(rank)
+        report.sums.add_rank(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
     report.output = output or find_output(place, report.ranks)

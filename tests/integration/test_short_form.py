@@ -814,7 +814,7 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
         command(*run, code=1)
         fails.clear()
         given(rows + rows)
-        assert "standard input differs from runs/x/input/stdin.jsonl" in command(*run, code=2).error
+        assert "differ from runs/x/input/stdin.jsonl" in command(*run, code=2).error
         given(b"")
         command(*run)
         given(rows)

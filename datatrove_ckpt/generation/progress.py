@@ -62,24 +62,6 @@ _MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
 
 
-class Newest:
-    """When a count last changed, as seen once a second."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._count = 0
-
-    def look(self, count: int) -> None:
-        if count != self._count:
-            self._count = count
-            self._at = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Returns the seconds since the last change."""
-        return time.monotonic() - self._at
-
-
 class ModelObserver:
     """Observes the servers of a model for a rank.
 
@@ -136,7 +118,8 @@ class RankReporter:
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
         self._models: dict[str, ModelObserver] = {}
-        self._newest = Newest()
+        self._ended = 0
+        self._ended_at = time.monotonic()  # when it last changed
         self._source: DocumentSource | None = None
         self.answers: deque[tuple[float, int, int]] = deque()
         self._spread = Spread()
@@ -151,7 +134,7 @@ class RankReporter:
         return self._models.setdefault(config.name, ModelObserver(self._serving))
 
     def _serving(self) -> None:
-        self._newest = Newest()
+        self._ended_at = time.monotonic()
         self._checkpoint.clock.serving()
 
     @property
@@ -277,7 +260,10 @@ class RankReporter:
 
     def _look(self) -> None:
         self._sum_up()
-        self._newest.look(self.own.documents + self.own.requests + self.own.failed)
+        ended = self.own.documents + self.own.requests + self.own.failed
+        if ended != self._ended:
+            self._ended = ended
+            self._ended_at = time.monotonic()
         for client in self.clients:
             client.servers.look()
 
@@ -309,7 +295,7 @@ class RankReporter:
         clients = self.clients
         if not clients and self._source is not None and not self._source.handed_over:
             return READING, 0.0, False
-        quiet = self._newest.seconds
+        quiet = time.monotonic() - self._ended_at
         if quiet >= _SILENCE_SECONDS and any(one.in_flight + one.pausing for one in clients):
             return "no answer", quiet, False
         for name, model in self._models.items():
@@ -347,13 +333,14 @@ class RankReporter:
         return found
 
     def _wait(self) -> Wait:
-        quiet = round(self._newest.seconds, 1)
+        now = time.monotonic()
+        quiet = round(now - self._ended_at, 1)
         all_started = self._source is not None and self._source.is_at_end
         attempts = filter(None, [client.oldest for client in self.clients])
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
         if oldest is None:
             return Wait(quiet, all_started=all_started)
-        seconds = round(time.monotonic() - oldest.started_at, 1)
+        seconds = round(now - oldest.started_at, 1)
         return Wait(quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started)
 
     def spread(self) -> Spread:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.generation.progress import Newest, RankReporter
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -53,7 +53,7 @@ async def test_a_long_id_is_cut():
     """
     target = Target()
     oldest = target.start_attempt(Request(Sender(), "word " * 100_000))
-    rank = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _newest=Newest())
+    rank = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _ended_at=0.0)
     document = RankReporter._wait(rank).document
     assert document == "word " * 40
 

@@ -285,17 +285,11 @@ class Buckets(Counter[int]):
     power of two.
     """
 
-    def add(self, value: float, times: int = 1) -> None:
+    def add(self, value: float) -> None:
         bucket = 0
         if value >= 1:
             bucket = int(math.log2(value) * 4) + 1
-        self[bucket] += times
-
-    def add_all(self, values: Sequence[int]) -> int:
-        """Adds values, equal ones at once. Returns their sum."""
-        for value, times in Counter(values).items():
-            self.add(value, times)
-        return sum(values)
+        self[bucket] += 1
 
     @staticmethod
     def lower(bucket: int) -> float:

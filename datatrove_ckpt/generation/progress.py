@@ -9,11 +9,9 @@ attempt. The storage thread adds its numbers, and writes the line
 from __future__ import annotations
 
 import asyncio
-import copy
 import sys
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,11 +98,10 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and
-            cached answers. Answers of servers are summed up once a second.
+        own: what this attempt did. The scheduler counts documents, ``Requests`` failures and cached
+            answers, and clients what they send.
         last: the last progress; empty before the end.
         end: how the attempt ended.
-        answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 
     def __init__(
@@ -121,9 +118,7 @@ class RankReporter:
         self._ended = 0
         self._ended_at = time.monotonic()  # when it last changed
         self._source: DocumentSource | None = None
-        self.answers: deque[tuple[float, int, int]] = deque()
         self._spread = Spread()
-        self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
         self.last = history.Progress()
         self.end: End | None = None
@@ -154,7 +149,12 @@ class RankReporter:
         """Counts an answer of a server; returns its tokens."""
         tokens = token_counts(answer.usage)
         prompt, completion = tokens
-        self.answers.append((answer.seconds, prompt, completion))
+        self.own.requests += 1
+        self.own.prompt_tokens += prompt
+        self.own.completion_tokens += completion
+        self._spread.milliseconds.add(1000 * answer.seconds)
+        self._spread.prompt_tokens.add(prompt)
+        self._spread.completion_tokens.add(completion)
         cached, reasoning = token_details(answer.usage)
         if cached or reasoning:
             cached = min(cached, prompt)
@@ -174,20 +174,8 @@ class RankReporter:
         if tier in tiers or len(tiers) < _MOST_TIERS:
             tiers[tier] = tiers.get(tier, 0) + 1
 
-    def _sum_up(self) -> None:
-        """Counts the new answers; groups equal values, so that each answer costs little."""
-        with self._lock:
-            new = [self.answers.popleft() for _ in range(len(self.answers))]
-            if new:
-                seconds, prompt, completion = zip(*new, strict=True)
-                self.own.requests += len(new)
-                self.own.prompt_tokens += self._spread.prompt_tokens.add_all(prompt)
-                self.own.completion_tokens += self._spread.completion_tokens.add_all(completion)
-                self._spread.milliseconds.add_all([int(1000 * each) for each in seconds])
-
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""
-        self._sum_up()
         written = self._checkpoint.resumed.finished.written
         return self.own.requests + self.own.cached + written > 0
 
@@ -259,7 +247,6 @@ class RankReporter:
                 report(self._rank, self.now())
 
     def _look(self) -> None:
-        self._sum_up()
         ended = self.own.documents + self.own.requests + self.own.failed
         if ended != self._ended:
             self._ended = ended
@@ -268,7 +255,6 @@ class RankReporter:
             client.servers.look()
 
     def now(self) -> RankProgress:
-        self._sum_up()
         position = self.position()
         return RankProgress(
             self._attempt,
@@ -318,7 +304,6 @@ class RankReporter:
 
     def progress(self) -> history.Progress:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
-        self._sum_up()
         # Copies of the counters: they grow while other threads add them up.
         errors = Counter(self.own.errors)
         own = replace(self.own, errors=errors, tiers=Counter(self.own.tiers))
@@ -345,9 +330,11 @@ class RankReporter:
 
     def spread(self) -> Spread:
         """Returns a copy of the histograms, because other threads read it later."""
-        self._sum_up()
-        with self._lock:
-            return copy.deepcopy(self._spread)
+        return Spread(
+            milliseconds=self._spread.milliseconds.copy(),
+            prompt_tokens=self._spread.prompt_tokens.copy(),
+            completion_tokens=self._spread.completion_tokens.copy(),
+        )
 
     def last_records(self, completed: bool) -> Sequence[Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""

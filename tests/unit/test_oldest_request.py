@@ -72,7 +72,9 @@ def test_each_answer_is_counted_once_whoever_asks_meanwhile(eager_threads):
     for thread in threads:
         thread.start()
     for number in range(20_000):
-        rank.answers.append((0.001 * (number % 7), 3, number % 2))
+        usage = {"prompt_tokens": 3, "completion_tokens": number % 2}
+        answer = SimpleNamespace(seconds=0.001 * (number % 7), usage=usage, service_tier="")
+        rank.answered(answer, SimpleNamespace(prices=None))
     ended.set()
     for thread in threads:
         thread.join()

@@ -24,7 +24,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 def progress(documents=7, at=0.0, attempt=1):
     """One in which each number is another, of a rank in the middle of its work."""
     own = WorkCounts(
-        documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, Counter({"timeout": 2, "HTTP 503": 3})
+        documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, errors=Counter({"timeout": 2, "HTTP 503": 3})
     )
     return Progress(
         at=at,

@@ -41,7 +41,6 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, explained, last_lines, seal, unseal
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
-    NUMBERS,
     DocumentCounts,
     Rates,
     Seconds,
@@ -258,7 +257,7 @@ class Progress(_Record):
         in_flight, waiting, in_work = data["q"]
         return cls(
             seconds=Seconds(*data["s"]),
-            documents=DocumentCounts(*data["d"][: len(NUMBERS)]),
+            documents=DocumentCounts.of_numbers(data["d"], reasons=Counter()),
             chunks=data["c"],
             total=_work(data, "all", ""),
             own=_work(data, "own", "own_"),
@@ -275,7 +274,7 @@ class Progress(_Record):
 def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
     errors = _named_counts(data[f"{prefix}err"])
     tiers = _named_counts(data.get(f"{prefix}tier", {}))
-    return WorkCounts.from_json(data[numbers], errors, tiers)
+    return WorkCounts.of_numbers(data[numbers], errors=errors, tiers=tiers)
 
 
 class Buckets(Counter[int]):

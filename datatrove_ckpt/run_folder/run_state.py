@@ -28,7 +28,6 @@ from datatrove_ckpt.checkpoint.history import (
     History,
     InputPosition,
     Progress,
-    Silence,
     Wait,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
@@ -285,19 +284,19 @@ def to_json(state: RunState) -> bytes:
         "missing": state.missing,
         "gone": state.gone,
         "foreign": state.foreign,
-        "workers": [worker._asdict() for worker in state.workers],
-        "given_up": {str(rank): cause for rank, cause in state.given_up.items()},
+        "workers": state.workers,
+        "given_up": state.given_up,
         "totals": state.totals,
         "retried": state.retried,
         "ranks": [*state.ranks, *state.retries],
     }
-    return orjson.dumps(content, _plain, orjson.OPT_INDENT_2)
+    return orjson.dumps(content, _plain, orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
 
 
 def _plain(value: object) -> object:
     if isinstance(value, InputPosition):
         return {**value._asdict(), "share": value.share}
-    if isinstance(value, Silence | Wait | SkippedLines):
+    if isinstance(value, Wait | SkippedLines | Claimant):
         return value._asdict()
     return str(value)  # a path
 

@@ -56,7 +56,7 @@ def minute(number):
     """A line as long as that of a rank in the middle of a large run."""
     own = WorkCounts(
         *(number * factor for factor in range(100, 110)),
-        Counter(timeout=number, **{"HTTP 503": number}),
+        errors=Counter(timeout=number, **{"HTTP 503": number}),
     )
     return Progress(
         at=1.8e9 + 60 * number + 0.123,

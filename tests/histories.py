@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from datatrove_ckpt.checkpoint.history import (
     End,
-    InputPosition,
     Progress,
     Record,
     ServerEvent,
@@ -18,7 +17,7 @@ from datatrove_ckpt.checkpoint.history import (
 )
 from datatrove_ckpt.checkpoint.lines import unseal, whole_lines
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 
 def progress(documents=7, at=0.0, attempt=1):

@@ -46,7 +46,7 @@ from datatrove_ckpt.checkpoint.numbers import (
     Seconds,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
 """A server: is started; answers; was started for an earlier rank of this process, and answers; died
@@ -64,29 +64,6 @@ _PROGRESS = b'"k":"progress"'
 _SPREAD = b'"k":"spread"'
 _START = b'"k":"start"'
 _EVENTS = (_START, b'"k":"server"', b'"k":"end"')
-
-
-class InputPosition(NamedTuple):
-    """How much of its input a rank has read.
-
-    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
-    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this one on
-    have no input; None if it is not known.
-    """
-
-    done: int = 0
-    total: int | None = None
-    unit: Literal["bytes", "rows"] | None = None
-    tasks: int | None = None
-
-    @property
-    def share(self) -> float | None:
-        """From 0 to 1; None if it is not known. An empty input is done."""
-        if self.unit is None or self.total is None:
-            return None
-        if not self.total:
-            return 1.0
-        return min(1.0, self.done / self.total)
 
 
 class Silence(NamedTuple):

@@ -1,11 +1,15 @@
-"""WorkCounts: what a rank did, counted where it happens. The history keeps it, displays show it."""
+"""What a rank did, counted where it happens, and how far it is. The history keeps it, displays show
+it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
+
+Unit = Literal["bytes", "rows"]
 
 
 class Added:
@@ -77,3 +81,26 @@ class WorkCounts(Added):
     def lost(self) -> int:
         """Attempts that ended without an answer, and whose request was sent again."""
         return self.retries + self.resent
+
+
+class InputPosition(NamedTuple):
+    """How much of its input a rank has read.
+
+    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
+    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this one on
+    have no input; None if it is not known.
+    """
+
+    done: int = 0
+    total: int | None = None
+    unit: Unit | None = None
+    tasks: int | None = None
+
+    @property
+    def share(self) -> float | None:
+        """From 0 to 1; None if it is not known. An empty input is done."""
+        if self.unit is None or self.total is None:
+            return None
+        if not self.total:
+            return 1.0
+        return min(1.0, self.done / self.total)

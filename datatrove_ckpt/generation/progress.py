@@ -23,7 +23,6 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.history import (
     End,
-    InputPosition,
     Record,
     ServerEvent,
     ServerWhat,
@@ -34,7 +33,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
@@ -188,8 +187,6 @@ class RankReporter:
         if source is None:
             return InputPosition()
         reached = source.reached()
-        if reached.unit is None:
-            return InputPosition()
         # A reader is ahead of the rank, so documents are taken to be equal:
         #
         #     done = what lies before the last document handed over * documents finished / documents
@@ -203,7 +200,7 @@ class RankReporter:
         done = round(done * (self._before + self.own.documents) / max(known, 1))
         if reached.total is not None:
             done = min(done, reached.total)
-        return InputPosition(done, reached.total, reached.unit, reached.tasks)
+        return reached._replace(done=done)
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
@@ -255,17 +252,13 @@ class RankReporter:
             client.servers.look()
 
     def now(self) -> RankProgress:
-        position = self.position()
         return RankProgress(
             self._attempt,
             self._before + self.own.documents,
             (self.own.documents, self.own.requests + self.own.failed, self.own.completion_tokens),
-            position.share,
-            position.total,
-            position.unit,
+            self.position(),
             *self._state(),
             sum(client.in_flight for client in self.clients),
-            position.tasks,
         )
 
     def _state(self) -> tuple[str, float, bool]:

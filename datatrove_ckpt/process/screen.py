@@ -27,6 +27,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural
 from datatrove_ckpt.common.time_left import time_left
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.process.parent_watch import end_managers
 
 WAITING = "waiting for the server"
@@ -45,32 +46,27 @@ class RankProgress(NamedTuple):
         attempt: another number for each start.
         documents: finished, in all attempts.
         work: documents, requests that ended, and completion tokens of this attempt.
-        share: of the input, from 0 to 1; None if unknown.
-        size: of the input, in ``unit``, "bytes" or "rows".
+        position: how much of the input is done.
         state: instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
         in_flight: requests.
-        tasks: ranks from this one on have no input; None if it is not known.
     """
 
     attempt: int
     documents: int
     work: tuple[int, int, int] = (0, 0, 0)
-    share: float | None = None
-    size: int | None = None
-    unit: str | None = None
+    position: InputPosition = InputPosition()
     state: str = ""
     seconds: float = 0.0
     is_outage: bool = False
     in_flight: int = 0
-    tasks: int | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether the rank has read something, or finished documents of an input without
         positions.
         """
-        return self.unit is not None or self.work[0] > 0
+        return self.position.unit is not None or self.work[0] > 0
 
 
 class _Work(NamedTuple):
@@ -125,8 +121,9 @@ class RunProgress:
             self.documents -= last.documents
             if last.attempt == progress.attempt:
                 before = last.work
-        if progress.tasks is not None:
-            self._with_input = min(self._with_input, progress.tasks)
+        tasks = progress.position.tasks
+        if tasks is not None:
+            self._with_input = min(self._with_input, tasks)
         grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
         self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
         if any(grown):
@@ -146,7 +143,7 @@ class RunProgress:
             self.documents += documents
         elif rank < self._with_input:
             self._ended += 1
-            self._ended_size += last.size or 0
+            self._ended_size += last.position.total or 0
 
     def is_complete(self, rank: int) -> bool:
         return rank in self._done
@@ -184,12 +181,12 @@ class RunProgress:
         reading = self._reading
         complete = min(self._elsewhere, self._with_input)
         number = self._ended + len(reading)
-        done = float(self._ended_size)
-        total = self._ended_size + sum(one.size or 0 for one in reading)
+        done = total = self._ended_size
         for one in reading:
-            if one.share is None:
+            if one.position.share is None:
                 return None
-            done += one.share * (one.size or 0)
+            done += one.position.done
+            total += one.position.total or 0
         if not total:
             return complete / self.ranks or None
         mean = total / number

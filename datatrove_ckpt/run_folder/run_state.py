@@ -26,7 +26,6 @@ from datatrove_ckpt.checkpoint.history import (
     WAITS_FOR_BATCHES,
     AttemptSummary,
     History,
-    InputPosition,
     Progress,
     Wait,
 )
@@ -41,7 +40,7 @@ from datatrove_ckpt.claims.claims import Claimant
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.common.time_left import time_left
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.

@@ -10,7 +10,6 @@ import pytest
 from datatrove_ckpt.checkpoint.history import (
     End,
     HistoryLog,
-    InputPosition,
     Progress,
     Start,
     Wait,
@@ -19,7 +18,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.generation import progress
 from tests.histories import History, read_history
 

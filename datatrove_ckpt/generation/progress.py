@@ -12,7 +12,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -59,34 +59,6 @@ _MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
 
 
-class ModelObserver:
-    """Observes the servers of a model for a rank.
-
-    Attributes:
-        client: None until the servers are ready.
-        early: requests that wait for that.
-        outages: the outage clocks of the servers, also while they are not ready.
-    """
-
-    def __init__(self, on_serving: Callable[[], None]) -> None:
-        self.client: CompletionClient | None = None
-        self.early = 0
-        self._on_serving = on_serving
-        self.outages: list[Outage] = []
-
-    async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
-        self.early += 1
-        try:
-            return await asyncio.shield(client)
-        finally:
-            self.early -= 1
-
-    def serving(self, client: CompletionClient) -> None:
-        self.client = client
-        self.outages.append(client.outage)
-        self._on_serving()
-
-
 class RankReporter:
     """One rank's progress in this attempt.
 
@@ -99,6 +71,8 @@ class RankReporter:
     Attributes:
         own: what this attempt did. The scheduler counts documents, ``Requests`` failures and cached
             answers, and clients what they send.
+        clients: of the models whose servers are ready.
+        outages: the outage clocks of the servers, also while they are not ready.
         last: the last progress; empty before the end.
         end: how the attempt ended.
     """
@@ -113,7 +87,9 @@ class RankReporter:
         self._interval = interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
-        self._models: dict[str, ModelObserver] = {}
+        self.clients: list[CompletionClient] = []
+        self.outages: list[Outage] = []
+        self._early = Counter[str]()
         self._ended = 0
         self._ended_at = time.monotonic()  # when it last changed
         self._source: DocumentSource | None = None
@@ -124,24 +100,26 @@ class RankReporter:
 
     # what happens --------------------------------------------------------------------------------
 
-    def of(self, config: InferenceConfig) -> ModelObserver:
-        return self._models.setdefault(config.name, ModelObserver(self._serving))
-
-    def _serving(self) -> None:
+    def serving(self, client: CompletionClient) -> None:
+        self.clients.append(client)
+        self.outages.append(client.outage)
         self._ended_at = time.monotonic()
         self._checkpoint.clock.serving()
 
-    @property
-    def clients(self) -> list[CompletionClient]:
-        return [model.client for model in self._models.values() if model.client is not None]
+    async def until(self, name: str, client: asyncio.Future[CompletionClient]) -> CompletionClient:
+        """Waits for the servers of a model."""
+        self._early[name] += 1
+        try:
+            return await asyncio.shield(client)
+        finally:
+            self._early[name] -= 1
 
     def silence(self) -> Silence:
         longest = Silence()
-        for model in self._models.values():
-            for one in model.outages:
-                failing = Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
-                hanging = Silence(round(one.hangs, 1), model=one.model)
-                longest = max(longest, failing, hanging)
+        for one in self.outages:
+            failing = Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
+            hanging = Silence(round(one.hangs, 1), model=one.model)
+            longest = max(longest, failing, hanging)
         return longest
 
     def answered(self, answer: Completion, config: InferenceConfig) -> tuple[int, int]:
@@ -277,11 +255,11 @@ class RankReporter:
         quiet = time.monotonic() - self._ended_at
         if quiet >= _SILENCE_SECONDS and any(one.in_flight + one.pausing for one in clients):
             return "no answer", quiet, False
-        for name, model in self._models.items():
-            if not clients:
-                return WAITING, 0.0, False
-            if model.client is None and model.early:
-                return f"{WAITING} of {name}", 0.0, False
+        if not clients:
+            return WAITING, 0.0, False
+        early = next((name for name, number in self._early.items() if number), None)
+        if early is not None:
+            return f"{WAITING} of {early}", 0.0, False
         return "", 0.0, False
 
     # the history ---------------------------------------------------------------------------------
@@ -304,7 +282,7 @@ class RankReporter:
         for client in self.clients:
             found.in_flight += client.in_flight
             found.waiting += client.waiting
-        found.waiting += sum(model.early for model in self._models.values())
+        found.waiting += self._early.total()
         found.wait = self._wait()
         found.silence = self.silence()
         found.skipped = self.skipped

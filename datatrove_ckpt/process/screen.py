@@ -221,20 +221,18 @@ class RunProgress:
         """Names a server outage, or the common state of all ranks at work."""
         if not (self._at_work or self._ended):
             return "starting"
-        outages = self._outages
-        if outages:
-            longest = max(outages, key=lambda progress: progress.seconds)
-            return f"{longest.state} for {duration(longest.seconds)}"
-        at_work = self._at_work.values()
-        if len({progress.state for progress in at_work}) != 1:
-            return ""
-        newest = min(at_work, key=lambda progress: progress.seconds)
-        # Short tasks that have just begun.
-        if newest.state in (WAITING, READING) and self.rates().documents:
-            return ""
-        if not newest.seconds:
-            return newest.state
-        return f"{newest.state} for {duration(newest.seconds)}"
+        shown = max(self._outages, key=lambda one: one.seconds, default=None)
+        if shown is None:
+            at_work = self._at_work.values()
+            if len({one.state for one in at_work}) != 1:
+                return ""
+            shown = min(at_work, key=lambda one: one.seconds)
+            # Short tasks that have just begun.
+            if shown.state in (WAITING, READING) and self.rates().documents:
+                return ""
+        if not shown.seconds:
+            return shown.state
+        return f"{shown.state} for {duration(shown.seconds)}"
 
     @property
     def head(self) -> str:

@@ -563,9 +563,9 @@ def _stuck(recent: History, last: Progress, now: float) -> str:
             return f"{text} ({event.why})"
         return text
     text = f"{nothing}: {plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
-    if recent.window is not None:
+    if recent.then is not None:
         lately = Counter(last.own.errors)
-        lately.subtract(recent.window[0].own.errors)
+        lately.subtract(recent.then.own.errors)
         errors = ", ".join(f"{count} {name}" for name, count in lately.most_common(3) if count > 0)
         if errors:
             text = f"{text}; errors in the last {duration(recent.seconds)}: {errors}"

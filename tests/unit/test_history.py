@@ -97,7 +97,7 @@ def test_damage_in_the_middle_stays_and_costs_no_other_line(path):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1].replace(b"progress", b"prigress") + lines[2])
     log = HistoryLog(path, 2)
-    assert log.earlier == minute(3).own
+    assert log.earlier.total == minute(3).own
     log.append([minute(4)])
     assert [record.chunks for record in progress_of(path)] == [1, 3, 4]
 
@@ -127,7 +127,7 @@ def test_thinning_keeps_events_and_the_ends_of_attempts():
 def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path):
     skipped = SkippedLines(damaged=3, without_text=4)
     HistoryLog(tmp_path / "history.jsonl", 1).append([Progress(at=1.0, skipped=skipped)])
-    assert HistoryLog(tmp_path / "history.jsonl", 2).skipped == skipped
+    assert HistoryLog(tmp_path / "history.jsonl", 2).earlier.skipped == skipped
 
 
 async def test_an_attempt_adds_lines_ever_more_rarely_and_at_last_one_each_minute(monkeypatch):

@@ -296,9 +296,9 @@ class Spread(_Record):
     @classmethod
     def read(cls, data: Json) -> Spread:
         return cls(
-            milliseconds=Buckets(data["ms"]),
-            prompt_tokens=Buckets(data["pt"]),
-            completion_tokens=Buckets(data["ct"]),
+            milliseconds=Buckets(dict(data["ms"])),
+            prompt_tokens=Buckets(dict(data["pt"])),
+            completion_tokens=Buckets(dict(data["ct"])),
         )
 
 

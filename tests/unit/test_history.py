@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.checkpoint.history import (
+    Buckets,
     End,
     HistoryLog,
     Progress,
+    Spread,
     Start,
     Wait,
     thinned,
@@ -46,6 +48,11 @@ def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
     found = read_history(written(tmp_path / "history.jsonl", [line])).records[0]
     assert found.wait.document == "a b [2J"
     assert found.total.tiers == found.own.tiers == {"flex all is well": 1}
+
+
+def test_histograms_come_back_as_they_were_written(tmp_path):
+    spread = Spread(at=1.0, attempt=1, milliseconds=Buckets({3: 2, 17: 1}))
+    assert read_history(written(tmp_path / "history.jsonl", [spread])).records == [spread]
 
 
 # ``HistoryLog``: what is appended to a rank's history, and how its size is bounded ---------------

@@ -304,11 +304,11 @@ class RankFiles:
 
         An attempt that has read nothing yet has its predecessor's position.
         """
-        progress.skipped = progress.skipped or self._history.skipped
+        progress.skipped = progress.skipped or self._history.earlier.skipped
         if progress.position.unit is not None:
             position = progress.position
         else:
-            position = self._history.position
+            position = self._history.earlier.position
         if is_done and position.total is not None:
             position = position._replace(done=position.total)
         progress.position = position

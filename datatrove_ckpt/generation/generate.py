@@ -52,7 +52,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
-from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -120,7 +120,6 @@ class Model:
     """
 
     config: InferenceConfig
-    observer: ModelObserver
     client: asyncio.Future[CompletionClient]
     usual: Way
     batches: Batches | None
@@ -485,7 +484,7 @@ class Requests:
                     if model.client.done():
                         client = model.client.result()
                     else:
-                        client = await model.observer.until(model.client)
+                        client = await rank.observer.until(model.config.name, model.client)
                     if model.batches is not None and way.is_shared:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:

@@ -27,6 +27,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
@@ -34,7 +35,6 @@ from datatrove_ckpt.generation.user_code import exit_error
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import call_soon, end_fork
 from datatrove_ckpt.readers import SeekingReader
-from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
@@ -261,14 +261,14 @@ class DocumentSource:
     def is_at_end(self) -> bool:
         return self._ended and self._error is None and not self._buffer
 
-    def reached(self) -> Reached:
+    def reached(self) -> InputPosition:
         """Returns how much of the input lies before the end of the last document that was handed
         over.
         """
         if self._length is not None:
-            return Reached(self._first + self.handed_over, self._length, "rows")
+            return InputPosition(self._first + self.handed_over, self._length, "rows")
         if self._newest is None or self._readers.count != 1:
-            return UNKNOWN
+            return InputPosition()
         return self._newest[2].reached(self._newest)
 
     def shard(self) -> State:

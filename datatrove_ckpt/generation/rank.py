@@ -366,7 +366,7 @@ class _Run:
             models,
             self.rank,
             sender,
-            progress.of(config).outages.append,
+            progress.outages.append,
         )
 
     async def _generate(

@@ -213,7 +213,6 @@ class Scheduler:
         self.models = {
             name: Model(
                 config,
-                self.observer.of(config),
                 self._loop.create_future(),
                 usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
@@ -320,7 +319,7 @@ class Scheduler:
         await self._server_needed.wait()
         try:
             async with self.connect(model.config) as (client, watch):
-                model.observer.serving(client)
+                self.observer.serving(client)
                 self._document_limit.follow(model.config, client.servers.router, client.sender)
                 model.client.set_result(client)
                 watching = asyncio.ensure_future(watch())

@@ -58,6 +58,9 @@ _PACING = re.compile(r"(_?asyncio|concurrent|logging|loguru|_?queue|_?threading|
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_BYTECODE = (
+    "without its source, code is compared by its bytecode, which differs between Python versions"
+)
 _MAX_OBJECTS = 5000
 _MAX_EXACT = 2**53
 
@@ -262,18 +265,6 @@ def type_name(cls: type) -> str:
 
 
 # what a pickle holds -----------------------------------------------------------------------------
-
-
-def is_importable(function: types.FunctionType) -> bool:
-    """Whether an import gives the function, so that a pickle holds only its name."""
-    found: Any = sys.modules.get(function.__module__)
-    if function.__module__ in MAIN:
-        return False
-    for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    while found is not None and found is not function:
-        found = getattr(found, "__wrapped__", None)
-    return found is function
 
 
 Key = tuple[str, str]
@@ -579,7 +570,7 @@ class _Walk:
         return fields
 
     def notes(self) -> dict[str, str]:
-        notes: dict[str, str] = {}
+        notes = dict.fromkeys(self.bytecode, _BYTECODE)
         for unit in self.units.values():
             for one in unit.statements[:1]:
                 way = " -> ".join(dict.fromkeys(unit.way))

@@ -30,7 +30,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import Veil, environment_secrets, is_surely_secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.code_description import cells, is_importable
+from datatrove_ckpt.generation.code_description import cells
 from datatrove_ckpt.generation.code_statements import loaded_names
 from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
 
@@ -189,6 +189,7 @@ class _Look:
         self._name = name
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
         self._places: dict[int, str] = {}
+        self._functions: dict[int, types.FunctionType] = {}
         self._variables = environment_secrets(is_surely_secret)
 
     def pickle(self, value: object) -> None:
@@ -204,6 +205,9 @@ class _Look:
             pickler.dump(value)
 
     def _look(self, thing: Any) -> None:
+        # The code of a function that is not written by its name; functions may share it.
+        if function := self._functions.get(id(thing)):
+            self._check(function.__qualname__, _variables(function))
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
@@ -214,8 +218,7 @@ class _Look:
             if thing.get("__name__") not in sys.modules:
                 self._check(place, thing)
         elif isinstance(thing, types.FunctionType):
-            if not is_importable(thing):
-                self._check(thing.__qualname__, _variables(thing))
+            self._functions[id(thing.__code__)] = thing
             script = vars(sys.modules["__main__"])
             if thing.__globals__ is script:
                 used = loaded_names(thing.__code__) & script.keys()

@@ -32,7 +32,6 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.machinery import PathFinder
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -659,16 +658,15 @@ def _find(folder: str, level: int, module: str) -> str:
         return os.path.normpath(os.path.join(folder, *[os.pardir] * (level - 1), *parts))  # noqa: PTH118
     if parts[0] in sys.stdlib_module_names:
         return ""
-    spec = getattr(sys.modules.get(parts[0]), "__spec__", None)
-    try:
-        spec = spec or PathFinder.find_spec(parts[0], [folder, *sys.path])
-    except (ImportError, ValueError):
-        return ""
-    places = [*(getattr(spec, "submodule_search_locations", None) or [])]
-    origin = getattr(spec, "origin", None)
-    if origin:
-        places.append(origin.removesuffix(".py"))
-    return os.path.join(os.path.abspath(places[0]), *parts[1:]) if places else ""  # noqa: PTH100, PTH118
+    file = getattr(sys.modules.get(parts[0]), "__file__", None)
+    if file:
+        top = file.removesuffix(".py").removesuffix(f"{os.sep}__init__")
+        return os.path.join(os.path.abspath(top), *parts[1:])  # noqa: PTH100, PTH118
+    for base in (folder, *sys.path):
+        top = os.path.join(os.path.abspath(base), parts[0])  # noqa: PTH100, PTH118
+        if os.path.isdir(top) or os.path.isfile(f"{top}.py"):  # noqa: PTH112, PTH113
+            return os.path.join(top, *parts[1:])  # noqa: PTH118
+    return ""
 
 
 def is_away(root: Root) -> bool:

@@ -396,18 +396,17 @@ def _called(node: ast.AST) -> set[str]:
 
 def chain_of(node: Any) -> Chain:
     """``("a", "b")`` for ``a.b``, ``a.b[0]`` and ``a.b().c``."""
-    if isinstance(node, ast.Attribute):
-        inner = chain_of(node.value)
-        if isinstance(node.value, ast.Name | ast.Attribute) and inner:
-            return (*inner, node.attr)
-        return inner
-    if isinstance(node, ast.Subscript):
-        return chain_of(node.value)
-    if isinstance(node, ast.Call):
-        return chain_of(node.func)
-    if isinstance(node, ast.Name):
-        return (node.id,)
-    return ()
+    attributes: Chain = ()
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute):
+            attributes = (node.attr, *attributes)
+            node = node.value
+        elif isinstance(node, ast.Subscript | ast.Call):
+            attributes = ()
+            node = getattr(node, "func", None) or node.value
+        else:
+            return ()
+    return (node.id, *attributes)
 
 
 def _targets(node: Any) -> set[str]:

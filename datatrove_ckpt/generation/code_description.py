@@ -284,9 +284,9 @@ _SUBCLASSES = frozenset("ABCMeta EnumMeta __init_subclass__ __subclasses__ type"
 _OUTSIDE = frozenset("CLI argv cli parse_args parse_known_args stdin".split())  # noqa: SIM905
 _UNSTABLE = frozenset(
     """
-    TemporaryDirectory check_output choice ctime cwd frozenset getcwd gethostname getoutput getpid
+    TemporaryDirectory check_output choice ctime cwd getcwd gethostname getoutput getpid
     gettempdir hash id mkdtemp monotonic node now object perf_counter popen randint random run
-    sample set shuffle strftime time time_ns today token_hex urandom utcnow uuid1 uuid4
+    sample shuffle strftime time time_ns today token_hex urandom utcnow uuid1 uuid4
     """.split()  # noqa: SIM905
 )
 """Calls whose results differ at each start: what is named after them is not compared by value."""
@@ -743,8 +743,7 @@ def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescri
     own = {**walk.fields(True, {}), **walk.bytecode}
     left = []
     for label, value in values.items():
-        is_set = isinstance(value, dict) and not {"(set)", "(frozenset)"}.isdisjoint(value)
-        if not unstable.isdisjoint(label.split(".")[1:]) and not is_set:
+        if not unstable.isdisjoint(label.split(".")[1:]):
             left.append(label)
         elif label.rpartition(".")[0] not in partly or label.rpartition(".")[2] in names:
             own[label] = value

@@ -388,10 +388,7 @@ def words_of(node: ast.AST) -> set[str]:
 
 
 def _called(node: ast.AST) -> set[str]:
-    names = {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
-    if any(isinstance(one, ast.Set | ast.SetComp) for one in ast.walk(node)):
-        names.add("set")
-    return names
+    return {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
 
 
 def chain_of(node: Any) -> Chain:

@@ -212,6 +212,7 @@ class Statement:
         documented: docstrings and hints count.
 
     Attributes:
+        source: its file, or the notebook of its cell.
         binds: the names of the file that it binds.
         changes: chains of what it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
         passed: chains of what it passes to a call, which may change it.
@@ -221,7 +222,8 @@ class Statement:
         texts_at_import: its strings outside of functions' bodies.
     """
 
-    def __init__(self, file: str, node: Any, documented: bool) -> None:
+    def __init__(self, source: CodeSource, file: str, node: Any, documented: bool) -> None:
+        self.source = source
         self.file = file
         self.index = 0
         self.line = node.lineno
@@ -398,9 +400,12 @@ def chain_of(node: Any) -> Chain:
         if isinstance(node, ast.Attribute):
             attributes = (node.attr, *attributes)
             node = node.value
-        elif isinstance(node, ast.Subscript | ast.Call):
+        elif isinstance(node, ast.Subscript):
             attributes = ()
-            node = getattr(node, "func", None) or node.value
+            node = node.value
+        elif isinstance(node, ast.Call):
+            attributes = ()
+            node = node.func
         else:
             return ()
     return (node.id, *attributes)
@@ -468,7 +473,7 @@ class CodeSource:
             # What cannot be parsed cannot be imported.
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
                 body = parse(text).body
-                found += [Statement(file, node, self._documented) for node in _apart(body)]
+                found += [Statement(self, file, node, self._documented) for node in _apart(body)]
         # A definition that a later one of its name replaces before it is used does not count.
         replaced: set[str] = set()
         kept: list[Statement] = []

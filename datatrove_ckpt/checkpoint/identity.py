@@ -192,7 +192,6 @@ NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "f
 
 Earlier builds of 0.2.0 wrote ``forked``.
 """
-_VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
 def stamped(fields: Json) -> Json:
@@ -233,11 +232,9 @@ def check_format(
     writer = content.get(WRITTEN_BY, written_by)
     who = "another datatrove-ckpt"
     get = "the version that wrote it"
-    if isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None:
+    if isinstance(writer, str) and writer != __version__:
         who = f"datatrove-ckpt {writer}"
-        get = who
-        if number >= known.stop:
-            get = f"{who} or newer"
+        get = f"{who} or newer"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
         f"which reads format {number_range(known.start, known.stop)}. Nothing was changed. "

@@ -118,10 +118,12 @@ def say_missing(*things: object, sent: bool) -> None:
     if sent:
         along = {*own_modules(), "datatrove", "datatrove_ckpt"}
     paths = [Path(entry).resolve() for entry in sys.path]
-    modules = {
-        thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing)
-        for thing in things
-    }
+    modules = set()
+    for thing in things:
+        if isinstance(thing, functools.partial):
+            thing = thing.func
+        field = "__name__" if isinstance(thing, types.ModuleType) else "__module__"
+        modules.add(str(getattr(thing, field, "")))
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
     for name in sorted(tops - along):
         if not (places := places_of(name)):
@@ -139,16 +141,6 @@ def say_missing(*things: object, sent: bool) -> None:
                 "script alone. The tasks find it if they have it, too: `export "
                 f"PYTHONPATH={folder}` before you submit, or install the module."
             )
-
-
-def _module_of(thing: object) -> str:
-    if isinstance(thing, functools.partial):
-        return _module_of(thing.func)
-    if isinstance(thing, type | types.FunctionType):
-        owner = thing
-    else:
-        owner = type(thing)
-    return str(owner.__module__)
 
 
 @contextmanager

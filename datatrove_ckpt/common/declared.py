@@ -166,8 +166,8 @@ def _takes(kind: Any, value: object) -> bool:
     if outer is Literal:
         choices = typing.get_args(kind)
         return any(choice == value and type(choice) is type(value) for choice in choices)
-    if outer is list and isinstance(value, list | tuple):
-        return all(takes(inner, item) for item in value for inner in typing.get_args(kind))
+    if kind == list[str] and isinstance(value, list | tuple):
+        return all(isinstance(item, str) for item in value)
     if outer in _PLAIN:
         return isinstance(value, _PLAIN[outer]) and (outer is bool or not isinstance(value, bool))
     if outer is Any or not inspect.isclass(outer) or not isinstance(value, _DATA):

@@ -186,9 +186,9 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims.claims import claimants, given_up, open_reader
+        from datatrove_ckpt.claims.claims import claimants, given_up, open_store
 
-        reader = open_reader(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
+        reader = open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
         causes = given_up(reader)
         at_work = [worker for worker in claimants(reader) if worker.is_alive]
         if causes and not at_work:

@@ -36,7 +36,7 @@ from datatrove_ckpt.common.formatting import parse_bytes
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.readers.tables import Numbers
+from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.blocks import FilesReader
 from datatrove_ckpt.torch.index import Index, InputRow, RowSource, json_row
 from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness

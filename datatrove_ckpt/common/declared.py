@@ -228,7 +228,7 @@ def _word(kind: Any) -> str:
     if typing.get_origin(kind) is Annotated:
         return f"{_word(origin(kind))} {kind.__metadata__[0].rule}"
     if is_callable(kind):
-        return "an import path such as my_module.my_function"
+        return "a function, such as my_module.my_function"
     name = getattr(origin(kind), "__name__", str(kind))
     article = "a"
     if name[0] in "AEIOU":

@@ -13,8 +13,3 @@ A launch tries again the ranks that an earlier launch gave up.
 """
 JsonObject = dict[str, Any]
 """An object of a JSON text, as a parser returns it."""
-
-
-def datatrove_arguments(given: dict[str, Any], *own: str) -> dict[str, Any]:
-    """Leaves only the arguments of datatrove's class in the ``locals()`` of an ``__init__``."""
-    return {name: value for name, value in given.items() if name not in ("self", "__class__", *own)}

@@ -107,6 +107,17 @@ def filled_cells(share: float, cells: int, rest: str = " ") -> str:
     return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, rest)
 
 
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def seconds_of(text: str) -> float | None:
+    """Returns the seconds of a text such as 90m or 1.5h; None: it is no duration."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d|)", text)
+    if match is None:
+        return None
+    return float(match[1]) * _SECONDS[match[2]]
+
+
 def duration(seconds: float) -> str:
     """Returns "0.21 ms", "6.6 s", "2.1 min", "6 h"."""
     units = (

@@ -56,7 +56,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     has_right_types,
 )
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import Fenced
+from datatrove_ckpt.errors import Fenced, printable
 from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.mirror.sealing import Seal, without_seal
 
@@ -125,6 +125,11 @@ class Part:
     size: int
     xxh128: str
     sha256: str = ""
+
+    def is_whole(self, data: bytes) -> bool:
+        if len(data) != self.size or xxhash.xxh3_128_hexdigest(data) != self.xxh128:
+            return False
+        return not self.sha256 or hashlib.sha256(data).hexdigest() == self.sha256
 
     def to_json(self) -> dict[str, str | int]:
         return {name: value for name, value in asdict(self).items() if value or name != "sha256"}
@@ -293,8 +298,8 @@ class Damaged(Exception):
 
 class Versions:
     def __init__(self, url: str) -> None:
-        self._store = ObjectStore(url)
-        self.url = self._store.url
+        self.store = ObjectStore(url)
+        self.url = self.store.url
         self._seal = Seal(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
@@ -304,7 +309,7 @@ class Versions:
         """
         ownerships: list[Ownership] = []
         versions: list[Version] = []
-        for match in filter(None, map(_NAME.fullmatch, self._store.names())):
+        for match in filter(None, map(_NAME.fullmatch, self.store.names())):
             if match[1] == Ownership.kind:
                 ownerships.append(Ownership(int(match[2]), match[3]))
             else:
@@ -314,14 +319,6 @@ class Versions:
     def all_versions(self) -> list[Version]:
         """Oldest first."""
         return self.listing()[1]
-
-    def write_ownership(self, ownership: Ownership, owner: Json) -> None:
-        """Makes this process the owner: every earlier owner stops when it sees the object."""
-        self._store.put(ownership.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
-
-    def owner_text(self, ownership: Ownership) -> str:
-        content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
-        return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
     def newest(
         self, versions: list[Version], use: Callable[[Version], T], problems: list[str]
@@ -348,7 +345,7 @@ class Versions:
             VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none
                 of them is tried.
         """
-        body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
+        body = unseal(self.store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
         if body is None:
             raise Damaged("its manifest is damaged")
         if trusted:
@@ -356,14 +353,11 @@ class Versions:
         return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
-        self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
-
-    def remove(self, name: str) -> None:
-        self._store.delete(name)
+        self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def put_object(self, name: str, data: bytes) -> Part:
-        self._store.put(f"objects/{name}", data)
-        self._store.copy(f"objects/{name}", f"copies/{name}", data)
+        self.store.put(f"objects/{name}", data)
+        self.store.copy(f"objects/{name}", f"copies/{name}", data)
         strong = ""
         if self._seal.is_on:
             strong = hashlib.sha256(data).hexdigest()
@@ -376,8 +370,8 @@ class Versions:
             Damaged: neither is.
         """
         for folder in ("objects", "copies"):
-            data = self._store.read(f"{folder}/{part.name}", part.size)
-            if data is not None and _is_part(data, part):
+            data = self.store.read(f"{folder}/{part.name}", part.size)
+            if data is not None and part.is_whole(data):
                 return data
             if folder == "objects":
                 logger.warning(
@@ -389,15 +383,9 @@ class Versions:
     def list_objects(self) -> set[tuple[str, str]]:
         """Returns folder and name of every object, of both copies. Foreign names are left out."""
         names = (
-            (folder, name) for folder in ("objects", "copies") for name in self._store.names(folder)
+            (folder, name) for folder in ("objects", "copies") for name in self.store.names(folder)
         )
         return {(folder, name) for folder, name in names if _OBJECT.fullmatch(name)}
-
-
-def _is_part(data: bytes, part: Part) -> bool:
-    if len(data) != part.size or xxhash.xxh3_128_hexdigest(data) != part.xxh128:
-        return False
-    return not part.sha256 or hashlib.sha256(data).hexdigest() == part.sha256
 
 
 KEPT_VERSIONS = 3
@@ -483,7 +471,9 @@ class Uploads:
                 1 + max((other.number for other in ownerships), default=0), self._nonce
             )
         with needs_bucket(self._versions.url):
-            self._versions.write_ownership(self._ownership, self._run["owner"])
+            owner = self._run["owner"]
+            content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
+            self._versions.store.put(self._ownership.file, content)
         only_first = all(version.number == 1 for version in versions)
         if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
             # An empty first version, so that objects without a version always mean damage. A killed
@@ -576,9 +566,10 @@ class Uploads:
         """
         ownerships, versions = self._versions.listing()
         if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:
-            other = self._versions.owner_text(ownerships[-1])
+            content = self._versions.store.read(ownerships[-1].file, _MAX_OWNERSHIP_BYTES)
+            other = (content or b"another process").decode(errors="replace")[:300]
             raise Fenced(
-                f"Another process has taken this task over: {other} owns the mirror "
+                f"Another process has taken this task over: {printable(other)} owns the mirror "
                 f"{self._versions.url} now. This one writes nothing more; what it saved is kept."
             )
         return ownerships, versions
@@ -590,14 +581,14 @@ class Uploads:
         """
         keep = sorted(self._kept)[-KEPT_VERSIONS:]
         for version in sorted({*versions, *self._kept} - set(keep)):
-            self._versions.remove(version.file)
+            self._versions.store.delete(version.file)
         for ownership in ownerships[:-1]:
-            self._versions.remove(ownership.file)
+            self._versions.store.delete(ownership.file)
         self._kept = {version: self._kept[version] for version in keep}
         needed = set().union(*self._kept.values())
         for found in sorted(self._garbage):
             if found[1] not in needed:
-                self._versions.remove("/".join(found))
+                self._versions.store.delete("/".join(found))
                 self._garbage.discard(found)
 
 

@@ -317,7 +317,7 @@ def _build_newest(
             "nothing."
         )
         for version in versions:
-            mirrored.remove(version.file)
+            mirrored.store.delete(version.file)
         return None
     raise _no_complete_version(mirrored.url, "\n  ".join(problems))
 

@@ -490,13 +490,13 @@ class OwnedLate:
         self.was_published = False
         self._waits = threading.Event()
         self._folder = folder
-        wait = mirror.RemoteMirror._wait_for_look
+        wait = mirror.RemoteMirror._wait_for
 
         def noted(mirrored, *arguments):
             self._waits.set()
             return wait(mirrored, *arguments)
 
-        monkeypatch.setattr(mirror.RemoteMirror, "_wait_for_look", noted)
+        monkeypatch.setattr(mirror.RemoteMirror, "_wait_for", noted)
 
     def put(self, store, name, content):
         if name.startswith("claim-"):

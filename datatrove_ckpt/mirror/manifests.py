@@ -55,9 +55,9 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     has_right_types,
 )
+from datatrove_ckpt.common.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import Fenced, printable
-from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.mirror.sealing import Seal, without_seal
 
 T = TypeVar("T")

@@ -36,10 +36,10 @@ from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Seconds
+from datatrove_ckpt.common.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
-from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 

@@ -67,6 +67,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     left_behind,
     size_of,
 )
+from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -75,7 +76,6 @@ from datatrove_ckpt.errors import (
     ConfigError,
     StorageFailed,
 )
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline

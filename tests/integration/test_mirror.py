@@ -21,6 +21,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
@@ -36,7 +37,6 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
-from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER

@@ -36,6 +36,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.training_steps import StepName, read_manifest, sealed
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointLocked,
@@ -44,7 +45,6 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import free_port
-from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import crash_at

@@ -521,7 +521,7 @@ def test_what_does_not_fit_is_named(documents, tmp_path):
         saved.restore(model=nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.Linear(3, 1)))
     with pytest.raises(ConfigError, match=r"save: model \(function\) has no state_dict"):
         saved.save(30, model=lambda: None)
-    with pytest.raises(ConfigError, match="count: must be >= 1"):
+    with pytest.raises(ConfigError, match="count: 0 is not a whole number >= 1"):
         checkpoints(tmp_path / "run", keep_last=0)
 
 

@@ -269,7 +269,7 @@ class TrainingCheckpoints:
         Raises ``failure`` if ``raises`` is set.
         """
         self._writing.join()
-        if self._wait_for_copy() and self._copies and self._not_copied is not None:
+        if self._wait_for_copy() and self._copies and self._manifests:
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
         if self._steps.is_locked:
@@ -735,7 +735,7 @@ class TrainingCheckpoints:
         try:
             if not weights_only:
                 self._has_looked = True
-            chosen = self._choose(partial(self._matching, step, None))
+            chosen = self._choose(step)
             if chosen is None and step != "latest":
                 raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
@@ -760,16 +760,6 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
-    def _matching(
-        self, step: int | str | None, before: int | None, names: Iterable[StepName]
-    ) -> list[StepName]:
-        """Returns the steps that may be meant; the wanted one last."""
-        if step == "best":
-            return self._ranks.together(self._best_last)[0]
-        if before is not None:
-            return [name for name in names if name.step < before]
-        return [name for name in names if step in ("latest", name.step)]
-
     def _best_last(self) -> list[StepName]:
         if self._best is None:
             raise ConfigError('"best": keep= has no Best(...), which names the metric.')
@@ -790,10 +780,10 @@ class TrainingCheckpoints:
             self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(
-        self, choose: Callable[[Iterable[StepName]], list[StepName]]
+        self, step: int | str | None, before: int | None = None
     ) -> tuple[StepName, list[str]] | None:
-        """Returns the last step of ``choose`` that is whole in all folders, and why later steps are
-        not; None if ``choose`` returns none.
+        """Returns the newest step (or the best one) that is meant, and is whole in all folders, and
+        why others are not; None if no step is meant.
 
         Raises:
             CheckpointCorrupt: none is whole.
@@ -805,7 +795,13 @@ class TrainingCheckpoints:
         passed: list[str] = []
         names = sorted(set().union(*found))
         self._newest = next(reversed(names), self._last)
-        for name in reversed(choose(names)):
+        if step == "best":
+            names = self._ranks.together(self._best_last)[0]
+        elif before is not None:
+            names = [name for name in names if name.step < before]
+        elif step != "latest":
+            names = [name for name in names if name.step == step]
+        for name in reversed(names):
             damage = self._damage(name)
             if not damage:
                 self._damaged.discard(name)
@@ -1005,7 +1001,7 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        chosen = self._choose(partial(self._matching, to, before))
+        chosen = self._choose(to, before)
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
@@ -1020,9 +1016,7 @@ class TrainingCheckpoints:
         if own is not None:
             changed[_INPUT] = inputs
         # What may fail comes before the model changes, and what others see after it.
-        if not self._agree(partial(self._copy, old, new, changed, back), new):
-            assert self._not_saved is not None
-            raise self._not_saved
+        self._ranks.together(partial(self._copy, old, new, changed, back))
         self._load(old, reader, states)
         self._restored_input = None
         if loader is not None and not skip_input:

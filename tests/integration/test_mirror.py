@@ -36,9 +36,8 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.mirror import mirror
-from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
+from datatrove_ckpt.mirror.manifests import Damaged, Part, Seal, Versions
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.findings import check_before_run

@@ -37,10 +37,10 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror.manifests import Manifest, Versions
-from datatrove_ckpt.mirror.object_store import ObjectStore
 
 _MAX_BYTES = 2**26
 _THREADS = 32

@@ -16,9 +16,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.claims import claims as claims_module
 from datatrove_ckpt.claims.claims import ObjectClaims
+from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.executors import local
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.hub import HubFolder

@@ -68,7 +68,6 @@ from datatrove_ckpt.output.committed import (
     FoundFiles,
     RankCommits,
     other_content,
-    published_names,
 )
 from datatrove_ckpt.output.documents import decode, decode_for, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
@@ -571,7 +570,8 @@ class ChunkOutput:
 
         Raises OutputMismatch if the folder is not as the commits say.
         """
-        self._check.refuse_unknown(*self._look())
+        commits, found = self._look()
+        self._check.refuse_foreign(self._rank, found, self._check.unfinished(commits, found))
 
     def _commits(self) -> RankCommits:
         return RankCommits(self._check.root, self._rank, read=self._lease.read_rank)
@@ -605,7 +605,7 @@ class ChunkOutput:
         if others or commits.files:
             commits, found = self._look(others)
             if others:
-                self._refuse_strangers(commits, found)
+                self._refuse_strangers(found)
         self._writing.resume(commits.files, given)
         if self.names.fields:  # otherwise the chunk index alone distinguishes names
             self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
@@ -620,14 +620,14 @@ class ChunkOutput:
         for folder in (self._target.staging.parent, self._target.staging):
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
-    def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
+    def _refuse_strangers(self, found: FoundFiles) -> None:
         """Refuses foreign files; without intents, all files of a rank are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
+        self._check.refuse_foreign(self._rank, found, self._check.published(self._rank, found))
         names = {name for root, name in uncommitted if root == self._folder.retry}
         if not self._intents.is_kept:
-            self._check.refuse_strangers(commits, found)
             # One write, because a crash between two would make the rest foreign.
             self._intents.add({name: self._target.hash_of(name) for name in names})
             return
@@ -639,7 +639,6 @@ class ChunkOutput:
         ]
         if others:
             raise other_content(self._check.where, sorted(others))
-        self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
         # With another output_filename, their documents are written to other files.
         remove_output(
             self._folder.writer.output_folder,

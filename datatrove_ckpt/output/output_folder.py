@@ -62,7 +62,7 @@ class OutputFolder:
         """
         self.check_access()
         commits = RankCommits(self.check.root, self.rank)
-        self.check.refuse_existing(commits, self.look(commits), self.retry)
+        self.check.refuse_foreign(self.rank, self.look(commits), root=self.retry)
         self.claim()
         self.is_first = True
 

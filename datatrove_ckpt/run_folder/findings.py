@@ -80,7 +80,6 @@ from datatrove_ckpt.output.committed import (
     OutputCheck,
     RankCommits,
     committed_files,
-    published_names,
 )
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
@@ -436,18 +435,18 @@ def check_output_of_run(
     for rank in first_starts:
         # Checked again: a rank that started since may have written the files.
         if found.by_rank[rank] and not _has_started(rank_folder(checkpoints, rank), mirror):
-            check.refuse_existing(
-                commits.get(rank) or RankCommits(checkpoints, rank, retries), found
-            )
+            check.refuse_foreign(rank, found)
     for rank_commits in commits.values():
         if rank_commits.is_finished:
-            check.refuse_unknown(rank_commits, found)
+            own = check.unfinished(rank_commits, found)
         elif rank_commits.has_run:
-            own = None
-            if found.by_rank[rank_commits.rank]:
-                own = published_names(checkpoints, rank_commits.rank)
-            check.refuse_strangers(rank_commits, found, own)
-    check.refuse_other_ranks(found, tasks)
+            own = check.published(rank_commits.rank, found)
+        else:
+            continue
+        check.refuse_foreign(rank_commits.rank, found, own)
+    for rank in sorted(found.by_rank):
+        if rank >= tasks:
+            check.refuse_foreign(rank, found)
     return job
 
 

@@ -107,7 +107,7 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
     path.write_text("of another run\n")
     output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
     for _ in range(2):
-        with pytest.raises(OutputMismatch, match=re.escape(f"({name}), but ")):
+        with pytest.raises(OutputMismatch, match=re.escape(f"names: {name}. Another run")):
             runner(tmp_path, server, output_writer=output).run(
                 [Document("a", "0", metadata={"lang": "fr"})]
             )

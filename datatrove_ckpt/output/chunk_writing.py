@@ -49,6 +49,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
+from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
@@ -562,7 +563,7 @@ class ChunkOutput:
         self._taken: dict[str, tuple[str, int]] = {}
         self._has_published = False
         self._target = make_target(folder, lease, pace)
-        self.placement = self._target.placement
+        self.placement: Placement = self._target
         """Puts the files of written chunks in place."""
 
     def check_complete(self) -> None:

@@ -431,9 +431,10 @@ class BucketTarget(RemoteTarget):
     def _retry(self, what: str, call: Callable[[], T], sent: int = 0) -> T:
         return self._reads.looked(what, call, retrying.HUB, seconds_to_send(sent))
 
-    def _put(self, local: Path, name: str, **options: object) -> bool:
+    def upload(self, local: Path, name: str, **options: object) -> bool:
         hub = self._reads.folder
-        hub.api().batch_bucket_files(hub.repo, add=[(local, hub.full_name(name))])
+        send = partial(hub.api().batch_bucket_files, hub.repo, add=[(local, hub.full_name(name))])
+        self._retry(f"{name} could not be uploaded", send, local.stat().st_size)
         return True
 
     def _info(self, name: str) -> Info:
@@ -443,7 +444,8 @@ class BucketTarget(RemoteTarget):
         return vars(found[name])
 
     def _stamp(self, name: str) -> int:
-        return int(self._look_up(name)["stamp"])
+        # A new file may not be listed yet.
+        return int(self._look_up(name, may_be_missing=True).get("stamp", 0))
 
 
 MOST_FILES = 100

@@ -417,17 +417,10 @@ def published_names(root: Path, rank: int) -> set[str] | None:
     return committed.union(*(one.names for one in intents))
 
 
-def committed_files(writer: DiskWriter, root: Path) -> int:
-    """Returns how many files in the writer's output folder the commits of all ranks name.
-
-    Raises CheckpointError.
-    """
-    if not root.is_dir():
-        return 0
-    commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
-    if _recorded_folder(root, commits) not in (writer.output_folder.resolve_paths(""), None):
-        return 0
-    return sum(len(rank.files) for rank in commits)
+def has_commits(root: Path) -> bool:
+    """Whether a task has committed a chunk."""
+    logs = root.glob(f"*/{COMMITS}")
+    return any(log.stat().st_size for log in logs)
 
 
 def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:

@@ -348,36 +348,28 @@ def name_culprit(
     """Returns which document cannot be written, and why; None if every row alone can.
 
     Args:
-        documents: it is read twice.
         known: the types of the chunks before, if the writer has no schema.
         given: types of the input's columns.
     """
-
-    def find(check: Callable[[Row], object], where: str) -> str | None:
-        for finished in documents:
-            document = decode(finished.document)
-            name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this task)"
-            row = writer.adapter(document)
-            try:
-                check(row)
-            except NotUnited as error:
-                return (
-                    f"{name}: column {error.column!r} is {error.new} there, and {error.old} in "
-                    f"{where}"
-                )
-            except Exception as error:
-                return f"{name}: {safe_text(error)}"
-        return None
-
-    if writer.schema is not None:
-        return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
     types = ColumnTypes(given)
     types.types = dict(known)
-    culprit = find(lambda row: types.add([row]), "it or one before it")
-    if culprit is not None:
-        return culprit
-    schema = types.schema()
-    return find(lambda row: check_rows([row], schema), "all documents together")
+    check: Callable[[list[Row]], None] = types.add
+    where = "it or one before it"
+    if writer.schema is not None:
+        check = partial(check_rows, schema=writer.schema)
+        where = "the writer's schema"
+    for finished in documents:
+        document = decode(finished.document)
+        name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this task)"
+        try:
+            check([writer.adapter(document)])
+        except NotUnited as error:
+            return (
+                f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {where}"
+            )
+        except Exception as error:
+            return f"{name}: {safe_text(error)}"
+    return None
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:

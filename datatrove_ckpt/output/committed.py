@@ -40,7 +40,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits, stamp_of
 from datatrove_ckpt.checkpoint.identity import read_run, recorded_output
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import file_system_call

@@ -95,9 +95,7 @@ def make_incomplete():
 
 
 @pytest.mark.matrix("complete", [True, False])
-def test_a_repository_that_vanished_is_not_made_anew(
-    cli, hub, server, monkeypatch, complete
-):
+def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypatch, complete):
     """verify has one line if it cannot list them."""
     cli("run", "job.yaml")
     for token in (hub.expired_token, hub.token):

@@ -290,7 +290,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     start("b")
     command("verify", tmp_path / "b/checkpoints", "--full")
     place.forget_owner()  # and even so
-    with pytest.raises(OutputMismatch, match=r"no commit of rank 0 names|has other content"):
+    with pytest.raises(OutputMismatch, match=r"no commit of task 0 names|has other content"):
         start("a")
     assert place.files() == written
     place.bring_back()

@@ -23,7 +23,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import (
@@ -66,6 +66,9 @@ from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.batch_log import ParkedRequest
 
 # Counting a chunk of 100,000 at once would hold the GIL for 40 ms.
 _COUNTED_AT_ONCE = 1000
@@ -241,6 +244,8 @@ class OpenCheckpoint:
         self.lease = lease
         self.has_locks = lease.lock.works
         """False: the file system has no locks, and only the fence keeps two processes apart."""
+        self.run = rank_files.run
+        """Digest of the run's identity."""
         self.resumed = point = rank_files.point
         self.clock = rank_files.clock
         """Measures this attempt."""
@@ -335,6 +340,10 @@ class OpenCheckpoint:
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         self._storage.put_answer(CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer))
 
+    def park(self, request: ParkedRequest) -> None:
+        """Hands a request over to be sent in a batch."""
+        self._storage.put_parked(request)
+
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         """Hands a document over to be written. It is done once its line is in the journal."""
         self._storage.put_finished(slot.chunk, finished)
@@ -418,10 +427,6 @@ class OpenCheckpoint:
     def change(self, change: Callable[[RankFiles], T]) -> T:
         """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""
         return self._storage.ask(partial(change, self._files))
-
-    def change_later(self, change: Callable[[RankFiles], None]) -> None:
-        """Changes the batches without waiting. A failure stops the rank."""
-        self._storage.call(partial(change, self._files))
 
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""
@@ -572,7 +577,8 @@ class LockedRank:
             point = recover(folder, log, cache, settings.records_per_chunk)
             point.interrupted = interrupted and not self.is_first
             interval = Interval(settings.sync_seconds, SYNC_TUNING)
-            rank_files = RankFiles(folder, cache, log, fence, interval, point, old)
+            run = settings.identity.digest
+            rank_files = RankFiles(folder, cache, log, fence, interval, point, old, run)
             rank_files.start_history()
             undo.pop_all()
         return RankLease(self.lock, rank_files, settings.mirror)

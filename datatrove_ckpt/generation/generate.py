@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, TypeVarTuple
+from typing import NoReturn, Protocol, TypeVar, TypeVarTuple
 
 import numpy as np
 import orjson
@@ -18,7 +18,13 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.batch_log import ANSWER, FAILURE, OF_BATCH
+from datatrove_ckpt.checkpoint.batch_log import (
+    ANSWER,
+    FAILURE,
+    OF_BATCH,
+    ParkedRequest,
+    RequestId,
+)
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -81,9 +87,6 @@ from datatrove_ckpt.rollouts import Classification, Payload
 from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
-if TYPE_CHECKING:
-    from datatrove_ckpt.generation.provider_passes import Parking  # few runs need it
-
 _Arguments = TypeVarTuple("_Arguments")
 _PARKED_SECONDS = 0.05
 _UNKNOWN_FORMS = 2  # batches with such an answer to one request
@@ -136,7 +139,7 @@ class RankContext(Protocol):
     checkpoint: OpenCheckpoint
     observer: RankReporter
     drain: Drain
-    parking: Parking | None
+    has_batches: bool
     shutdown: Shutdown
     all_started: bool
     has_ended: bool
@@ -259,12 +262,10 @@ class Answers:
         if task is not None and task.cancel():
             loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
 
-    def is_repeatable(self, run: str) -> bool:
-        """Whether the rollout repeats a request of its last pass that has an answer.
-
-        Args:
-            run: digest of the run's identity: the same code has parked the request.
-        """
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the rollout repeats a request of its last pass that has an answer."""
+        run = self._rank.checkpoint.run  # the same code has parked the request
         if self.batch_answers or self._cached is None or not self._cached.done():
             return True
         for answer in self._cached.result().values():
@@ -477,7 +478,7 @@ class Requests:
             completion = None
             if cached is not None and cached.error_message is not None:
                 answers.is_suspect = True
-            if cached is not None or rank.parking is not None:
+            if cached is not None or rank.has_batches:
                 completion = await self._batched(key, body, way, cached)
             if completion is None:
                 answers.request_started()
@@ -572,14 +573,21 @@ class Requests:
                     f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
                     f"answers in an unknown form). Last cause: {cause}"
                 )
-        parking = self._rank.parking
-        if parking is not None and config.provider_batches:
-            await parking.wait_for_storage()
-            try:
-                parking.park(config.name, answers.slot, key, attempts + 1, way, body)
-            except ConfigError as error:
-                answers.fail(error)
-                raise
+        rank = self._rank
+        if rank.has_batches and config.provider_batches:
+            if way.path.startswith("/") or way.extras:
+                wrong = ConfigError(
+                    "provider_batches: a batch has requests to paths below /v1, without "
+                    "extra_headers and extra_query."
+                )
+                answers.fail(wrong)
+                raise wrong
+            await rank.wait_for_storage()
+            content = b"".join(body) if isinstance(body, Body) else body
+            slot = answers.slot
+            request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempts + 1)
+            request = ParkedRequest(config.name, f"/v1/{way.path}", request_id, content)
+            _hand_over(rank, rank.checkpoint.park, request)
             answers.park()
             await wait_until_cancelled()
         return None

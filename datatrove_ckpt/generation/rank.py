@@ -236,7 +236,7 @@ class _Run:
             lease = found.take(check_moved, old)
         output = ChunkOutput(output_folder, lease, step.hub_pace)
         checkpoint = OpenCheckpoint(manager, lease, output)
-        return self._process(data, checkpoint, numbers, output, identity.digest)
+        return self._process(data, checkpoint, numbers, output)
 
     def _open_mirror(self, folder: Path, identity: RunIdentity) -> RemoteMirror | None:
         """Returns what copies a rank's folder from now on; None without a mirror.
@@ -299,7 +299,6 @@ class _Run:
         checkpoint: OpenCheckpoint,
         numbers: RankNumbers,
         output: ChunkOutput,
-        identity: str,
     ) -> bool:
         """Returns whether requests were parked, so that another pass must follow."""
         step = self.step
@@ -319,7 +318,7 @@ class _Run:
                 output.prepare(types)
             shutdown.check()
             trial = WriterTrial(step.output_writer, types)
-            main = self._generate(data, checkpoint, progress, output.names, trial, identity)
+            main = self._generate(data, checkpoint, progress, output.names, trial)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
@@ -370,7 +369,6 @@ class _Run:
         progress: RankReporter,
         names: FileNames,
         trial: WriterTrial,
-        identity: str,
     ) -> bool:
         step = self.step
         rank = self.rank
@@ -385,7 +383,7 @@ class _Run:
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             passes = ProviderPasses(
-                step.models, checkpoint, preemption.shutdown, identity, step.no_wait, watch
+                step.models, checkpoint, preemption.shutdown, step.no_wait, watch
             )
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
@@ -412,7 +410,7 @@ class _Run:
                     trial=trial if failures.are_kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
-                    parking=await passes.parking() if passes is not None else None,
+                    has_batches=self.has_batches,
                 )
                 await scheduler.run(documents)
                 ends_well = True
@@ -429,9 +427,7 @@ class _Run:
                 documents.close()
         if scheduler.parked:
             assert passes is not None
-            assert scheduler.parking is not None
             progress.waits_for_batches = True
-            scheduler.parking.finish()
             await passes.settle()
         return scheduler.parked > 0
 

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from datatrove.data import Document
 from loguru import logger
@@ -57,9 +57,6 @@ from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.generation.provider_passes import Parking
 
 # How many documents may be in work at once: as many as have places for their requests, and a few
 # more, so that there is a choice for each server. Rollouts that do other work between requests need
@@ -189,7 +186,7 @@ class Scheduler:
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
     media: ByteBudget
-    parking: Parking | None = None
+    has_batches: bool = False
     trial: WriterTrial | None = None
     drop_media: Callable[[Document], None] | None = None
 
@@ -456,7 +453,7 @@ class Scheduler:
             raise asyncio.CancelledError
         if answers.failure is not None:
             raise answers.failure
-        if self.parking is not None and answers.parked and answers.is_repeatable(self.parking.run):
+        if answers.parked and answers.is_repeatable:
             raise Parked
 
     def _not_repeatable(self) -> ConfigError:

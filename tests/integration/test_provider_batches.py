@@ -750,7 +750,7 @@ def test_a_rollout_that_is_not_repeatable_fails_after_its_first_pass(tmp_path, p
 
 
 def test_limits_of_a_batch_are_kept_by_splitting(tmp_path, monkeypatch, provider):
-    monkeypatch.setattr(provider_passes, "MOST_REQUESTS", 3)
+    monkeypatch.setattr(batch_log, "MOST_REQUESTS", 3)
     folder = tmp_path / "checkpoints" / "00000" / BATCHES_FOLDER
     folder.mkdir(parents=True)
     (folder / "00001.jsonl").write_bytes(b"of a kill before its line was written\n")

@@ -18,7 +18,7 @@ from urllib.parse import quote
 import aiohttp
 from loguru import logger
 
-from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject, retrying
 from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember
 from datatrove_ckpt.common.retrying import asked_wait
 from datatrove_ckpt.errors import ServerRefused
@@ -37,10 +37,6 @@ _NOT_FOUND = (404, 410)
 UNSENT = frozenset({"expired", "cancelled", "canceled"})
 """The states of an ended batch of which requests were not sent."""
 ENDED = UNSENT | {"completed", "failed", "ended"}
-MESSAGES = "/v1/messages"
-"""The path of requests whose batches have Anthropic's form."""
-CUSTOM_ID = b'{"custom_id":"'
-"""What each line of a file of requests begins with."""
 TAG_DIGITS = 6
 _NEVER_SENT = ("batch_expired", "batch_cancelled", "canceled", "expired")
 _REJECTIONS = {"invalid_request_error": 400, "request_too_large": 413}

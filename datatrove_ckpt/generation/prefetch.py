@@ -99,8 +99,6 @@ def _is_stateless(step: object) -> bool:
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
 _LARGE = 2**16  # bytes of a document whose text and media are kept once
-# How long a document waits for the next document, which decides whether a resume may start there.
-_HOLD_SECONDS = 0.5
 
 
 class SourceDocument:
@@ -185,7 +183,6 @@ class DocumentSource:
         self._keep_as_read = keep_as_read
         self._reading = Reading(revisions=revisions)
         self._last_position: Position | None = None
-        self._held: SourceDocument | None = None
         self._previous: SourceDocument | None = None
         self._in_order = True
         self._saved: tuple[int, int] | None = None
@@ -225,11 +222,7 @@ class DocumentSource:
         ).start()
         ended = False
         while not ended:
-            if not self._arrived.is_set():
-                # In Python 3.11 wait_for loses a cancellation that coincides with the arrival.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_HOLD_SECONDS):
-                        await self._arrived.wait()
+            await self._arrived.wait()
             ended, batch = self._take()
             if batch:
                 yield batch
@@ -241,16 +234,11 @@ class DocumentSource:
 
     def _take(self) -> tuple[bool, list[SourceDocument]]:
         with self._change:
-            stalled = not self._arrived.is_set()
             self._arrived.clear()
             batch = self._buffer
             self._buffer = []
             self._bytes = 0
             ended = self._ended
-            if stalled and self._held is not None:
-                # The reader is slow: the held document has waited for _HOLD_SECONDS.
-                batch.append(self._held)
-                self._held = None
             self._change.notify()
         if batch:
             self.handed_over += len(batch)
@@ -318,10 +306,12 @@ class DocumentSource:
             self._read = ordinal - point.next_ordinal
             if record := self._readers.finish(self._reading):
                 self._shard = record.to_json()
-            self._flush(is_last=True)
+            last = self._previous
+            if last is not None:
+                last.resumable = self._in_order and self._last_position is not None
+                last.stats = last.stats or self._stats.saved(ended=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             end_fork(pid, error)
-            self._flush()
             error = name_file(error)
             if isinstance(error, Exception):
                 self._error = error
@@ -333,38 +323,22 @@ class DocumentSource:
                 self._wake()
 
     def _put(self, source: SourceDocument) -> bool:
-        """Passes on the held document, and holds this one until the next comes.
-
-        Returns False if the rank has ended.
-        """
+        """Returns False if the rank has ended."""
         self._check_order(source)
         with self._change:
             while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
                 if self._closed:
                     return False
                 self._change.wait()
-            self._pass_on_held()
-            self._held = source
-            return not self._closed
-
-    def _pass_on_held(self) -> None:
-        if self._held is not None:
             if not self._buffer:
                 self._wake()
-            self._buffer.append(self._held)
-            self._bytes += self._held.size
-            self._held = None
-
-    def _flush(self, is_last: bool = False) -> None:
-        with self._change:
-            if self._previous is not None and is_last:
-                self._previous.resumable = self._in_order and self._last_position is not None
-                self._previous.stats = self._previous.stats or self._stats.saved(ended=True)
-            self._pass_on_held()
+            self._buffer.append(source)
+            self._bytes += source.size
+            return not self._closed
 
     def _check_order(self, source: SourceDocument) -> None:
-        """Decides whether a resume may start after the held document, now that the next one is
-        known.
+        """Decides whether a resume may start after the previous document, now that the next one is
+        known. Mostly it is known long before its chunk is committed; otherwise, a resume counts.
         """
         position = position_of(source.document)
         last = self._last_position

@@ -69,7 +69,6 @@ _SHOWN = 2000
 _SHOWN_ID = 100
 _NO_LINE = "the batch has no line for this request"
 _FULL = "token_limit_exceeded"
-_RARER = 4  # the next look at incomplete answers, which reads all
 
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
@@ -130,7 +129,6 @@ class ProviderPasses:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._undecided: set[int] = set()
-        self._next_look: dict[int, float] = {}
         self._outage: Outage | None = None
 
     async def settle(self) -> bool:
@@ -240,8 +238,6 @@ class ProviderPasses:
                 return False
         if remote.status == "failed" and not (remote.files and remote.lines):
             return await self._refused(batch, remote)
-        if unix_seconds() < self._next_look.get(batch.number, 0.0):
-            return False
         return await self._collect(provider, batch, remote)
 
     async def _send(self, provider: BatchProvider, batch: Batch) -> bool:
@@ -321,10 +317,8 @@ class ProviderPasses:
         if batch.state != "incomplete":
             logger.warning(f"{missing}The run waits for the rest.")
             await self._note(batch, "incomplete")
-        waited = unix_seconds() - batch.at
         patience = self._configs[batch.model].server_patience_seconds
-        self._next_look[batch.number] = batch.at + min(_RARER * waited, patience)
-        return waited < patience
+        return unix_seconds() - batch.at < patience
 
     async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
         """A batch that failed as a whole has cost nothing."""

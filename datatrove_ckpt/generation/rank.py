@@ -38,7 +38,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
-from datatrove_ckpt.generation.failures import Failures, TakenLetters, next_retry, offer_skipping
+from datatrove_ckpt.generation.failures import Failures, next_retry, offer_skipping, taken_letters
 from datatrove_ckpt.generation.final_stats import RankNumbers
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
@@ -170,7 +170,7 @@ class _Run:
                 logger.info(f"Task {rank}: there are no dead letters to retry.")
                 RankNumbers(rank, root).fill(step.stats)
             else:
-                self._take_in_passes(retry.documents(), retry.root, retry.prefix)
+                self._take_in_passes(retry, retry.root, retry.prefix)
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
         """Takes the rank again with the input read anew, until no request waits for a batch."""
@@ -388,7 +388,7 @@ class _Run:
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-        taken = TakenLetters(self.root, rank)
+        taken = taken_letters(self.root, rank)
         failures = Failures(step, checkpoint.resumed.finished.dead, taken)
         documents = self._open_source(data, failures.keep_as_read)
         shared_host = shared_servers()

@@ -394,7 +394,7 @@ class Scheduler:
         if isinstance(document, RetriedDocument):
             answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
         requests = [Requests(self, answers, index) for index in self._rollouts]
-        taken = self.failures.taken.get(document, source.id, slot.ordinal)
+        taken = self.failures.taken_letter(source, slot.ordinal)
         if taken is not None:
             return answers.finished("dead", source.fingerprint, taken)
         try:

@@ -99,11 +99,8 @@ _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"
 _GENERATING = (CHAT.path, COMPLETIONS.path)
 _IN_TIERS = (*_GENERATING, "responses")
 _MOST_SIZES = 1000  # params may be others for each document
-# Answers that have one size for each set of params: their field, and words for a message.
-_MEASURED = {
-    "embed()": ("embeddings", "a vector of ", "one of "),
-    "classify()": ("probabilities", "probabilities of classes: ", ""),
-}
+# The field of an answer that has one size for each set of params.
+_MEASURED = {"embed()": "embeddings", "classify()": "probabilities"}
 # Keys of what is hashed, never sent.
 _WAY = "$way"
 _MODEL = "$model"
@@ -506,8 +503,7 @@ class Requests:
         response_id = completion.response_id
         name = completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
-        if self._keep(key, Answer(trim(kept), None)):
-            await rank.wait_for_storage()
+        await self._keep(key, Answer(trim(kept), None))
         answers.tokens += tokens
         return _result(fields, response_id, name)
 
@@ -517,16 +513,14 @@ class Requests:
         model = self._model
         rank.observer.own.failed += 1
         if isinstance(error, RequestRejected):
-            if self._keep(key, Answer(None, f"{error.status} {error.body}")):
-                await rank.wait_for_storage()
+            await self._keep(key, Answer(None, f"{error.status} {error.body}"))
             raise error
         at_fault = isinstance(error, RequestFailed) and error.is_documents
         if at_fault:
             model.client.result().sender.at_fault.add(self._answers.slot.ordinal)
             # Then the next attempt needs no other requests to compare with. Earlier versions, too,
             # send a request with this status again.
-            if self._keep(key, Answer(None, f"0 {error}")):
-                await rank.wait_for_storage()
+            await self._keep(key, Answer(None, f"0 {error}"))
         if at_fault or isinstance(error, RequestPoisoned):
             raise _failed(named(error, model.config.name), payload) from error
         model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
@@ -624,12 +618,12 @@ class Requests:
         """Stops the rank if an answer, not yet cached, differs in size from the first answer."""
         if way.name not in _MEASURED:
             return
-        field, found, before = _MEASURED[way.name]
         assert answered.answer is not None
+        numbers = answered.answer[_MEASURED[way.name]]
+        size = len(numbers)
+        if way.name == "embed()":
+            size = len(numbers[0]) * 3 // 16  # base64 of float32
         sizes = self._model.sizes
-        size = len(answered.answer[field])
-        if field == "embeddings":
-            size = len(answered.answer[field][0]) * 3 // 16  # base64 of float32
         if len(sizes) >= _MOST_SIZES:
             sizes.clear()
         first = sizes.setdefault(
@@ -638,10 +632,10 @@ class Requests:
         if first != size:
             name = answered.model or self._config.model_name_or_path
             error = ServerRefused(
-                f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before "
-                f"with {before}{first}, for the same params. So its servers have, or had, "
-                "different models. This answer is not kept; when all servers have the model of "
-                "the first one, run the same command again. If that is the wrong one, start over.",
+                f"{name!r} has answered {way.name} with {plural(size, 'number')}, and before with "
+                f"{first}, for the same params. So its servers have, or had, different models. "
+                "This answer is not kept; when all servers have the model of the first one, run "
+                "the same command again. If that is the wrong one, start over.",
                 starts_over="anew",
             )
             raise self._stopped(error)
@@ -663,42 +657,21 @@ class Requests:
             return 0
         return client.stats.answers
 
-    def _keep(self, key: AnswerKey, answer: Answer) -> bool:
+    async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         rank = self._rank
         answers = self._answers
         _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
-        return rank.checkpoint.congested
+        if rank.checkpoint.congested:
+            await rank.wait_for_storage()
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
-    # They are no coroutine functions, so that wrong arguments fail while the caller is known.
 
-    def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
+    async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
         if isinstance(texts, str):
-            wrong = self._wrong("embed", texts)
-        else:
-            wrong = self._wrong("embed", texts=texts)
-        if wrong:
-            return self._refused(wrong)
-        return self._embed(texts, params)
-
-    def classify(
-        self, text: str, /, labels: Sequence[str] | None = None, **params: object
-    ) -> Asked[Classification]:
-        wrong = self._wrong("classify", text)
-        if wrong:
-            return self._refused(wrong)
-        return self._classify(text, labels, params)
-
-    def score(self, query: str, texts: Sequence[str], /) -> Asked[Floats]:
-        wrong = self._wrong("score", query, texts)
-        if wrong:
-            return self._refused(wrong)
-        return self._score(query, list(texts))
-
-    async def _embed(self, texts: str | Sequence[str], params: Mapping[str, object]) -> Floats:
-        if isinstance(texts, str):
+            await self._check("embed", [texts])
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
+        await self._check("embed", texts)
         asked = [self._ask("embed", (text,), params) for text in texts]
         # Gathers all: if one fails, the request cache has the others for a retry.
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -711,36 +684,39 @@ class Requests:
             return np.stack(vectors)
         return np.empty((0, 0), np.float32)
 
-    async def _classify(
-        self, text: str, labels: Sequence[str] | None, params: Mapping[str, object]
+    async def classify(
+        self, text: str, /, labels: Sequence[str] | None = None, **params: object
     ) -> Classification:
+        await self._check("classify", [text])
         answer = await self._ask("classify", (text,), params)
         label = answer["label"]
         scores = answer["probabilities"]
         best = max(range(len(scores)), key=scores.__getitem__)
-        if labels is not None and len(labels) != len(scores):
+        unnamed = f"LABEL_{best}"
+        if labels is None:
+            before = "LABEL_" if label == unnamed else ""
+            labels = [f"{before}{index}" for index in range(len(scores))]
+            return Classification(
+                label or labels[best], scores[best], dict(zip(labels, scores, strict=True))
+            )
+        if len(labels) != len(scores):
             await self._refused(
                 f"generate.classify has {len(labels)} labels, and the model has {len(scores)} "
                 "classes"
             )
-        if labels is None:
-            unnamed = "LABEL_" if label == f"LABEL_{best}" else ""
-            labels = [f"{unnamed}{index}" for index in range(len(scores))]
-            label = label or labels[best]
-        else:
-            if label not in ("", f"LABEL_{best}", labels[best]):
-                await self._refused(
-                    f"generate.classify: label {best} is {labels[best]!r}, but the model says "
-                    f"{label!r}"
-                )
-            label = labels[best]
-        return Classification(label, scores[best], dict(zip(labels, scores, strict=True)))
+        if label not in ("", unnamed, labels[best]):
+            await self._refused(
+                f"generate.classify: label {best} is {labels[best]!r}, but the model says {label!r}"
+            )
+        return Classification(labels[best], scores[best], dict(zip(labels, scores, strict=True)))
 
-    async def _score(self, query: str, texts: list[str]) -> Floats:
+    async def score(self, query: str, texts: Sequence[str], /) -> Floats:
+        await self._check("score", [query])
+        await self._check("score", texts)
         if not texts:
             return np.empty(0, np.float32)
         return from_base64(
-            (await self._ask("score", (query, texts), {}, count=len(texts)))["scores"]
+            (await self._ask("score", (query, list(texts)), {}, count=len(texts)))["scores"]
         )
 
     async def _ask(
@@ -752,16 +728,15 @@ class Requests:
         assert result.answer is not None
         return result.answer
 
-    def _wrong(self, name: str, text: object = "", texts: object = ()) -> str:
-        engine = self._config.engine
-        if lacks := engine.lacks(name):
-            return lacks
+    async def _check(self, name: str, texts: Sequence[object]) -> None:
+        wrong = self._config.engine.lacks(name)
         if isinstance(texts, str):
-            return f"generate.{name} takes a list of texts, and not one text"
-        for each in [text, *(texts if isinstance(texts, Sequence) else [texts])]:
-            if not isinstance(each, str):
-                return f"generate.{name} takes texts, and not a {type(each).__name__}"
-        return ""
+            wrong = wrong or f"generate.{name} takes a list of texts, and not one text"
+        for text in texts if isinstance(texts, Sequence) else [texts]:
+            if not isinstance(text, str):
+                wrong = wrong or f"generate.{name} takes texts, and not a {type(text).__name__}"
+        if wrong:
+            await self._refused(wrong)
 
 
 def _hand_over(

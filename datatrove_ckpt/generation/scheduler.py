@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -557,37 +557,29 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     clients = [model.client.result() for model in models]
     in_flight = sum(client.stats.in_flight for client in clients)
     if not clients:
-        _cancel(serving)  # a model may need minutes to load
+        for task in serving:  # a model may need minutes to load
+            task.cancel()
     elif shutdown.failure is None or in_flight:
         why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
-        if shutdown.cause:
-            hurried_by = shutdown.hurried_by
-        else:
-            hurried_by = shutdown.hurried_by.replace("second ", "")
         logger.warning(
             f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
-            f"answered; {hurried_by} ends the wait at once."
+            "answered; a further signal, or cancellation, ends the wait at once."
         )
-    lost, cancelled = (
-        sum(getattr(client.stats, name) for client in clients) for name in ("lost", "cancelled")
-    )
+    lost = sum(client.stats.lost for client in clients)
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
-    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks
-        shutdown.given_up = (
-            _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
-        )
-        raise
-    shutdown.given_up = _left(clients) - lost
+    finally:
+        left = sum(client.stats.in_flight + client.stats.lost for client in clients)
+        shutdown.given_up = left - lost
     # 2. Other documents end unrecorded. The state comes first: a cancelled rollout is no failure.
     shutdown.abort()
     if shutdown.failure is not None:
         await shutdown.failed()
-    if clients:  # else they were cancelled above
-        _cancel(serving)
+    for task in serving:
+        task.cancel()
     await rank.documents.end(shutdown.is_fast)
     # 3. Everything handed over is written, the mirror gets its last version, and the rank is
     # released.
@@ -598,15 +590,6 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()
-
-
-def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-
-
-def _left(clients: Iterable[CompletionClient]) -> int:
-    return sum(client.stats.in_flight + client.stats.lost for client in clients)
 
 
 async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:

@@ -62,7 +62,6 @@ class Shutdown:
     Attributes:
         cause: a signal's name or the time limit; "" without a requested stop.
         failure: the error with which the rank fails.
-        hurried_by: the cause of a fast stop, in words.
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
         parent: of the process, if several ranks share it.
         late: the drain did not end in time, so servers are killed.
@@ -77,7 +76,6 @@ class Shutdown:
         self.drain_seconds = drain_seconds
         self.cause = ""
         self.failure: BaseException | None = None
-        self.hurried_by = "a second signal"
         self.deadline = math.inf
         self.is_fast = False
         self.aborted = False

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractContextManager,
     ExitStack,
-    closing,
     contextmanager,
     nullcontext,
     suppress,
@@ -150,9 +149,8 @@ class Publisher:
         self.on_failure(self.lease.files.fence.explain(error))
 
     def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
-        # Closed also on failure, where the traceback would keep the journal open.
-        with closing(_WrittenDocuments(chunk, journal, self.lease)) as documents:
-            chunk.files = self.output.write_chunk(chunk.index, documents)
+        documents = _WrittenDocuments(chunk, journal, self.lease)
+        chunk.files = self.output.write_chunk(chunk.index, documents)
         written = chunk.done.counts.read
         if written != chunk.read:
             raise CheckpointCorrupt(
@@ -175,33 +173,22 @@ class _WrittenDocuments:
     chunk: Chunk
     journal: ChunkJournal
     lease: RankLease
-    _pass: Generator[Finished, None, None] | None = None
 
     def __iter__(self) -> Iterator[Finished]:
-        self.close()
-        self._pass = self._read()
-        return self._pass
-
-    def close(self) -> None:
-        if self._pass is not None:
-            self._pass.close()
-
-    def _read(self) -> Generator[Finished, None, None]:
         chunk = self.chunk
         chunk.done = Done()
         chunk.dead_letters = bytearray()
         took: list[Took] = []
-        with closing(self.journal.read_in_order()) as documents:
-            for finished in documents:
-                took.append(finished.took)
-                if len(took) == _COUNTED_AT_ONCE:
-                    self._count(took)
-                if self.lease.stopping.is_set():
-                    raise Stopping
-                if finished.outcome == "dead":
-                    chunk.dead_letters += finished.document + b"\n"
-                elif finished.outcome == "written":
-                    yield finished
+        for finished in self.journal.read_in_order():
+            took.append(finished.took)
+            if len(took) == _COUNTED_AT_ONCE:
+                self._count(took)
+            if self.lease.stopping.is_set():
+                raise Stopping
+            if finished.outcome == "dead":
+                chunk.dead_letters += finished.document + b"\n"
+            elif finished.outcome == "written":
+                yield finished
         self._count(took)
         # The last moment before the caller publishes.
         self.lease.check()

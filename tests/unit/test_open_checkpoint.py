@@ -128,7 +128,8 @@ def as_one_group(checkpoint):
     """The disk is busy while the block hands documents over."""
     is_busy = threading.Event()
     is_free = threading.Event()
-    checkpoint.change_later(lambda rank_files: is_busy.set() or is_free.wait(60))
+    work = partial(checkpoint.change, lambda rank_files: is_busy.set() or is_free.wait(60))
+    threading.Thread(target=work).start()
     assert is_busy.wait(60)
     yield
     is_free.set()

@@ -6,7 +6,7 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NoReturn, Protocol, TypeVar, TypeVarTuple
@@ -135,7 +135,7 @@ class RankContext(Protocol):
     model: Model
     checkpoint: OpenCheckpoint
     observer: RankReporter
-    drain: Drain
+    waiting: int
     has_batches: bool
     shutdown: Shutdown
     all_started: bool
@@ -275,15 +275,12 @@ class Answers:
     def request_started(self) -> None:
         self._pending += 1
         if self._pending == 1:
-            drain = self._rank.drain
-            drain.waiting += 1
-            if drain.is_active:
-                drain.check_soon()
+            self._rank.waiting += 1
 
     def request_finished(self) -> None:
         self._pending -= 1
         if not self._pending:
-            self._rank.drain.waiting -= 1
+            self._rank.waiting -= 1
 
 
 T = TypeVar("T")
@@ -874,49 +871,3 @@ def request_seed(
     """
     request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
     return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)
-
-
-# The drain of an early stop ----------------------------------------------------------------------
-# During a drain no new request is sent. The drain is over when no request is in flight, and every
-# document waits for an unsent request. A rollout that computes or sleeps has ``_GRACE_SECONDS``
-# more.
-
-_GRACE_SECONDS = 2.0
-
-
-class Drain:
-    """``waiting``: how many documents wait for an answer."""
-
-    def __init__(self, documents: Sized) -> None:
-        self.is_active = False
-        self.waiting = 0
-        self._documents = documents
-        self._models: Sequence[Model] = ()
-        self._over = asyncio.Event()
-        self._grace_started = False
-
-    async def until_over(self, models: Sequence[Model]) -> None:
-        """Returns when no more document can finish. ``models``: whose servers run."""
-        self.is_active = True
-        self._models = models
-        for model in models:
-            model.client.result().sender.on_release = self.check_soon
-        self.check_soon()
-        await self._over.wait()
-
-    def check_soon(self) -> None:
-        if self.is_active:
-            # A request whose last attempt has just ended still has to pass its answer to the
-            # rollout.
-            asyncio.get_running_loop().call_soon(self._check)
-
-    def _check(self) -> None:
-        if any(
-            model.client.result().stats.in_flight and not model.is_dead for model in self._models
-        ):
-            return
-        if self.waiting == len(self._documents):
-            self._over.set()
-        elif not self._grace_started:
-            self._grace_started = True
-            asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._over.set)

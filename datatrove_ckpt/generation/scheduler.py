@@ -42,7 +42,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import Failures, RetriedDocument
-from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
+from datatrove_ckpt.generation.generate import Answers, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
@@ -203,7 +203,7 @@ class Scheduler:
         self._idle = asyncio.Event()
         self._idle.set()
         self.documents = DocumentTasks()
-        self.drain = Drain(self.documents)
+        self.waiting = 0  # documents that wait for an answer
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._completed: asyncio.Future[None] = self._loop.create_future()
@@ -336,7 +336,6 @@ class Scheduler:
                 raise
             model.is_dead = True
             self.shutdown.fail(error)
-            self.drain.check_soon()
             await wait_until_cancelled()
 
     async def _watch_checkpoint(self) -> None:
@@ -383,8 +382,6 @@ class Scheduler:
             # A callback of the task would take a turn of the event loop of its own.
             self.documents.pop(slot.ordinal, None)
             self._document_limit.release(source.size)
-            if self.drain.is_active:
-                self.drain.check_soon()
             if not self.documents and not self.shutdown.has_failed:
                 self._idle.set()
 
@@ -537,6 +534,8 @@ class DocumentTasks(dict[int, asyncio.Task[None]]):
 #
 
 _PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
+_GRACE_SECONDS = 2.0  # for rollouts that compute or sleep
+_LOOK_SECONDS = 0.02
 
 
 async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[None]]) -> NoReturn:
@@ -594,7 +593,17 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
 
 async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     rank.checkpoint.hurry()
-    await rank.drain.until_over(models)
+    # Over when no request is in flight, none is sent any more, and every document waits for one.
+    # Twice: an answer that has just come still has to be passed to its rollout.
+    quiet = 0.0
+    while quiet < _GRACE_SECONDS:
+        await asyncio.sleep(_LOOK_SECONDS)
+        if any(model.client.result().stats.in_flight and not model.is_dead for model in models):
+            quiet = 0.0
+        elif quiet and rank.waiting == len(rank.documents):
+            break
+        else:
+            quiet += _LOOK_SECONDS
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
             while rank.checkpoint.publishing:

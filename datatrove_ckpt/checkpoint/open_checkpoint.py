@@ -2,8 +2,8 @@
 
 Everything here is synchronous and returns at once. The storage thread writes (``rank_files``), the
 publisher thread turns complete journals into output files (steps 2 and 3 of a commit), and
-``on_change`` is called after progress and failure. Publishing may take minutes (gzip, uploads), so
-it runs beside the storage thread, which commits.
+is a thread of its own, because publishing may take minutes (gzip, uploads); the storage thread
+commits. The event loop looks at the state from time to time.
 """
 
 from __future__ import annotations
@@ -240,12 +240,10 @@ class OpenCheckpoint:
         """What went wrong in the publisher's or the mirror's thread; after ``close``, in any
         thread.
         """
-        self.on_change: Callable[[], None] = lambda: None
-        """Called in other threads after progress and failure. Must return at once."""
         self._folder = folder = settings.folder
         self._files = rank_files  # used in the storage thread only, except its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
-        self._storage = StorageThread(rank_files, lambda: self.on_change())
+        self._storage = StorageThread(rank_files)
         self._output = output
         self._placed_later = settings.placed_later
         self._publisher = Publisher(output, lease, self._commit, self.fail, settings.shutdown)
@@ -373,7 +371,7 @@ class OpenCheckpoint:
 
     @property
     def congested(self) -> bool:
-        """Whether the disk is behind; wait until ``on_change`` is called and this is False."""
+        """Whether the disk is behind; wait until this is False."""
         return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
 
     @property
@@ -409,7 +407,6 @@ class OpenCheckpoint:
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.on_change()
 
     def change(self, change: Callable[[RankFiles], T]) -> T:
         """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""

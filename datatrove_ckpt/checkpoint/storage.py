@@ -50,15 +50,12 @@ class StorageThread:
 
     Args:
         files: the rank's files. This thread alone uses them from ``start`` until ``stop`` returns.
-        on_change: called in this thread after each group and when the thread fails. Must return at
-            once.
     """
 
-    def __init__(self, files: RankFiles, on_change: Callable[[], None]) -> None:
+    def __init__(self, files: RankFiles) -> None:
         self.error: BaseException | None = None
         """Why the thread failed. Once set, it stays."""
         self._files = files
-        self._on_change = on_change
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         # Two counters with one writer each need no lock.
         self._submitted_bytes = 0  # event loop
@@ -135,11 +132,10 @@ class StorageThread:
     def _run(self) -> None:
         try:
             while self._work():
-                self._on_change()
+                pass
             self._files.sync()
         except BaseException as error:  # every failure here must reach the event loop
             self.error = self._files.fence.explain(error)
-        self._on_change()
 
     def _work(self) -> bool:
         answers: list[CachedRequest] = []

@@ -192,7 +192,7 @@ class DocumentSource:
         self._change = threading.Condition()
         self._closed = False
         self._ended = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._shard: State = {}
         self.handed_over = 0
         """Number of documents."""
@@ -207,9 +207,9 @@ class DocumentSource:
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
         """Yields the documents that are not done, in order. Skips the others by seeking or reading.
 
-        Raises:
-            CheckpointMismatch: the input is shorter than it was, or another one.
-            InputError: a file is damaged or cut off, or no row of any file is a document.
+        An ``error`` ends the input: ``CheckpointMismatch`` if it is shorter than it was, or another
+        one; ``InputError`` if a file is damaged or cut off, or no row of any file is a document; or
+        what a step before the runner has raised.
         """
         self._first = point.next_ordinal
         self._arrived = asyncio.Event()
@@ -226,8 +226,6 @@ class DocumentSource:
             ended, batch = self._take()
             if batch:
                 yield batch
-        if self._error is not None:
-            raise self._error
 
     def _wake(self) -> None:
         call_soon(self._loop, self._arrived.set)
@@ -247,7 +245,7 @@ class DocumentSource:
 
     @property
     def is_at_end(self) -> bool:
-        return self._ended and self._error is None and not self._buffer
+        return self._ended and self.error is None and not self._buffer
 
     def reached(self) -> Reached:
         """Returns how much of the input lies before the end of the last document that was handed
@@ -314,9 +312,9 @@ class DocumentSource:
             end_fork(pid, error)
             error = name_file(error)
             if isinstance(error, Exception):
-                self._error = error
+                self.error = error
             else:
-                self._error = exit_error("The reader, or a step after it,", error)
+                self.error = exit_error("The reader, or a step after it,", error)
         finally:
             with self._change:
                 self._ended = True

@@ -52,7 +52,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.process.event_loop import call_soon, end_fork
+from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -165,8 +165,9 @@ Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
 """Starts a model's servers; yields a client, and a coroutine function that raises when they die."""
 
 
-# Room on the disk may come back without any progress of this rank.
-_LOOK_AGAIN_SECONDS = 5.0
+# How often the loop looks at what other threads do for the rank. Being told of each change would
+# cost more: the disk writes hundreds of groups in a second.
+_LOOK_SECONDS = 0.01
 _MANY = 100  # documents of which one at least should be kept
 
 
@@ -218,8 +219,7 @@ class Scheduler:
             for name, config in self.step.models.items()
         }
         self.model = next(iter(self.models.values()))
-        self._change: asyncio.Future[None] = self._loop.create_future()
-        self._storage_free: asyncio.Future[None] = self._loop.create_future()
+        self._storage_free = asyncio.Event()
 
     async def run(self, documents: DocumentSource) -> None:
         """Returns when every document is committed, or ``parked``.
@@ -228,7 +228,6 @@ class Scheduler:
             BaseExceptionGroup: the first failure, and perhaps others that followed from it. The
                 failure is ``Preempted`` if a stop was requested.
         """
-        self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
         self.observer.reading(documents)
         if self.checkpoint.resumed.interrupted:
             # The server loads its model while a reader that cannot seek counts documents.
@@ -258,6 +257,9 @@ class Scheduler:
         # An error that ends a wait must abort before any document is cancelled.
         try:
             await self._admit_all(documents)
+            if documents.error is not None:
+                self.shutdown.fail(documents.error)
+                await wait_until_cancelled()
             self.all_started = True
             host = host_loop()
             if host is not None:
@@ -273,11 +275,11 @@ class Scheduler:
         if self.parked:
             self.checkpoint.hurry()
             while self.checkpoint.publishing:
-                await self.next_change()
+                await self.next_look()
         else:
             self.checkpoint.end_of_input(documents.shard())
             while not self.checkpoint.all_committed:
-                await self.next_change()
+                await self.next_look()
 
     async def _admit_all(self, documents: DocumentSource) -> None:
         async for batch in documents.batches(self.checkpoint.resumed):
@@ -289,7 +291,7 @@ class Scheduler:
                     self._look_at_first(source.document)
                     self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
-                    await self.next_change(_LOOK_AGAIN_SECONDS)
+                    await self.next_look()
                 await self._document_limit.acquire(source.size)
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
@@ -341,25 +343,18 @@ class Scheduler:
     async def _watch_checkpoint(self) -> None:
         while True:
             self.checkpoint.raise_failure()
-            await self.next_change()
+            if not self.checkpoint.congested:
+                self._storage_free.set()
+            await self.next_look()
 
-    def _changed(self) -> None:
-        change = self._change
-        self._change = self._loop.create_future()
-        change.set_result(None)
-        if not self.checkpoint.congested:
-            free = self._storage_free
-            self._storage_free = self._loop.create_future()
-            free.set_result(None)
-
-    async def next_change(self, at_most_seconds: float | None = None) -> None:
-        """Waits until the checkpoint has made progress or has failed."""
-        await asyncio.wait([self._change], timeout=at_most_seconds)
+    async def next_look(self) -> None:
+        await asyncio.sleep(_LOOK_SECONDS)
 
     async def wait_for_storage(self) -> None:
-        # next_change would wake thousands of waiting requests every few milliseconds.
+        # next_look would wake thousands of waiting requests every few milliseconds.
         while self.checkpoint.congested:
-            await asyncio.shield(self._storage_free)
+            self._storage_free.clear()
+            await self._storage_free.wait()
 
     # one document --------------------------------------------------------------------------------
 
@@ -535,7 +530,6 @@ class DocumentTasks(dict[int, asyncio.Task[None]]):
 
 _PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
 _GRACE_SECONDS = 2.0  # for rollouts that compute or sleep
-_LOOK_SECONDS = 0.02
 
 
 async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[None]]) -> NoReturn:
@@ -584,7 +578,6 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # released.
     with shutdown.closing():
         await asyncio.wait(serving)
-        checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close, False, rank.observer.last_records)
     # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
@@ -597,7 +590,7 @@ async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     # Twice: an answer that has just come still has to be passed to its rollout.
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
-        await asyncio.sleep(_LOOK_SECONDS)
+        await rank.next_look()
         if any(model.client.result().stats.in_flight and not model.is_dead for model in models):
             quiet = 0.0
         elif quiet and rank.waiting == len(rank.documents):
@@ -607,4 +600,4 @@ async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
             while rank.checkpoint.publishing:
-                await rank.next_change()
+                await rank.next_look()

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from contextlib import nullcontext
 
 import pytest
 from datatrove.data import Document
@@ -98,6 +97,9 @@ async def test_a_reader_that_cannot_seek_compares_the_last_document_of_each_chun
         documents[1].text = "another text"
     source = DocumentSource(documents)
     point = ResumePoint(next_chunk=2, next_ordinal=4, milestones=milestones)
-    with pytest.raises(CheckpointMismatch, match="Document 1 of") if is_changed else nullcontext():
-        left = [one.id async for batch in source.batches(point) for one in batch]
+    left = [one.id async for batch in source.batches(point) for one in batch]
+    if is_changed:
+        assert isinstance(source.error, CheckpointMismatch)
+        assert "Document 1 of" in str(source.error)
+    else:
         assert left == ["4", "5"]

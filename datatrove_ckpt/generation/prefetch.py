@@ -32,7 +32,7 @@ from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.generation.user_code import exit_error
 from datatrove_ckpt.output.documents import fingerprint
-from datatrove_ckpt.process.event_loop import call_soon, end_fork
+from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.extent import UNKNOWN, Reached
 from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
@@ -96,6 +96,8 @@ def _is_stateless(step: object) -> bool:
     )
 
 
+# The loop looks into the buffer so often. Waking it for each document would cost more.
+_LOOK_SECONDS = 0.005
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
 _LARGE = 2**16  # bytes of a document whose text and media are kept once
@@ -212,8 +214,6 @@ class DocumentSource:
         what a step before the runner has raised.
         """
         self._first = point.next_ordinal
-        self._arrived = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
         # A daemon, because a blocked reader must not keep a failed process running. In the rank's
         # context, for its log.
         work = copy_context().run
@@ -222,17 +222,14 @@ class DocumentSource:
         ).start()
         ended = False
         while not ended:
-            await self._arrived.wait()
             ended, batch = self._take()
             if batch:
                 yield batch
-
-    def _wake(self) -> None:
-        call_soon(self._loop, self._arrived.set)
+            elif not ended:
+                await asyncio.sleep(_LOOK_SECONDS)
 
     def _take(self) -> tuple[bool, list[SourceDocument]]:
         with self._change:
-            self._arrived.clear()
             batch = self._buffer
             self._buffer = []
             self._bytes = 0
@@ -318,7 +315,6 @@ class DocumentSource:
         finally:
             with self._change:
                 self._ended = True
-                self._wake()
 
     def _put(self, source: SourceDocument) -> bool:
         """Returns False if the rank has ended."""
@@ -328,8 +324,6 @@ class DocumentSource:
                 if self._closed:
                     return False
                 self._change.wait()
-            if not self._buffer:
-                self._wake()
             self._buffer.append(source)
             self._bytes += source.size
             return not self._closed

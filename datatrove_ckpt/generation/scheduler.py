@@ -201,13 +201,10 @@ class Scheduler:
         self._takes_usual = False  # not known yet
         self._document_limit = DocumentLimit(first, *others, media=self.media)
         self._server_needed = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.documents = DocumentTasks()
         self.waiting = 0  # documents that wait for an answer
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._completed: asyncio.Future[None] = self._loop.create_future()
         self.models = {
             name: Model(
                 config,
@@ -233,24 +230,17 @@ class Scheduler:
             # The server loads its model while a reader that cannot seek counts documents.
             self._server_needed.set()
         async with asyncio.TaskGroup() as background:
-            serving = {
-                background.create_task(self._serve(model)): model for model in self.models.values()
-            }
+            serving = [background.create_task(self._serve(model)) for model in self.models.values()]
             watching = [
-                background.create_task(self._watch_checkpoint()),
-                background.create_task(stop_when_requested(self, [*serving])),
-                background.create_task(self.shutdown.failed()),
+                background.create_task(self._watch()),
+                background.create_task(stop_when_requested(self, serving)),
             ]
             await self._run_documents(documents)
             await self._save(documents)
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self.has_ended = True
-            self._completed.set_result(None)  # ends ``_serve`` of servers that are ready
-            for task, model in serving.items():
-                if not model.client.done():
-                    task.cancel()
-            for task in watching:
+            for task in (*serving, *watching):
                 task.cancel()
 
     async def _run_documents(self, documents: DocumentSource) -> None:
@@ -264,7 +254,8 @@ class Scheduler:
             host = host_loop()
             if host is not None:
                 host.has_admitted = True
-            await self._idle.wait()
+            while self.documents or self.shutdown.has_failed:
+                await self.next_look()
         except BaseException:
             self.shutdown.abort()
             raise
@@ -296,8 +287,6 @@ class Scheduler:
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
-                if not self.documents:
-                    self._idle.clear()
                 work = self._process(source, slot)
                 self.documents[slot.ordinal] = self._loop.create_task(work)
 
@@ -322,27 +311,21 @@ class Scheduler:
                 model.observer.serving(client)
                 self._document_limit.follow(model.config, client.servers.router, client.sender)
                 model.client.set_result(client)
-                watching = asyncio.ensure_future(watch())
-                try:
-                    await asyncio.wait(
-                        [watching, self._completed], return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if not self._completed.done():
-                        await watching  # raises
-                finally:
-                    watching.cancel()
-                    await asyncio.gather(watching, return_exceptions=True)
+                await watch()  # raises when they die
         except CkptError as error:
             named(error, model.config.name)
-            if self._completed.done() or isinstance(error, CheckpointError):
+            if isinstance(error, CheckpointError):
                 raise
             model.is_dead = True
             self.shutdown.fail(error)
             await wait_until_cancelled()
 
-    async def _watch_checkpoint(self) -> None:
+    async def _watch(self) -> NoReturn:
+        """Raises the failure of the rank, once its drain is over."""
         while True:
             self.checkpoint.raise_failure()
+            if self.shutdown.aborted and self.shutdown.failure is not None:
+                raise self.shutdown.failure
             if not self.checkpoint.congested:
                 self._storage_free.set()
             await self.next_look()
@@ -377,8 +360,6 @@ class Scheduler:
             # A callback of the task would take a turn of the event loop of its own.
             self.documents.pop(slot.ordinal, None)
             self._document_limit.release(source.size)
-            if not self.documents and not self.shutdown.has_failed:
-                self._idle.set()
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
@@ -570,7 +551,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # 2. Other documents end unrecorded. The state comes first: a cancelled rollout is no failure.
     shutdown.abort()
     if shutdown.failure is not None:
-        await shutdown.failed()
+        raise shutdown.failure
     for task in serving:
         task.cancel()
     await rank.documents.end(shutdown.is_fast)

@@ -198,25 +198,16 @@ class Shutdown:
             callback()
 
     async def requested(self) -> None:
-        self._unnoticed = True
-        try:
-            await self._until(lambda: self.is_stopping)
-        finally:
-            self._unnoticed = False
-
-    async def failed(self) -> NoReturn:
-        """Raises the failure of the rank, once its drain is over."""
-        await self._until(lambda: self.failure is not None and self.aborted)
-        assert self.failure is not None
-        raise self.failure
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
-        with self.calling(lambda: call_soon(loop, changed.set)):
-            while not condition():
-                changed.clear()
-                await changed.wait()
+        self._unnoticed = True
+        try:
+            with self.calling(lambda: call_soon(loop, changed.set)):
+                while not self.is_stopping:
+                    changed.clear()
+                    await changed.wait()
+        finally:
+            self._unnoticed = False
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
         loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -315,12 +316,11 @@ class OpenCheckpoint:
             slot.cached = slot.cached or self._files.old is not None
         return slot
 
-    def lookup(self, slot: ChunkSlot, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
-        """Reads a document's cached answers.
-
-        ``receive`` is called with them in the storage thread.
-        """
-        self._storage.call(lambda: receive(self._files.answers(slot)))
+    def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, Answer]]:
+        """Reads a document's cached answers, in the storage thread."""
+        found: Future[dict[AnswerKey, Answer]] = Future()
+        self._storage.call(lambda: found.set_result(self._files.answers(slot)))
+        return found
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         self._storage.put_answer(CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer))

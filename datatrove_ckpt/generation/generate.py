@@ -6,10 +6,10 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, Protocol, TypeVar, TypeVarTuple
+from typing import NoReturn, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -81,13 +81,11 @@ from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
-from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
 from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
-_Arguments = TypeVarTuple("_Arguments")
 _PARKED_SECONDS = 0.05
 _UNKNOWN_FORMS = 2  # batches with such an answer to one request
 _CANCELLED_AGAIN_SECONDS = 1.0
@@ -192,10 +190,7 @@ class Answers:
     async def cached(self) -> dict[AnswerKey, Answer]:
         """Returns what earlier attempts have kept."""
         if self._cached is None:
-            loop = asyncio.get_running_loop()
-            future = self._cached = loop.create_future()
-            receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
-            _hand_over(self._rank, self._rank.checkpoint.lookup, self.slot, receive)
+            self._cached = asyncio.wrap_future(self._rank.checkpoint.lookup(self.slot))
         return await asyncio.shield(self._cached)
 
     def fail(self, failure: CkptError) -> None:
@@ -578,7 +573,7 @@ class Requests:
             slot = answers.slot
             request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempts + 1)
             request = ParkedRequest(config.name, f"/v1/{way.path}", request_id, content)
-            _hand_over(rank, rank.checkpoint.park, request)
+            rank.checkpoint.park(request)
             answers.park()
             await wait_until_cancelled()
         return None
@@ -657,7 +652,7 @@ class Requests:
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         rank = self._rank
         answers = self._answers
-        _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
+        rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer)
         if rank.checkpoint.congested:
             await rank.wait_for_storage()
 
@@ -734,17 +729,6 @@ class Requests:
                 wrong = wrong or f"generate.{name} takes texts, and not a {type(text).__name__}"
         if wrong:
             await self._refused(wrong)
-
-
-def _hand_over(
-    rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments
-) -> None:
-    """Calls the storage thread; its failure stops the rank, and passes through the rollout."""
-    try:
-        call(*arguments)
-    except BaseException as error:
-        rank.shutdown.abort(error)
-        raise
 
 
 @lru_cache(maxsize=1)

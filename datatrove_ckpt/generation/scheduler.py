@@ -422,6 +422,7 @@ class Scheduler:
         Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
         cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
+        self.checkpoint.raise_failure()
         if self.shutdown.aborted:
             raise asyncio.CancelledError
         if answers.failure is not None:

@@ -191,7 +191,6 @@ class DocumentSource:
         self._lock = threading.Lock()
         self._buffer: list[SourceDocument] = []
         self._bytes = 0
-        self._change = threading.Condition()
         self._closed = False
         self._ended = False
         self.error: BaseException | None = None
@@ -229,12 +228,11 @@ class DocumentSource:
                 await asyncio.sleep(_LOOK_SECONDS)
 
     def _take(self) -> tuple[bool, list[SourceDocument]]:
-        with self._change:
+        ended = self._ended  # nothing is put after this
+        with self._lock:
             batch = self._buffer
             self._buffer = []
             self._bytes = 0
-            ended = self._ended
-            self._change.notify()
         if batch:
             self.handed_over += len(batch)
             self._newest = position_of(batch[-1].document)
@@ -264,9 +262,7 @@ class DocumentSource:
         self._stats.finish(self._read)
 
     def close(self) -> None:
-        with self._change:
-            self._closed = True
-            self._change.notify()
+        self._closed = True
         if self._finished is not None:
             self._finished.close()
 
@@ -313,20 +309,19 @@ class DocumentSource:
             else:
                 self.error = exit_error("The reader, or a step after it,", error)
         finally:
-            with self._change:
-                self._ended = True
+            self._ended = True
 
     def _put(self, source: SourceDocument) -> bool:
         """Returns False if the rank has ended."""
         self._check_order(source)
-        with self._change:
-            while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
-                if self._closed:
-                    return False
-                self._change.wait()
+        while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
+            if self._closed:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        with self._lock:
             self._buffer.append(source)
             self._bytes += source.size
-            return not self._closed
+        return not self._closed
 
     def _check_order(self, source: SourceDocument) -> None:
         """Decides whether a resume may start after the previous document, now that the next one is

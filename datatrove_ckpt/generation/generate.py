@@ -594,7 +594,7 @@ class Requests:
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is cached, so each further attempt ends here, too."""
         client = self._model.client
-        believed = client.result().stats.without_reason if client.done() else 0
+        believed = client.result().without_reason if client.done() else 0
         error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
             "servers that never give one. So answers without one may be cut off. This attempt has "
@@ -647,7 +647,7 @@ class Requests:
         client = self._model.client.result()
         if len(rank.documents) > client.sender.most_at_fault:
             return 0
-        return client.stats.answers
+        return client.answers
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         rank = self._rank

@@ -530,7 +530,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # No document is admitted, and the router sends no request: both look at the shutdown.
     models = [model for model in rank.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
-    in_flight = sum(client.stats.in_flight for client in clients)
+    in_flight = sum(client.in_flight for client in clients)
     if not clients:
         for task in serving:  # a model may need minutes to load
             task.cancel()
@@ -540,15 +540,16 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
             f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
             "answered; a further signal, or cancellation, ends the wait at once."
         )
-    lost = sum(client.stats.lost for client in clients)
+    own = rank.observer.own
+    lost = own.lost
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     finally:
-        left = sum(client.stats.in_flight + client.stats.lost for client in clients)
-        shutdown.given_up = left - lost
+        in_flight = sum(client.in_flight for client in clients)
+        shutdown.given_up = in_flight + own.lost - lost
     # 2. Other documents end unrecorded. The state comes first: a cancelled rollout is no failure.
     shutdown.abort()
     if shutdown.failure is not None:
@@ -573,7 +574,7 @@ async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
         await rank.next_look()
-        if any(model.client.result().stats.in_flight and not model.is_dead for model in models):
+        if any(model.client.result().in_flight and not model.is_dead for model in models):
             quiet = 0.0
         elif quiet and rank.waiting == len(rank.documents):
             break

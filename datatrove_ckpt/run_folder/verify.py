@@ -166,7 +166,7 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
     report = Report(place.folder, command)
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
-        report.sums.add(rank)
+        report.sums.add_rank(rank)
         _check_rank(report, rank)
         rank.commits = {}  # there may be millions
     report.output = output or find_output(place, report.ranks)
@@ -334,9 +334,7 @@ def _check_settings(report: Report) -> None:
         for rank in chain.from_iterable(others):
             changes = _not_accepted(rank, usual[0])
             if changes:
-                differences = "; ".join(
-                    f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes
-                )
+                differences = "; ".join(line for one in changes for line in one.lines)
                 message = (
                     f"was run with settings that differ from task {usual[0].number}: {differences}."
                 )

@@ -221,22 +221,17 @@ class DocumentSource:
         ).start()
         ended = False
         while not ended:
-            ended, batch = self._take()
+            ended = self._ended  # nothing is put after this
+            with self._lock:
+                batch = self._buffer
+                self._buffer = []
+                self._bytes = 0
             if batch:
+                self.handed_over += len(batch)
+                self._newest = position_of(batch[-1].document)
                 yield batch
             elif not ended:
                 await asyncio.sleep(_LOOK_SECONDS)
-
-    def _take(self) -> tuple[bool, list[SourceDocument]]:
-        ended = self._ended  # nothing is put after this
-        with self._lock:
-            batch = self._buffer
-            self._buffer = []
-            self._bytes = 0
-        if batch:
-            self.handed_over += len(batch)
-            self._newest = position_of(batch[-1].document)
-        return ended, batch
 
     @property
     def is_at_end(self) -> bool:

@@ -49,7 +49,6 @@ OF_BATCH = frozenset({ANSWER, FAILURE})
 MOST_REQUESTS = 50_000  # of a batch
 _SIZES = 1000  # of batches in Anthropic's form, which are found by their size
 MOST_BYTES = 190_000_000
-_BLOCK_BYTES = 1 << 18
 _ID = re.compile(r"(?:[0-9a-f]{6}-)?(\d+)-(\d+)-(\d+)-([0-9a-f]{32})-(\d+)-(\d+)")
 
 

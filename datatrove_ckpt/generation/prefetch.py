@@ -189,6 +189,7 @@ class DocumentSource:
         self._in_order = True
         self._saved: tuple[int, int] | None = None
         self._lock = threading.Lock()
+        self._room = threading.Event()  # set at each look, so that one that is missed does no harm
         self._buffer: list[SourceDocument] = []
         self._bytes = 0
         self._closed = False
@@ -226,6 +227,7 @@ class DocumentSource:
                 batch = self._buffer
                 self._buffer = []
                 self._bytes = 0
+            self._room.set()
             if batch:
                 self.handed_over += len(batch)
                 self._newest = position_of(batch[-1].document)
@@ -258,6 +260,7 @@ class DocumentSource:
 
     def close(self) -> None:
         self._closed = True
+        self._room.set()
         if self._finished is not None:
             self._finished.close()
 
@@ -312,7 +315,8 @@ class DocumentSource:
         while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
             if self._closed:
                 return False
-            time.sleep(_LOOK_SECONDS)
+            self._room.clear()
+            self._room.wait()
         with self._lock:
             self._buffer.append(source)
             self._bytes += source.size

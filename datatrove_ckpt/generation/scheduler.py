@@ -168,6 +168,7 @@ Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
 # How often the loop looks at what other threads do for the rank. Being told of each change would
 # cost more: the disk writes hundreds of groups in a second.
 _LOOK_SECONDS = 0.01
+_SHORTEST_LOOK_SECONDS = 0.001  # of a small task, whose commits take milliseconds
 _MANY = 100  # documents of which one at least should be kept
 
 
@@ -254,8 +255,10 @@ class Scheduler:
             host = host_loop()
             if host is not None:
                 host.has_admitted = True
-            while self.documents or self.shutdown.has_failed:
-                await self.next_look()
+            while self.documents:
+                await asyncio.wait([*self.documents.values()])
+            if self.shutdown.has_failed:
+                await wait_until_cancelled()
         except BaseException:
             self.shutdown.abort()
             raise
@@ -269,8 +272,10 @@ class Scheduler:
                 await self.next_look()
         else:
             self.checkpoint.end_of_input(documents.shard())
+            seconds = _SHORTEST_LOOK_SECONDS
             while not self.checkpoint.all_committed:
-                await self.next_look()
+                await asyncio.sleep(seconds)
+                seconds = min(2 * seconds, _LOOK_SECONDS)
 
     async def _admit_all(self, documents: DocumentSource) -> None:
         async for batch in documents.batches(self.checkpoint.resumed):

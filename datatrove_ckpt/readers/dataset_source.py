@@ -77,8 +77,9 @@ class DatasetInputs(Inputs):
             super().__init__(folder, self.urls)
         else:
             self.urls = list(files)
-            if files and len(files) != dataset.num_shards:
-                self.urls = [f"shard {number}" for number in range(dataset.num_shards)]
+            count = max(1, dataset.num_shards)
+            if len(files) != count:
+                self.urls = [f"shard {number}" for number in range(count)]
             super().__init__(folder, _short_names(self.urls))
         self.shards = range(len(self.urls))
 

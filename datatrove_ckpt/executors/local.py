@@ -21,18 +21,18 @@ from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
-from datatrove.io import DataFolder, DataFolderLike
+from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.common import JsonObject, datatrove_arguments
-from datatrove_ckpt.common.declared import Count, CountOrAll, check
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.errors import (
     CheckpointLocked,
@@ -110,23 +110,19 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         pipeline: list[PipelineStep | Callable[..., object]],
         tasks: Count = 1,
         workers: CountOrAll = -1,
-        logging_dir: DataFolderLike = None,
-        depends: DatatroveExecutor | None = None,
-        skip_completed: bool = True,
-        start_method: Literal["fork", "spawn", "forkserver"] = "forkserver",
-        local_tasks: CountOrAll = -1,
-        local_rank_offset: int = 0,
-        randomize_start_duration: int = 0,
+        *arguments: Any,
         max_rank_attempts: Count = 2,
         ranks_at_once: Count | None = None,
+        **options: Any,
     ) -> None:
-        check(LocalPipelineExecutor, locals())
-        super().__init__(**datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"))
+        check(LocalPipelineExecutor, {**locals(), **options})
+        super().__init__(pipeline, tasks, workers, *arguments, **options)
+        check_value("local_tasks", Count, self.local_tasks)
         if any(runner.retry_dead_letters for runner in self._runners):
             self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        check_depends(depends, DatatroveExecutor)
+        check_depends(self.depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output

@@ -230,7 +230,9 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
     is_retry = step.retry_dead_letters
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
     if step.checkpoints_remote_dir:
-        found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry))
+        others = compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry)
+        found.by_rank |= others.by_rank
+        found.empty += others.empty
     empty = [rank for rank in skipped if rank in found.empty]
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:

@@ -334,9 +334,7 @@ def _check_settings(report: Report) -> None:
         for rank in chain.from_iterable(others):
             changes = _not_accepted(rank, usual[0])
             if changes:
-                differences = "; ".join(
-                    f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes
-                )
+                differences = "; ".join(line for one in changes for line in one.lines)
                 message = (
                     f"was run with settings that differ from task {usual[0].number}: {differences}."
                 )

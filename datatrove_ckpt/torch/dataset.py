@@ -355,8 +355,6 @@ class ReaderDataset(StatefulIterable):
             raise ConfigError(
                 f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}."
             )
-        if isinstance(columns, str):
-            raise ConfigError(f"columns must be a list, such as [{columns!r}].")
         if not isinstance(reader, FilesReader):
             raise ConfigError(
                 f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "

@@ -53,7 +53,7 @@ _SHOWN_COLUMNS = 20
 # Arguments of load_dataset that choose the rows; the others choose how to store them.
 _CHOOSING = ("name", "split", "data_dir", "data_files", "revision", "columns", "filters")
 _FILES = ("data_dir", "data_files")
-# A stream refuses some of these.
+# A stream is not stored.
 _FOR_STORAGE = ("num_proc", "keep_in_memory", "save_infos", "verification_mode")
 
 
@@ -157,9 +157,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         streamed.adapter = MethodType(self.adapter.__func__, streamed)
         streamed.streaming = True
         streamed.shuffle_files = False
-        streamed.dataset_options = {
-            k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE
-        }
         return streamed
 
     def _options(self) -> State:
@@ -274,6 +271,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         if not self.streaming:
             return load_dataset(self.dataset, **options), None
         split = options.pop("split", None)
+        options = {name: value for name, value in options.items() if name not in _FOR_STORAGE}
         builder = load_dataset_builder(self.dataset, **options)
         files = (builder.config.data_files or {}).get(str(split), [])
         return builder.as_streaming_dataset(split=split), list(files)

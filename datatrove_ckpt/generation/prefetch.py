@@ -35,7 +35,7 @@ from datatrove_ckpt.generation.user_code import exit_error
 from datatrove_ckpt.output.documents import fingerprint
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.readers import SeekingReader
-from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
+from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_records import StepRecord
@@ -301,7 +301,6 @@ class DocumentSource:
                 last.stats = last.stats or self._stats.saved(ended=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             end_fork(pid, error)
-            error = name_file(error)
             if isinstance(error, Exception):
                 self.error = error
             else:

@@ -194,7 +194,7 @@ class ReaderStart:
     record: Callable[[], ReaderRecord] | None = None
 
     def first_in_file(self, documents: int) -> int:
-        """Returns the number of documents before the state's file; ``documents`` for old states."""
+        """Returns the number of documents before the state's file."""
         return int((self.state or {}).get("file", {}).get("first", documents))
 
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:

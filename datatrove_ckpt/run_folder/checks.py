@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from datatrove.io import DataFolder, get_datafolder
-from fsspec import AbstractFileSystem
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
@@ -69,13 +69,12 @@ class NotDeleted(RemoteFailed):
     """A remote folder accepts objects but does not delete them."""
 
 
-@contextmanager
-def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
-    """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it
-    took.
+_CONTENT = b"datatrove-ckpt"
 
-    Each upload replaces the one before. The function also compares the object's size, as a run
-    does.
+
+def probe_object(folder: DataFolder) -> float:
+    """Uploads an object to a datatrove ``DataFolder``, compares its size as a run does, and deletes
+    it. Returns the seconds that the upload took.
 
     Raises:
         RemoteFailed: an operation failed, or the object has a wrong size.
@@ -83,58 +82,39 @@ def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
     """
     name = f"{PROBE}{secrets.token_hex(4)}"
     remote = folder.resolve_paths(name)
-    made: list[str] = []
-
-    def upload(content: bytes) -> float:
+    try:
         with _explained(f"{remote} could not be written"):
             start = time.monotonic()
-            _pipe(folder, name, content, made)
+            folder = _upload(folder, name)
             folder.invalidate_cache(name)
             arrived = folder.info(name)["size"]
             seconds = time.monotonic() - start
-        if arrived != len(content):
+        if arrived != len(_CONTENT):
             raise RemoteFailed(
-                f"{remote} has {arrived} bytes after its upload instead of {len(content)}."
+                f"{remote} has {arrived} bytes after its upload instead of {len(_CONTENT)}."
             )
-        return seconds
-
-    try:
-        try:
-            yield upload
-        except BaseException:
-            with suppress(Exception):
-                folder.rm_file(name)
-            raise
-        with _explained(
-            f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted
-        ):
+    except BaseException:
+        with suppress(Exception):
             folder.rm_file(name)
-    finally:
-        for path in made:
-            with suppress(Exception):  # another process may have put something into it meanwhile
-                folder.fs.rmdir(path)
+        raise
+    with _explained(
+        f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted
+    ):
+        folder.rm_file(name)
+    return seconds
 
 
-def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> None:
+def _upload(folder: DataFolder, name: str) -> DataFolder:
+    """Uploads into the folder, or the nearest folder above it that exists. Returns that folder."""
     try:
-        folder.pipe_file(name, content)
+        folder.pipe_file(name, _CONTENT)
+        return folder
     except FileNotFoundError:
-        # This file system has real folders; a run creates this one.
-        missing = _missing(folder.fs, folder.path)
-        if not missing or (not folder.is_local() and folder.fs._parent(missing[-1]) in ("", "/")):
-            raise  # a missing bucket is a user's mistake; it must not be created here
-        made += missing
-        folder.fs.makedirs(folder.path, exist_ok=True)
-        folder.pipe_file(name, content)
-
-
-def _missing(fs: AbstractFileSystem, path: str) -> list[str]:
-    """Returns the folder and its parents that do not exist, the deepest first."""
-    missing = []
-    while path and path != fs._parent(path) and not fs.exists(path):
-        missing.append(path)
-        path = fs._parent(path)
-    return missing
+        # This file system has real folders, which a run makes; a missing bucket it does not make.
+        above = DataFolder(folder.fs._parent(folder.path), fs=folder.fs)
+        if above.path.strip("/") in ("", folder.path.strip("/")):
+            raise
+        return _upload(above, name)
 
 
 @contextmanager
@@ -184,7 +164,10 @@ class Finding:
 
 
 def about(
-    subject: str, check: Callable[..., Iterable[Finding] | None], *arguments: object
+    subject: str,
+    check: Callable[..., Iterable[Finding] | None],
+    *arguments: object,
+    what: str = "checked",
 ) -> Iterator[Finding]:
     """Makes a check. What it raises is a problem."""
     try:
@@ -194,7 +177,7 @@ def about(
         text = f"this could not be checked: {failure_line(error)}."
         if isinstance(error, CkptError):
             text = str(error)
-        yield Finding("problem", "checked", text, subject, error)
+        yield Finding("problem", what, text, subject, error)
 
 
 def file_system(folder: Path) -> FilesystemTraits:
@@ -225,18 +208,6 @@ def check_local_output(folder: Path, files: int, moves: bool) -> Iterator[Findin
     elif moves and not kind.shared:
         yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
     yield check_room(folder, files)
-
-
-def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
-    """Runs a check with a time limit, because calls block without the network file system's
-    server.
-    """
-    try:
-        return within(lambda: list(check), str(folder))
-    except RemoteFailed as error:
-        return [
-            Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")
-        ]
 
 
 def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
@@ -335,13 +306,8 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
             "warning", "reachable", f"{url} is not tested: {text}OWNER/NAME/FOLDER instead."
         )
         return
-
-    def attempt() -> float:
-        with probe_object(folder) as upload:
-            return upload(b"datatrove-ckpt")
-
     try:
-        seconds = within(attempt, url)
+        seconds = within(partial(probe_object, folder), url)
         yield Finding(
             "ok",
             "reachable",
@@ -379,7 +345,10 @@ def within(function: Callable[[], T], place: str) -> T:
         wait([result], _GRACE_SECONDS)  # it removes its probe
         raise
     if not result.done():
-        raise RemoteFailed(f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s.")
+        raise RemoteFailed(
+            f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
+            "the mount."
+        )
     return result.result()
 
 

@@ -257,6 +257,10 @@ class RunPlan:
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
 
+    def completed(self) -> list[int]:
+        """Returns the ranks of this executor that have a marker, so that they do not run."""
+        return sorted({*self.local_ranks}.difference(self.incomplete(self.local_ranks)))
+
     def marker(self, rank: int) -> str:
         return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
 

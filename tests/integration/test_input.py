@@ -222,7 +222,10 @@ def rewrite(path, old, new):
 
 CHANGES = {
     "file added": (lambda f: (f / "4.jsonl").write_text(lines(9)), "  '4.jsonl' was not read then"),
-    "file added first": (lambda f: (f / "00.jsonl").write_text(lines(9)), "  '00.jsonl' was not read then"),
+    "file added first": (
+        lambda f: (f / "00.jsonl").write_text(lines(9)),
+        "  '00.jsonl' was not read then",
+    ),
     "file removed": (lambda f: (f / "3.jsonl").unlink(), "  '3.jsonl' is gone"),
     "file renamed": (
         lambda f: (f / "3.jsonl").rename(f / "5.jsonl"),

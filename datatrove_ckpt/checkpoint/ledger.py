@@ -63,6 +63,7 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers, sum_delivered
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
+from datatrove_ckpt.common.formatting import number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
 
 OTHERS = "others"
@@ -652,28 +653,32 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
     expected = Expected.read(folder, finished, run)
     commits, size = scan_commits(folder / COMMITS)
     expected.check(CommitSums.of(commits.values()))
-    _check_sequence(folder / COMMITS, commits)
+    for kind, what, _ in misplaced(commits):
+        if kind != "gap":
+            raise CheckpointCorrupt(folder / COMMITS, f": {what}. {_START_OVER}")
     _check_dead_letters(folder / DEAD_LETTERS, commits)
     return commits, size
 
 
-def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
-    """Raises:
-    CheckpointCorrupt: a commit starts before the end of the commits before it.
+def misplaced(commits: Mapping[int, Commit]) -> Iterator[tuple[str, str, int | None]]:
+    """Yields where commits do not follow each other: kind, description, and a chunk.
+
+    Kinds: ``overlap`` and ``lost`` are damage; a ``gap`` are chunks that are not committed yet, or
+    no more.
     """
-    expected = ordinal = 0
+    chunk_index = ordinal = 0
     for index, commit in sorted(commits.items()):
-        if index == expected:
-            follows = commit.first_ordinal == ordinal
-        else:
-            follows = commit.first_ordinal >= ordinal
-        if not follows:
-            raise CheckpointCorrupt(
-                path,
-                f": the commit of chunk {index} starts at document {commit.first_ordinal}, which "
-                f"does not follow the commits before it (document {ordinal}). {_START_OVER}",
-            )
-        expected = index + 1
+        first = commit.first_ordinal
+        if first < ordinal:
+            twice = number_range(first, min(ordinal, commit.next_ordinal))
+            yield "overlap", f"an earlier commit also covers documents {twice}", index
+        elif index == chunk_index and first > ordinal:
+            yield "lost", f"no commit covers documents {number_range(ordinal, first)}", None
+        elif index > chunk_index:
+            chunks = number_range(chunk_index, index)
+            documents = number_range(ordinal, first)
+            yield "gap", f"no commit covers documents {documents} (chunks {chunks})", chunk_index
+        chunk_index = index + 1
         ordinal = commit.next_ordinal
 
 

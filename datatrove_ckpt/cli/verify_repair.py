@@ -33,7 +33,7 @@ def verify(arguments: argparse.Namespace) -> int:
     else:
         mixed = [
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
-            for name, old, new in mixed_settings(checks.accepted_changes(*report.ranks))
+            for name, old, new in mixed_settings(report.accepted)
         ]
         verdict = _verdict(report, arguments.full)
         text = "\n".join(

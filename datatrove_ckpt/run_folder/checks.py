@@ -111,10 +111,11 @@ def _upload(folder: DataFolder, name: str) -> DataFolder:
         return folder
     except FileNotFoundError:
         # This file system has real folders, which a run makes; a missing bucket it does not make.
-        above = DataFolder(folder.fs._parent(folder.path), fs=folder.fs)
-        if above.path.strip("/") in ("", folder.path.strip("/")):
-            raise
-        return _upload(above, name)
+        above = folder.fs._parent(folder.path)
+        if above.strip("/") not in ("", folder.path.strip("/")):
+            with suppress(Exception):
+                return _upload(DataFolder(above, fs=folder.fs), name)
+        raise
 
 
 @contextmanager

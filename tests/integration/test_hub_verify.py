@@ -106,7 +106,7 @@ def test_run_names_the_files_that_were_there_and_the_ways_out(
     for token in (hub.expired_token, hub.token):
         monkeypatch.setenv("HF_TOKEN", token)
         said = cli("verify", "checkpoints", code=1)
-        assert "hf://datasets/org/data/part cannot be listed" in said
+        assert "hf://datasets/org/data/part: cannot be listed" in said
         assert "hf_Fake" not in said
         hub.repos.clear()
     if not complete:

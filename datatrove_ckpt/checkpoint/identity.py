@@ -489,34 +489,27 @@ def not_readable(path: Path | str) -> str:
     )
 
 
-def check_run(content: object) -> Json:
+def check_run(content: Json) -> Json:
     """Returns the content of ``run.json`` if the values that this program uses have their types.
 
     Raises:
-        ValueError: a value has not; the message names it.
+        ValueError: a value has not.
     """
-    if not isinstance(content, dict) or not is_count(content.get("format")):
-        raise ValueError("it is no JSON object with a format")
     owner = content.get("owner", {})
-    accepted = content.get("accepted_changes", [])
-    if isinstance(owner, dict):
-        earlier = owner.get("earlier", {})
-    else:
-        earlier = None
-    if not isinstance(earlier, dict) or not isinstance(owner.get("nonce", ""), str):
-        raise ValueError("its owner is damaged")
-    numbers = [
-        owner.get("fence", 0),
-        owner.get("commits", 0),
-        *(upto for upto in earlier.values() if upto is not None),
-    ]
-    numbers += [content.get(name) or 0 for name in ("tasks", "records_per_chunk")]
-    if not all(map(is_count, numbers)):
-        raise ValueError("a number in it is none")
+    try:
+        numbers = [content.get("format", ""), *owner.get("earlier", {}).values()]
+        numbers += [owner.get("fence"), owner.get("commits")]
+        numbers += [content.get("tasks"), content.get("records_per_chunk")]
+        texts = [owner.get("nonce", "")]
+        texts += [change.get("field") for change in content.get("accepted_changes", [])]
+    except (AttributeError, TypeError) as error:
+        raise ValueError("its owner or its accepted_changes are damaged") from error
+    if not all(number is None or is_count(number) for number in numbers):
+        raise ValueError("its format or a number in it is none")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a text in it is none")
     if (content.get("tasks") or 0) > _MAX_TASKS:
         raise ValueError(f"it names {content['tasks']} tasks")
-    if not isinstance(accepted, list) or not all(isinstance(change, dict) for change in accepted):
-        raise ValueError("its accepted_changes is no list of changes")
     return content
 
 

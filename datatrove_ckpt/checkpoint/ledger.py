@@ -9,10 +9,9 @@ There may be ten thousand ranks: ledgers are small without commits, and are drop
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
@@ -44,14 +43,11 @@ from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
     DEAD_LETTERS,
-    FILES,
     HISTORY,
     LOCK,
     RUN,
     SHARD,
-    check_files,
-    is_journal,
-    journal_indices,
+    RankListing,
     journal_name,
     journal_path,
     last_chunk_of,
@@ -64,7 +60,7 @@ from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shar
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers, sum_delivered
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import number_range
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
@@ -294,7 +290,7 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
                         for number in rank_numbers(folder)
                     ]
     except PermissionError as error:
-        raise not_permitted(checkpoints, error) from None
+        raise _not_permitted(checkpoints, error) from None
     if found:
         return found
     if not checkpoints.exists():
@@ -314,15 +310,21 @@ def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
         ConfigError: there is no rank, or this user may not read one.
     """
     for place in find_ranks(checkpoints):
-        try:
-            rank = read_rank(*place, want)
-            check_readable(rank)
-        except PermissionError as error:
-            raise not_permitted(checkpoints, error) from None
+        rank = read_rank(*place, want)
+        check_readable(checkpoints, rank)
         yield rank
 
 
-def not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
+def check_readable(checkpoints: Path, rank: RankLedger) -> None:
+    """Raises:
+    ConfigError: the rank's damage is a file that this user may not read.
+    """
+    for cause in causes(rank.damage):
+        if isinstance(cause, PermissionError):
+            raise _not_permitted(checkpoints, cause) from None
+
+
+def _not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
     share = f", or ask that user for: chmod -R g+rX {checkpoints}"
     return ConfigError(not_readable(error.filename) + share)
 
@@ -377,7 +379,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     """Raises:
     CheckpointError: a run would refuse the folder, too.
     """
-    found = _Listing(rank.folder)
+    found = RankListing(rank.folder)
     if LOCK in found.entries:
         rank.holder = files.lock_holder(found.path(LOCK))
     if RUN in found.entries and found.entries[RUN].is_file():
@@ -409,54 +411,6 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
         rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), limits.letters)
 
 
-class _Listing:
-    """A listing of a rank's folder in few system calls: there may be ten thousand ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder
-        self.folder = str(folder)
-        self.journals: list[int] = []
-        try:
-            with explained("read", folder), os.scandir(folder) as entries:
-                self.entries = {entry.name: entry for entry in entries}
-        except StorageFailed:
-            self._refuse()
-            raise
-
-    def check(self) -> None:
-        for name, entry in self.entries.items():
-            is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
-            if (is_journals and not is_journal(name)) or (
-                (is_journals or name in FILES) and not entry.is_file()
-            ):
-                self._refuse()
-            elif is_journals:
-                self.journals.append(int(name[6:-6]))
-        self.journals.sort()
-
-    def _refuse(self) -> None:
-        check_files(self._path, last_chunk_of(self._path))
-
-    @property
-    def is_finished(self) -> bool:
-        return RUN in self.entries and not {LOCK, CACHE} & self.entries.keys() and not self.journals
-
-    def path(self, name: str) -> str:
-        return f"{self.folder}/{name}"
-
-    def _stats(self, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
-        for name in names:
-            with suppress(KeyError, FileNotFoundError):
-                yield name, self.entries[name].stat()
-
-    def size(self, *names: str) -> int:
-        """In bytes; 0 if there is no such file."""
-        return sum(status.st_size for _, status in self._stats(names))
-
-    def times(self, names: Iterable[str]) -> dict[str, float]:
-        return {name: status.st_mtime for name, status in self._stats(names)}
-
-
 def _read_run(path: str, want: Want) -> Json:
     run = run_with_secrets(path)
     if Want.SETTINGS in want:
@@ -466,7 +420,7 @@ def _read_run(path: str, want: Want) -> Json:
 
 def _read_journals(
     rank: RankLedger,
-    found: _Listing,
+    found: RankListing,
     want: Want,
     limits: Limits | None,
     ordinals: dict[int, dict[int, str]],
@@ -507,18 +461,6 @@ def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> No
             raise CheckpointCorrupt(
                 path, f": document {strangers[0]} does not belong there. {JOURNAL_ADVICE}"
             )
-
-
-def check_readable(rank: RankLedger) -> None:
-    """Raises:
-    PermissionError: the rank's damage is a file that this user may not read.
-    """
-    if rank.damage is None or not rank.folder.is_dir():
-        return
-    with suppress(CheckpointCorrupt):
-        for name in (RUN, COMMITS, HISTORY, *map(journal_name, journal_indices(rank.folder))):
-            with suppress(FileNotFoundError):
-                os.close(os.open(rank.folder / name, os.O_RDONLY | os.O_NONBLOCK))
 
 
 # dead letters ------------------------------------------------------------------------------------

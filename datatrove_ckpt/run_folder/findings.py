@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,7 +61,7 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.errors.names import setting_name, step_place, use
+from datatrove_ckpt.errors.names import name_copy, setting_name, step_place, use
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
@@ -110,7 +109,6 @@ from datatrove_ckpt.run_folder.input_checks import (
 )
 from datatrove_ckpt.run_folder.prompts import check_prompts
 from datatrove_ckpt.run_folder.run_plan import (
-    Folders,
     RunnerPlan,
     RunPlan,
     WrongMarker,
@@ -180,26 +178,27 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
     """See ``_find_wrong``."""
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
-    folders = runner.copy or Folders(root, str(root))
     use(runner.step.form)
     mirror = runner.step.checkpoints_remote_dir
-    if not mirror:  # from there a rank may get what it lacks
+    if not mirror:
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
+        return _find_wrong(runner, root, skipped)
+    # From there a rank may get what it lacks. Nodes of a cluster may have checkpoints on their own
+    # disks.
     with ExitStack() as stack:
-        # Nodes of a cluster may have checkpoints on their own disks, with a mirror.
-        if not plan.is_local and mirror and not root.exists():
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            folders = replace(folders, checkpoint=folder)
-        folder = folders.checkpoint
-        if mirror and dry_run:
-            skipped = [rank for rank in skipped if (rank_folder(folder, rank) / RUN).exists()]
-        elif mirror and runner.copy is None:
-            restore_outdated(mirror, folder, skipped)
-        return _find_wrong(runner, folders, skipped)
+        if not plan.is_local and not root.exists():
+            copy = Path(stack.enter_context(TemporaryDirectory()))
+            name_copy(copy, str(root))
+            root = copy
+        if dry_run:
+            skipped = [rank for rank in skipped if (rank_folder(root, rank) / RUN).exists()]
+        elif runner.copy is None:
+            restore_outdated(mirror, root, skipped)
+        return _find_wrong(runner, root, skipped)
 
 
-def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dict[int, str]:
+def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[int, str]:
     """Compares one step. Returns what is wrong with markers that are to be removed, by rank.
 
     Args:
@@ -208,7 +207,6 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
     plan = runner.plan
     step = runner.step
     identity = runner.identity
-    folder = folders.checkpoint
     ranks = plan.local_ranks
 
     if len(skipped) < len(ranks):
@@ -220,14 +218,14 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
         found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry))
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
-        _refuse_changes(found, runner, folders, kept, len(ranks))
+        _refuse_changes(found, runner, folder, kept, len(ranks))
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
         mirror = step.checkpoints_remote_dir
-        holds = f"{folders.shown_as} holds no"
+        holds = f"{folder} holds no"
         if mirror:
-            holds = f"neither {folders.shown_as} nor {mirror} holds a"
+            holds = f"neither {folder} nor {mirror} holds a"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
             "it, so nothing shows that the documents are in the output. If the checkpoints were "
@@ -244,7 +242,7 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             continue
         else:
             why = "is not finished"
-        checkpoint = f"{folders.shown_as}/{rank:05d}"
+        checkpoint = f"{folder}/{rank:05d}"
         wrong[rank] = (
             f"Task {rank} is marked as complete ({plan.marker(rank)}), but its checkpoint "
             f"{checkpoint} {why}."
@@ -253,7 +251,7 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
 
 
 def _refuse_changes(
-    found: JobChanges, runner: RunnerPlan, folders: Folders, skipped: list[int], tasks: int
+    found: JobChanges, runner: RunnerPlan, folder: Path, skipped: list[int], tasks: int
 ) -> None:
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
     advice = ""
@@ -273,7 +271,7 @@ def _refuse_changes(
             "letters alone, retry_dead_letters takes the new settings. "
         )
     raise refusal(
-        f"The checkpoints in {folders.shown_as} ({name_tasks(found.ranks)}) were",
+        f"The checkpoints in {folder} ({name_tasks(found.ranks)}) were",
         found.changes,
         advice,
         may_mix,

@@ -1,7 +1,7 @@
 """Makes WHAT (a run folder, a checkpoint folder, its mirror, or the run's YAML file) a folder to
 read.
 
-A mirror is copied into a temporary folder. Messages name the mirror instead (``Place.said``).
+A mirror is copied into a temporary folder. Messages name the mirror instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
+from datatrove_ckpt.errors.names import name_copy
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.restore import MirrorReader
@@ -64,12 +65,6 @@ class Place:
         """Raises as ``MirrorReader.refresh``."""
         if self.mirror is not None:
             self.mirror.refresh()
-
-    def said(self, text: str) -> str:
-        """Returns the text with the mirror's URL in place of the copy's path."""
-        if not self.is_copy:
-            return text
-        return text.replace(str(self.folder), self.what)
 
 
 def is_config(what: str) -> bool:
@@ -118,6 +113,7 @@ def open_place(
         for mirror in mirrors:
             place.mirror = MirrorReader(mirror, place.folder, wanted)
             place.what = place.mirror.url
+            name_copy(folder, place.what)
             place.refresh()
             if place.mirror.ranks:
                 break
@@ -194,6 +190,7 @@ def restored(place: Place) -> Iterator[Place]:
     from datatrove_ckpt.mirror.restore import restore_ranks  # fsspec is slow to import
 
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        name_copy(folder, place.what)
         restore_ranks(place.mirror.url, place.mirror.ranks, Path(folder))
         yield replace(place, folder=Path(folder))
 

@@ -77,8 +77,8 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return (
-            "Make it writable for this user (or choose another folder) and run the same command "
-            "again."
+            "Give this user the permission (or mount it writable, or choose another folder) and "
+            "run the same command again."
         )
     if code in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
         return (

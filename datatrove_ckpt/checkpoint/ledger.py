@@ -38,7 +38,7 @@ from datatrove_ckpt.checkpoint.identity import (
     settings_in,
     without_its_secrets,
 )
-from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
+from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
@@ -49,7 +49,6 @@ from datatrove_ckpt.checkpoint.layout import (
     SHARD,
     RankListing,
     journal_name,
-    journal_path,
     last_chunk_of,
     rank_folder,
     rank_numbers,
@@ -58,7 +57,6 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers, sum_delivered
-from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
@@ -113,7 +111,6 @@ class RankLedger:
         holder: host and pid of the process that works on this rank now.
         is_finished: there is no lock file, request cache or journal: a run removes them at its end.
             ``repair`` leaves the lock file, which marks the rank as unfinished.
-        expected: what other files promise about the commits.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
         commits: by chunk index, in the order in which they were written.
@@ -128,7 +125,6 @@ class RankLedger:
     run: Json = field(default_factory=dict)
     holder: Json | None = None
     is_finished: bool = False
-    expected: Expected | None = None
     history: History = field(default_factory=History)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
@@ -388,19 +384,17 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
         refuse_missing_run_json(rank.folder)
-    rank.expected = expected = Expected.read(rank.folder, is_finished, rank.run)
+    expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and HISTORY in found.entries:
         rank.history = read_history(found.path(HISTORY))
-    ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
-        rank.journals = _read_journals(rank, found, want, limits, ordinals)
+        rank.journals = _read_journals(rank, found, limits)
     # Whatever the listing says: the files that were read before promise them.
     commits = read_commits(rank.commits_file)
     rank.sums = CommitSums.of(commits.values())
     if Want.COMMITS in want:
         rank.commits = commits
     expected.check(rank.sums)
-    _check_journals(rank, ordinals)
     rank.open_chunks = [index for index in found.journals if index not in rank.sums.indices]
     rank.is_finished = is_finished
     names = [] if rank.history.attempts or Want.HISTORY not in want else [RUN, CACHE]
@@ -421,14 +415,9 @@ def _read_run(path: str, want: Want) -> Json:
 def _read_journals(
     rank: RankLedger,
     found: RankListing,
-    want: Want,
     limits: Limits | None,
-    ordinals: dict[int, dict[int, str]],
 ) -> dict[int, DocumentCounts] | None:
     """Returns the counts of each journal; None if the history has to give their sum.
-
-    Args:
-        ordinals: gets the fingerprints of documents by ordinal, of each journal that is checked.
 
     Raises:
         CheckpointCorrupt: a journal is damaged.
@@ -439,28 +428,9 @@ def _read_journals(
             return None
     counted = {}
     for index in found.journals:
-        known: dict[int, str] = {}
-        documents = read_finished(Path(found.path(journal_name(index))), known)
+        documents = read_finished(Path(found.path(journal_name(index))), {})
         counted[index] = DocumentCounts.of([one.took for _, one in documents if one is not None])
-        if Want.COMMITS in want:
-            ordinals[index] = known
     return counted
-
-
-def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> None:
-    """Raises:
-    CheckpointCorrupt: a journal holds a document of another chunk.
-    """
-    if not ordinals:
-        return
-    per_chunk = rank.run.get("records_per_chunk") or 0
-    for index, first, end in uncommitted_journals(rank.folder, rank.commits, per_chunk):
-        strangers = [ordinal for ordinal in ordinals.get(index, ()) if not first <= ordinal < end]
-        if strangers and per_chunk:
-            path = journal_path(rank.folder, index)
-            raise CheckpointCorrupt(
-                path, f": document {strangers[0]} does not belong there. {JOURNAL_ADVICE}"
-            )
 
 
 # dead letters ------------------------------------------------------------------------------------

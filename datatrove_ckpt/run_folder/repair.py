@@ -78,7 +78,7 @@ class Redo:
         before: the log as it was read; None: it is damaged.
         kept: the commits to keep, in the order of the lines.
         commits: those to take back.
-        lost: chunks without a commit.
+        lost: of a damaged log, the chunks without a commit.
         stuck: chunks that cannot be redone, because they would not end where the next one starts.
         letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
     """
@@ -146,12 +146,11 @@ def plan_rebuild(rank: RankLedger) -> Redo:
     return redo
 
 
-def plan_redo(rank: RankLedger, to_redo: set[int], with_lost: bool) -> Redo:
+def plan_redo(rank: RankLedger, to_redo: set[int]) -> Redo:
     """Returns what to do with a rank whose log is whole.
 
     Args:
         to_redo: the chunks to take back.
-        with_lost: redo chunks without a commit, too.
 
     Raises:
         CheckpointError: nothing can be done.
@@ -168,9 +167,6 @@ def plan_redo(rank: RankLedger, to_redo: set[int], with_lost: bool) -> Redo:
             redo.commits.append(commit)
         else:
             redo.kept.append(commit)
-    if with_lost:
-        lost = set(range(max(log))).difference(log, redo.stuck)
-        redo.lost = sorted(lost)
     if any(commit.counts.dead for commit in redo.commits):
         redo.letters = [*_foreign_letters(rank, redo.kept)]
     return redo
@@ -238,7 +234,7 @@ class RepairPlan:
             f"Start this task over: remove {redo.rank.folder} and its output."
             for index in redo.stuck
         ]
-        if redo.before is None or redo.commits or redo.lost:
+        if redo.before is None or redo.commits:
             self.redo.append(redo)
 
     def describe(self) -> Iterator[str]:
@@ -304,8 +300,7 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
 
 
 def _can_redo(problem: Problem) -> bool:
-    is_lost = problem.kind == "lost" and problem.chunk_index is not None
-    return is_lost or problem.kind == "commits" or problem.kind in REDO_KINDS
+    return problem.kind == "commits" or problem.kind in REDO_KINDS
 
 
 def _plan_rank(
@@ -328,7 +323,7 @@ def _plan_rank(
         for problem in problems
         if problem.kind in REDO_KINDS and problem.chunk_index is not None
     }
-    redo = plan_redo(rank, to_redo, "lost" in kinds)
+    redo = plan_redo(rank, to_redo)
     for commit in redo.commits:
         if any(file.path in shared for file in commit.files):
             raise CheckpointError(
@@ -414,15 +409,14 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         if plan.markers:
             markers = [f"completions/{number:05d}" for number in plan.markers]
             remove_output(get_datafolder(str(plan.logging_dir)), markers)
-        changed = [redo for redo in plan.redo if redo.before is None or redo.commits]
-        for redo in changed:
+        for redo in plan.redo:
             _blank_letters(redo)
         names = [
             file.path for redo in plan.redo for commit in redo.commits for file in commit.files
         ]
         keep = {problem.path for problem in plan.foreign}
         remove_output(report.folder, [name for name in names if name not in keep])
-        for redo in changed:
+        for redo in plan.redo:
             _carry_out(redo)
 
 

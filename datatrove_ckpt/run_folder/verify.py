@@ -254,24 +254,22 @@ def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
     for commit in rank.commits.values():
         documents = commit.counts.written if is_countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
-    yield from _check_ordinals(report, rank)
+    yield from _check_ordinals(rank)
     yield from _check_dead_letters(rank)
     yield from _list_unfinished(rank)
 
 
-def _check_ordinals(report: Report, rank: RankLedger) -> Iterator[Problem]:
+def _check_ordinals(rank: RankLedger) -> Iterator[Problem]:
     for kind, what, index in misplaced(rank.commits):
-        if kind != "gap":
-            yield Problem.of(
-                rank,
-                kind,
-                f"{what}. Restore commits.jsonl from a copy, or start this task over: remove "
-                f"{rank.folder} and its output.",
-                index,
-            )
-        elif rank.state == "finished":
-            advice = f"To process them: {report.repair_command}, then run again."
-            yield Problem.of(rank, "lost", f"{what}. {advice}", index)
+        if kind == "gap":
+            if rank.state != "finished":
+                continue
+            kind = "lost"
+        message = (
+            f"{what}. Restore commits.jsonl from a copy, or start this task over: remove "
+            f"{rank.folder} and its output."
+        )
+        yield Problem.of(rank, kind, message, index)
 
 
 def _check_dead_letters(rank: RankLedger) -> Iterator[Problem]:

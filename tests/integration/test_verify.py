@@ -193,7 +193,7 @@ OTHER_DAMAGE = {
     "lost": (
         lose_a_commit,
         [
-            "task 0, chunk 1: no commit covers documents 2 to 5 (chunks 1 to 2). To process them: datatrove-ckpt ",
+            "task 0, chunk 1: no commit covers documents 2 to 5 (chunks 1 to 2). Restore commits.jsonl",
             "00000_chunk_00001.jsonl is named by no commit.",
         ],
     ),
@@ -252,8 +252,6 @@ def test_damage_that_repair_cannot_fix_is_named_and_left_alone(job, said, kind):
     text = said("verify", job, code=1)
     for message in messages:
         assert message in text
-    if kind == "lost":
-        return
     before = outputs(job)
     assert f"not repaired: {messages[0]}" in text or messages[-1] in said("repair", job, code=1)
     assert outputs(job) == before

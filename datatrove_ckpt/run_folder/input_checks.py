@@ -177,7 +177,7 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
         raise ConfigError(f"{where} contains no files{pattern}.")
     if folder.is_local():
         refuse_pointers(inputs)
-    check_codecs(place, reader, inputs.names)
+    check_codecs(where, reader, inputs.names)
     return inputs
 
 

@@ -53,7 +53,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    retry_number,
+    retry_folders,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers, sum_delivered
@@ -66,6 +66,7 @@ _MAX_CAUSES = 20
 _MAX_CAUSE = 2000  # as much as is kept of a server's answer
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
 _BLOCK = 1 << 20
+_FEW_LETTERS = 1 << 13  # bytes
 
 
 class Want(Flag):
@@ -275,28 +276,18 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     """
     found = []
     try:
-        if checkpoints.is_dir():
-            names = sorted(
-                path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None
-            )
-            for root in ("", *names):
-                if (folder := checkpoints / root).is_dir():
-                    found += [
-                        (root, number, rank_folder(folder, number))
-                        for number in rank_numbers(folder)
-                    ]
+        for root in (checkpoints, *retry_folders(checkpoints)):
+            name = "" if root == checkpoints else root.name
+            if root.is_dir():
+                found += [(name, rank, rank_folder(root, rank)) for rank in rank_numbers(root)]
     except PermissionError as error:
         raise _not_permitted(checkpoints, error) from None
-    if found:
-        return found
-    if not checkpoints.exists():
+    if not found:
         raise ConfigError(
-            f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir."
+            f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
+            "run_folder, or that of checkpoints_local_dir."
         )
-    raise ConfigError(
-        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
-        "run_folder, or that of checkpoints_local_dir."
-    )
+    return found
 
 
 def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
@@ -401,8 +392,9 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     if not is_finished or rank.sums.at is None:
         names += [COMMITS, *map(journal_name, found.journals)]
     rank.written = found.times(names)
-    if Want.LETTERS in want and limits is not None and rank.sums.counts.dead:
-        rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), limits.letters)
+    if Want.LETTERS in want and rank.sums.counts.dead:
+        most = _FEW_LETTERS if limits is None else limits.letters
+        rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most)
 
 
 def _read_run(path: str, want: Want) -> Json:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -39,11 +38,8 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.ledger import (
     JobSums,
-    Limits,
     RankLedger,
     Want,
-    find_ranks,
-    read_rank,
 )
 from datatrove_ckpt.common import BATCH, retrying
 from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
@@ -883,20 +879,17 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     """
     check_job(plan)
     check_inputs_unchanged(plan)
-    want = Want.COMMITS | Want.HISTORY
-    jobs = {root: check_output_of_run(runner, root, want=want) for runner, root in plan.kept}
-    for root, job in jobs.items():
-        if 0 < job.counts.read == job.counts.dead:
-            causes = Counter[str]()
-            for rank in find_ranks(root):
-                causes += read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)).causes
-            often = "".join(cause for cause, _ in causes.most_common(1))
+    want = Want.COMMITS | Want.HISTORY | Want.LETTERS
+    jobs = {}
+    for runner, root in plan.kept:
+        job = jobs[root] = check_output_of_run(runner, root, want=want)
+        counts = job.counts
+        if 0 < counts.read == counts.dead:
+            often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))
             raise TooManyDeadLetters(
                 f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} "
                 f"--dead. Correct the cause, and start again with retry_dead_letters."
             )
-    for runner, root in plan.kept:
-        counts = jobs[root].counts
         if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
             folder = runner.step.output_writer.output_folder.resolve_paths("")
             raise TooManyDeadLetters(

@@ -15,7 +15,7 @@ from datatrove.utils.stats import Stats
 
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.process import event_loop, task_log  # noqa: F401 (task_log: for its import)
+from datatrove_ckpt.process import task_log  # noqa: F401 (for its import)
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.host_loop import run_hosted
 
@@ -115,7 +115,6 @@ class InferenceRunner(Step):
             Preempted, or whatever the old signal handlers raise: a stop was requested, see
                 ``process/preemption.py``.
         """
-        event_loop.refuse_nested("InferenceRunner.run")
         with gc_paused():
             from datatrove_ckpt.generation.rank import run_rank  # half of the package
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 from datatrove_ckpt.checkpoint import files, numbers
-from datatrove_ckpt.mirror import object_store
 from datatrove_ckpt.testing import outputs
 from datatrove_ckpt.testing.crashes import (
     EFFECTS,
@@ -23,6 +22,7 @@ from datatrove_ckpt.testing.crashes import (
     assert_equal,
     copy_tree,
     disk_in_place,
+    tear,
 )
 from tests.power_loss import PowerLossDisk
 
@@ -40,7 +40,7 @@ class CopyingDisk(CrashingDisk):
     def happen(self, name, args, path, effect):
         with self._lock:
             if self._torn and name == "put" and name in self._counted:
-                object_store.Effects().put(args[0], args[1], args[2][: len(args[2]) // 2])
+                tear(*args)
             if self._torn and name == "write" and name in self._counted:
                 half = len(args[1]) // 2
                 files.Disk.write(self, args[0], memoryview(args[1])[:half], args[2])

@@ -7,12 +7,13 @@ import tempfile
 from collections import defaultdict
 from contextlib import closing, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import unseal
-from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.mirror.object_store import ObjectStore
 
 _OUTPUT = re.compile(r"staging|_chunk_")
 """What the user's writer makes."""
@@ -106,27 +107,23 @@ class _Disk(files.Disk):
         self._shapes.note_tables(path)
 
 
-class _Remote(object_store.Effects):
-    def __init__(self, shapes):
-        self._shapes = shapes
-
-    def put(self, fs, path, data):
-        super().put(fs, path, data)
-        self._shapes.note(path, data)
-
-
 @contextmanager
 def shapes_of_all_writes():
     """Notes each change of a file, on the disk and on a remote."""
     shapes = Shapes()
-    before = files.disk, object_store.effects
-    files.disk = _Disk(shapes)
-    object_store.effects = _Remote(shapes)
+    before, files.disk = files.disk, _Disk(shapes)
+    put = ObjectStore.put
+
+    def noted(store, name, content):
+        put(store, name, content)
+        shapes.note(name, content)
+
     try:
-        yield shapes
+        with patch.object(ObjectStore, "put", noted):
+            yield shapes
     finally:
         files.disk.close()
-        files.disk, object_store.effects = before
+        files.disk = before
 
 
 def shapes_of(folder):

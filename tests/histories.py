@@ -17,7 +17,8 @@ from datatrove_ckpt.checkpoint.history import (
     parse_line,
 )
 from datatrove_ckpt.checkpoint.lines import unseal, whole_lines
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
+from datatrove_ckpt.common.work_counts import WorkCounts
 
 
 def progress(documents=7, at=0.0, attempt=1):

@@ -11,7 +11,7 @@ import inspect
 import json
 import re
 
-from datatrove_ckpt.common.declared import alternatives, meanings, parameters_of
+from datatrove_ckpt.common.declared import alternatives, meanings, origin, parameters_of
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
@@ -123,7 +123,7 @@ def check_unit(name, hint, text):
     """
     if (
         name in _PURE_NUMBERS
-        or not {int, float} & set(alternatives(hint))
+        or not {int, float} & {origin(kind) for kind in alternatives(hint)}
         or name.endswith(("_seconds", "_sec"))
     ):
         return

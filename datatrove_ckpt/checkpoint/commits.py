@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from operator import itemgetter
 from pathlib import Path
 
 import orjson
@@ -114,8 +113,7 @@ class OutputFile:
 
 @dataclass(slots=True)
 class Commit:
-    """A finished chunk. Commits of earlier releases lack ``seconds`` and ``at``, and have only
-    totals of ``work``.
+    """A finished chunk.
 
     Attributes:
         position: the reader's state right after the chunk's last document; None: it has no state.
@@ -146,15 +144,11 @@ class Commit:
         """Raises KeyError, TypeError or ValueError if the line holds no commit of this format."""
         data = orjson.loads(body)
         counts = DocumentCounts(**data.pop("tally"))
-        work = data.get("work")
-        if work is None:
-            stats = WorkStats.of_totals(*itemgetter(0, 4, 5, 6)(counts.numbers()))
-            data["work"] = stats.fields()
-        else:
-            answers = dict(zip(_ENDS, work.pop(ENDS, ()), strict=False))
-            counts = replace(counts, **answers, reasons=Counter(work.pop(REASONS, {})))
+        work = data["work"]
+        answers = dict(zip(_ENDS, work.pop(ENDS), strict=True))
+        counts = replace(counts, **answers, reasons=Counter(work.pop(REASONS, {})))
         data["files"] = [OutputFile(**file) for file in data["files"]]
-        data["seconds"] = Seconds(*data.get("seconds", ()))
+        data["seconds"] = Seconds(*data["seconds"])
         for file in data["files"]:
             parts = set(file.path.split("/"))
             if file.path.startswith("/") or ".." in parts or parts <= {"", "."}:

@@ -16,9 +16,9 @@ Readers ignore keys and kinds of later releases.
 
 ``HistoryLog`` appends lines, and bounds the file's size. A line is one write, so a kill tears at
 most the last line, which the next attempt cuts off. Readers skip other damaged lines. Beyond
-``MAX_BYTES`` a copy replaces the log. It has one progress line for each two minutes, or four,
-eight, and so on, and the first and the last line of each attempt. If starts and ends alone exceed
-the limit, the oldest lines go.
+``MAX_BYTES`` a copy replaces the log. It lacks every second progress line, or three of four, and so
+on; the first and the last one between two events stay. If events alone exceed the limit, the oldest
+lines go.
 
 ``read_history`` parses attempts, server events, and as many progress lines as needed: ``status``
 needs the last minutes, and ``report`` an even sample. To parse the other lines would take longer
@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -44,9 +45,9 @@ from datatrove_ckpt.checkpoint.numbers import (
     DocumentCounts,
     Rates,
     Seconds,
-    WorkCounts,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.work_counts import WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
 """A server: is started; answers; was started for an earlier rank of this process, and answers; died
@@ -61,6 +62,9 @@ MAX_TEXT = 4000
 _MAX_KINDS = 64
 _LASTS = 30.0  # seconds
 _PROGRESS = b'"k":"progress"'
+_SPREAD = b'"k":"spread"'
+_START = b'"k":"start"'
+_EVENTS = (_START, b'"k":"server"', b'"k":"end"')
 
 
 class InputPosition(NamedTuple):
@@ -274,23 +278,23 @@ def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
     return WorkCounts.from_json(data[numbers], errors, tiers)
 
 
-class Buckets(dict[int, int]):
+class Buckets(Counter[int]):
     """A histogram. Bucket 0 counts values below 1.
 
     Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
     power of two.
     """
 
-    def count(self, value: float, times: int = 1) -> None:
+    def add(self, value: float, times: int = 1) -> None:
         bucket = 0
         if value >= 1:
             bucket = int(math.log2(value) * 4) + 1
-        self[bucket] = self.get(bucket, 0) + times
+        self[bucket] += times
 
-    def count_all(self, values: Sequence[int]) -> int:
+    def add_all(self, values: Sequence[int]) -> int:
         """Adds values, equal ones at once. Returns their sum."""
         for value, times in Counter(values).items():
-            self.count(value, times)
+            self.add(value, times)
         return sum(values)
 
     @staticmethod
@@ -366,6 +370,19 @@ def is_progress_line(line: bytes) -> bool:
     return line.startswith(_PROGRESS, BODY_AT)
 
 
+def _is_event(line: bytes) -> bool:
+    return line.startswith(_EVENTS, BODY_AT)
+
+
+def _latest_progress(lines: Sequence[bytes]) -> Iterator[Progress]:
+    """Yields progress records, the newest first."""
+    for line in reversed(lines):
+        if is_progress_line(line):
+            record = parse_line(line)
+            if isinstance(record, Progress):
+                yield record
+
+
 def _text(text: str) -> str:
     """Returns a text of a document or server without line breaks and control characters."""
     if text.isprintable():
@@ -377,8 +394,6 @@ def _text(text: str) -> str:
 
 MAX_BYTES = 900_000
 _THINNED_BYTES = MAX_BYTES // 2
-# Seconds of which one progress line is kept.
-_STEPS = [120 << power for power in range(20)]
 
 
 class HistoryLog:
@@ -396,20 +411,12 @@ class HistoryLog:
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self._attempt = attempt
-        self.earlier = WorkCounts()
-        self.position = InputPosition()
-        self.skipped = SkippedLines()
         content = self._read()
         whole = content.rfind(b"\n") + 1
-        for line in reversed(content[:whole].splitlines(keepends=True)):
-            if not is_progress_line(line):
-                continue
-            record = parse_line(line)
-            if isinstance(record, Progress):
-                self.earlier = record.total
-                self.position = record.position
-                self.skipped = record.skipped
-                break
+        last = next(_latest_progress(content[:whole].splitlines(keepends=True)), Progress())
+        self.earlier = last.total
+        self.position = last.position
+        self.skipped = last.skipped
         self.file = files.AppendFile(path, whole)
         self._is_torn = False
         self.generation = 0
@@ -444,40 +451,28 @@ class HistoryLog:
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """Returns lines in order, at most ``most`` bytes. Damaged lines go first."""
-    parsed = [(line, parse_line(line)) for line in lines]
-    found = [(line, record) for line, record in parsed if record is not None]
-    fixed = _fixed([record for _, record in found])
-    kept = [line for line, _ in found]
-    for step in _STEPS:
-        if sum(map(len, kept)) <= most:
-            break
-        last: dict[float, int] = {}
-        for index, (_, record) in enumerate(found):
-            if isinstance(record, Progress):
-                last[record.at // step] = index
-        chosen = fixed.union(last.values())
-        kept = [line for index, (line, _) in enumerate(found) if index in chosen]
-    while sum(map(len, kept)) > most:  # the events alone are too many
-        kept = kept[(len(kept) + 1) // 2 :]
+    """Returns lines in order, at most ``most`` bytes."""
+    kept = list(lines)
+    while sum(map(len, kept)) > most:
+        fewer = list(_halved(kept))
+        if len(fewer) == len(kept):  # the events alone are too many
+            fewer = kept[(len(kept) + 1) // 2 :]
+        kept = fewer
     return kept
 
 
-def _fixed(records: Sequence[Record]) -> set[int]:
-    """Returns indices of the lines to keep: events, and each attempt's first and last progress and
-    last histograms.
+def _halved(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yields the lines without every second progress line, and of histograms only the last one
+    before each event.
     """
-    fixed: set[int] = set()
-    first: dict[int, int] = {}
-    last: dict[tuple[int, str], int] = {}
-    for index, record in enumerate(records):
-        if isinstance(record, Progress | Spread):
-            last[record.attempt, record.KIND] = index
-            if isinstance(record, Progress):
-                first.setdefault(record.attempt, index)
-        else:
-            fixed.add(index)
-    return fixed | set(first.values()) | set(last.values())
+    for is_event, group in groupby(lines, _is_event):
+        found = list(group)
+        if not is_event:
+            minutes = [line for line in found if is_progress_line(line)]
+            others = [line for line in found if not is_progress_line(line)]
+            kept = {*minutes[::2], *minutes[-1:], *others[-1:]}
+            found = [line for line in found if line in kept]
+        yield from found
 
 
 # reading -----------------------------------------------------------------------------------------
@@ -486,8 +481,6 @@ RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
 _MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
 _TOGETHER = 0.1  # seconds between lines that were written together, at most
-_EVENTS = tuple(b'"k":"%s"' % kind.KIND.encode() for kind in (Start, End, ServerEvent))
-_SPREAD = b'"k":"%s"' % Spread.KIND.encode()
 
 
 @dataclass(slots=True)
@@ -542,8 +535,7 @@ class AttemptSummary:
             self.own = record.own.documents
             self.counted_at = record.at
             own = record.own
-            ended = own.requests + own.failed + own.retries + own.resent
-            self.cut_off = max(0, own.sent - ended)
+            self.cut_off = max(0, own.sent - own.requests - own.failed - own.lost)
 
     @property
     def has_sums(self) -> bool:
@@ -625,64 +617,61 @@ def read_history(path: str, most: int = 0) -> History:
     return parse_history(last_lines(path, None if most else _MAX_BYTES), most)
 
 
-def _take(record: Record | None, found: History, attempts: dict[int, AttemptSummary]) -> None:
-    if record is not None:
-        attempt = attempts.setdefault(
-            record.attempt, AttemptSummary(record.attempt, record.at, record.at)
-        )
-        attempt.take(record)
-    if isinstance(record, Progress):
-        found.minutes.append(record)
-    elif isinstance(record, Spread):
-        found.spreads.append(record)
-    elif isinstance(record, ServerEvent):
-        found.servers.append(record)
-
-
 def parse_history(lines: Sequence[bytes], most: int) -> History:
     found = History()
     attempts: dict[int, AttemptSummary] = {}
-    step = 0
-    if most:
-        step = len(lines) // most + 1
-    minutes: list[bytes] = []
-    spreads: list[bytes] = []
-
-    def end_attempt() -> None:
-        chosen = [*minutes[-1:], *spreads[-1:]]
-        if step:
-            chosen = [*minutes[:-1:step], *chosen]
-        for line in chosen:
-            _take(parse_line(line), found, attempts)
-
-    for line in lines:
-        if is_progress_line(line):
-            minutes.append(line)
-        elif step and line.startswith(_SPREAD, BODY_AT):
-            spreads.append(line)
-        elif line.startswith(_EVENTS, BODY_AT):
-            record = parse_line(line)
-            if isinstance(record, Start):
-                end_attempt()
-                minutes = []
-                spreads = []
-                found.servers = []
-            _take(record, found, attempts)
-    end_attempt()
+    for line in _wanted(lines, most):
+        record = parse_line(line)
+        if record is None:
+            continue
+        first = AttemptSummary(record.attempt, record.at, record.at)
+        attempts.setdefault(record.attempt, first).take(record)
+        if isinstance(record, Start):
+            found.servers = []
+        elif isinstance(record, Progress):
+            found.minutes.append(record)
+        elif isinstance(record, Spread):
+            found.spreads.append(record)
+        elif isinstance(record, ServerEvent):
+            found.servers.append(record)
     found.attempts = [attempts[number] for number in sorted(attempts)]
     for attempt in found.attempts[:-1]:
         attempt.without_a_word = attempt.ended is None
     if found.last is not None and found.attempts[-1].ended is None:
-        found.window = _window(minutes, found.attempts[-1].number, found.last)
+        found.window = _window(lines, found.attempts[-1].number, found.last)
     return found
 
 
-def _window(minutes: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
+def _wanted(lines: Sequence[bytes], most: int) -> list[bytes]:
+    """Returns events and, of each attempt, the last progress line. With ``most``, also its last
+    histograms, and an even sample of its other progress lines.
+    """
+    step = 0
+    if most:
+        step = len(lines) // most + 1
+    wanted = []
+    later = 0  # progress lines of the same attempt
+    has_spread = not step
+    for line in reversed(lines):
+        if is_progress_line(line):
+            if later == 0 or (step and later % step == 0):
+                wanted.append(line)
+            later += 1
+        elif line.startswith(_SPREAD, BODY_AT):
+            if not has_spread:
+                wanted.append(line)
+            has_spread = True
+        elif _is_event(line):
+            wanted.append(line)
+            if line.startswith(_START, BODY_AT):
+                later = 0
+                has_spread = not step
+    return wanted[::-1]
+
+
+def _window(lines: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
     first = last
-    for line in reversed(minutes):
-        record = parse_line(line)
-        if not isinstance(record, Progress):
-            continue
+    for record in _latest_progress(lines):
         # An outage is no time at work.
         if record.attempt != attempt or (record.silence.lasts and not last.silence.lasts):
             break

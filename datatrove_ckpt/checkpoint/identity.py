@@ -140,30 +140,24 @@ class RunIdentity:
 
 def fields_without_secrets(fields: Json) -> Json:
     found = environment_secrets(is_surely_secret).values()
-    return {name: _field_without_secrets(name, value, found) for name, value in fields.items()}
-
-
-def _field_without_secrets(
-    name: str, value: object, found: Collection[str] | None = None
-) -> object:
-    is_users = of_model(name).partition(".")[0] in _USERS_FIELDS and not name.endswith(" code")
-    if is_users:
-        return without_secrets(name, value, found)
-    return value
-
-
-def without_its_secrets(content: Json) -> Json:
-    clean = fields_without_secrets(content)
-    if accepted := content.get("accepted_changes"):
-        clean["accepted_changes"] = [_change_without_secrets(change) for change in accepted]
+    clean = {**fields}
+    for name, value in fields.items():
+        is_users = of_model(name).partition(".")[0] in _USERS_FIELDS
+        if is_users and not name.endswith(" code"):
+            clean[name] = without_secrets(name, value, found)
     return clean
 
 
-def _change_without_secrets(change: Json) -> Json:
-    name = str(change.get("field"))
-    return change | {
-        key: _field_without_secrets(name, change[key]) for key in ("old", "new") if key in change
-    }
+def without_its_secrets(content: Json) -> Json:
+    """Returns what ``run.json`` holds, with hashes in the place of secrets."""
+    clean = fields_without_secrets(content)
+    if accepted := content.get("accepted_changes"):
+        clean["accepted_changes"] = [{**change} for change in accepted]
+        for change in clean["accepted_changes"]:
+            field = str(change.get("field"))
+            for key in change.keys() & {"old", "new"}:
+                change[key] = fields_without_secrets({field: change[key]})[field]
+    return clean
 
 
 def as_kept(fields: Json) -> Json:
@@ -253,7 +247,6 @@ def check_format(
 
 _MAX_BYTES = 64 * 2**20
 """Limit of ``run.json``, which holds names, numbers and a few values of the user."""
-_MAX_TASKS = 10_000_000
 _NO_RUN = (
     "Restore it from a copy or from the mirror. If there is none, start this task over: move "
     "its folder away."
@@ -273,15 +266,16 @@ _LAYOUT = frozenset({"records_per_chunk", "tasks", "reshards", OUTPUT_FOLDER})
 
 
 class Change(NamedTuple):
-    """A field in which two runs differ, with both values, and both as text: null is not a missing
-    field.
+    """A field in which two runs differ.
+
+    Attributes:
+        lines: the parts of it that differ, each with both values.
     """
 
     field: str
     old: object
     new: object
-    shown_old: str
-    shown_new: str
+    lines: list[str]
     note: str | None
 
     @property
@@ -489,27 +483,16 @@ def not_readable(path: Path | str) -> str:
     )
 
 
-def check_run(content: Json) -> Json:
-    """Returns the content of ``run.json`` if the values that this program uses have their types.
+def check_run(content: object) -> Json:
+    """Returns the content of ``run.json``, whose checksum is right.
 
     Raises:
-        ValueError: a value has not.
+        ValueError: it is of something else.
     """
-    owner = content.get("owner", {})
-    try:
-        numbers = [content.get("format", ""), *owner.get("earlier", {}).values()]
-        numbers += [owner.get("fence"), owner.get("commits")]
-        numbers += [content.get("tasks"), content.get("records_per_chunk")]
-        texts = [owner.get("nonce", "")]
-        texts += [change.get("field") for change in content.get("accepted_changes", [])]
-    except (AttributeError, TypeError) as error:
-        raise ValueError("its owner or its accepted_changes are damaged") from error
-    if not all(number is None or is_count(number) for number in numbers):
-        raise ValueError("its format or a number in it is none")
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a text in it is none")
-    if (content.get("tasks") or 0) > _MAX_TASKS:
-        raise ValueError(f"it names {content['tasks']} tasks")
+    if not isinstance(content, dict) or not is_count(content.get("format")):
+        raise ValueError("it is no JSON object with a format")
+    if not isinstance(content.get("owner", {}), dict):
+        raise ValueError("its owner is damaged")
     return content
 
 
@@ -536,19 +519,25 @@ def compare(kept: Json, identity: RunIdentity, with_output: bool = False) -> lis
     if not describe_alike(old, new):
         old = without_code(old)
         new = without_code(new)
-    return [
-        Change(
-            name,
-            old.get(name),
-            new.get(name),
-            _shown(old, name),
-            _shown(new, name),
-            identity.notes.get(name),
-        )
-        for name in dict.fromkeys([*old, *new])
-        if (with_output or name != OUTPUT_FOLDER)
-        and ((name in old) != (name in new) or not same_value(name, old.get(name), new.get(name)))
-    ]
+    changes = []
+    for name in dict.fromkeys([*old, *new]):
+        lines = differences(name, old.get(name, _NOT_SET), new.get(name, _NOT_SET))
+        if lines and (with_output or name != OUTPUT_FOLDER):
+            note = identity.notes.get(name)
+            changes.append(Change(name, old.get(name), new.get(name), lines, note))
+    return changes
+
+
+def differences(name: str, old: object, new: object) -> list[str]:
+    """Returns the parts in which two values of a setting differ, as lines with both values."""
+    is_set = old is not _NOT_SET and new is not _NOT_SET
+    if is_set and same_value(name, old, new):
+        return []
+    lines = []
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            lines += differences(f"{name}.{key}", old.get(key, _NOT_SET), new.get(key, _NOT_SET))
+    return lines or [f"{setting_name(name)}: {_shown(old)} -> {_shown(new)}"]
 
 
 def describe_alike(old: Json, new: Json) -> bool:
@@ -562,25 +551,9 @@ def without_code(fields: Json) -> Json:
 
 def differing(what: str, changes: Sequence[Change]) -> str:
     """Returns the begin of the error for a differing run: each field with both values."""
-    lines = [line for one in changes for line in _lines(one)]
-    notes = [
-        f"  ({change.note})"
-        for change in changes
-        if change.note and not change.field.startswith(change.note)
-    ]
-    return "\n".join([f"{what} made by another run:", *dict.fromkeys([*lines, *notes]), ""])
-
-
-def _lines(change: Change) -> list[str]:
-    field, old, new = change[:3]
-    if isinstance(old, dict) and isinstance(new, dict):
-        keys = [key for key in {**old, **new} if str(old.get(key)) != str(new.get(key))]
-        if keys:
-            return [
-                f"  {setting_name(f'{field}.{key}')}: {_shown(old, key)} -> {_shown(new, key)}"
-                for key in keys
-            ]
-    return [f"  {setting_name(field)}: {change.shown_old} -> {change.shown_new}"]
+    lines = [line for change in changes for line in change.lines]
+    lines += [f"({change.note})" for change in changes if change.note]
+    return "\n  ".join([f"{what} made by another run:", *dict.fromkeys(lines)]) + "\n"
 
 
 def refusal(
@@ -623,18 +596,22 @@ def mixed_settings(changes: Iterable[Json]) -> list[tuple[str, str, str]]:
     """Returns each accepted change once: field, old and new value (cut JSON). Skips changes of the
     output folder.
     """
-    found = {
-        (str(change.get("field")), _shown(change, "old"), _shown(change, "new")): None
+    found = [
+        (
+            str(change.get("field")),
+            _shown(change.get("old", _NOT_SET)),
+            _shown(change.get("new", _NOT_SET)),
+        )
         for change in changes
         if change.get("field") != OUTPUT_FOLDER
-    }
-    return list(found)
+    ]
+    return [*dict.fromkeys(found)]
 
 
-def _shown(identity: Json, name: str) -> str:
-    if name not in identity:
+def _shown(value: object) -> str:
+    if value is _NOT_SET:
         return "(not set)"
-    text = orjson.dumps(identity[name]).decode()
+    text = orjson.dumps(value).decode()
     if len(text) <= 300:
         return text
     return f"{text[:300]}... ({len(text)} characters)"
@@ -647,7 +624,8 @@ def _shown(identity: Json, name: str) -> str:
 # compared, and count as the same.
 
 # Parts of a request that hold a schema. A user's setting may have any name that contains "schema".
-_ORDERED = ("response_format", "structured_outputs", "schema")
+_ORDERED = re.compile(r"response_format|structured_outputs|schema|params\.")
+_NOT_SET = object()
 _ZERO = "float 0x0.0p+0"  # as an identity has it, which tells it from -0.0
 _HASH = re.compile(rb'"hash (scrypt|keyed-[0-9a-f]{8})-[0-9a-f]{32}"')  # see redaction.hashed
 
@@ -666,20 +644,15 @@ def same_value(name: str, old: object, new: object) -> bool:
     return bool(old == new)
 
 
-def _plain(name: str, value: object, ordered: bool = False) -> object:
+def _plain(name: str, value: object) -> object:
     if isinstance(value, dict):
-        ordered = ordered or any(part in name for part in _ORDERED)
-        inside = ordered or name.endswith("params")
         left_out: Collection[str] = ()
-        if name.endswith("generation_params") or name == "extra_body":
-            left_out = {*NOT_ANSWERING, "(order)"}  # of the keys: see ``code_given.plain``
-        return {
-            key: _plain(key, value[key], inside)
-            for key in (value if ordered else sorted(value))
-            if key not in left_out
-        }
+        if name.endswith(("generation_params", "extra_body")):
+            left_out = {*NOT_ANSWERING, "(order)"}  # of the keys: see ``code_description.plain``
+        keys = value if _ORDERED.search(name) else sorted(value)
+        return {key: _plain(f"{name}.{key}", value[key]) for key in keys if key not in left_out}
     if isinstance(value, list):
-        return [_plain(name, one, ordered) for one in value]
+        return [_plain(name, one) for one in value]
     if value is None and name.endswith("generation_params"):
         return {}
     if value == _ZERO:
@@ -710,28 +683,29 @@ class JobChanges:
     """How a job differs from its ranks.
 
     Attributes:
-        changes: each difference once.
-        ranks: the ranks that differ, in ascending order.
+        by_rank: the differences of each rank.
         empty: ranks that differ and hold no work, so that they may start over with the new
             settings.
     """
 
-    changes: list[Change] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
+    by_rank: dict[int, list[Change]] = field(default_factory=dict)
     empty: list[int] = field(default_factory=list)
+
+    @property
+    def changes(self) -> list[Change]:
+        """Each difference once."""
+        found: list[Change] = []
+        for changes in self.by_rank.values():
+            found += [change for change in changes if change not in found]
+        return found
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(self.by_rank)
 
     @property
     def is_layout(self) -> bool:
         return any(change.is_layout for change in self.changes)
-
-    def add(self, rank: int, changes: Iterable[Change]) -> None:
-        self.ranks.append(rank)
-        self.changes += [change for change in changes if change not in self.changes]
-
-    def join(self, other: JobChanges) -> None:
-        self.ranks = sorted([*self.ranks, *other.ranks])
-        self.changes += [change for change in other.changes if change not in self.changes]
-        self.empty += other.empty
 
 
 class KeptRun(NamedTuple):
@@ -776,7 +750,7 @@ def join_job(
             guard.release(remove=True)
     # Another job started at the same instant.
     if changes := compare(_read(root), identity, with_output=True):
-        raise _refusal(root, JobChanges(changes, [rank]))
+        raise _refusal(root, JobChanges({rank: changes}))
 
 
 def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
@@ -958,7 +932,7 @@ def compare_kept(
                 if (change.field, change.old, change.new) not in accepted
             ]
         if changes:
-            found.add(rank, changes)
+            found.by_rank[rank] = changes
     return found
 
 

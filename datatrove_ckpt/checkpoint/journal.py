@@ -47,7 +47,7 @@ _READ_GAP = 1 << 13
 
 @dataclass(slots=True)
 class Finished:
-    """A finished document. Lines of earlier releases lack ``work``, ``ends`` and ``reasons``.
+    """A finished document.
 
     Attributes:
         fingerprint: hash of the document as it was read.

@@ -56,7 +56,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
-from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers, sum_delivered
+from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
 from datatrove_ckpt.common.formatting import number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
@@ -169,13 +169,6 @@ class RankLedger:
         if self.is_finished:
             return "finished"
         return "unfinished"
-
-    @property
-    def last_commit(self) -> float | None:
-        """The time of the last commit, in Unix seconds; of an earlier release, the file's time."""
-        if self.sums.indices:
-            return self.sums.at or self.written.get(COMMITS)
-        return None
 
     @property
     def owners(self) -> int:
@@ -318,29 +311,39 @@ def _not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
 
 @dataclass(slots=True)
 class JobSums:
-    """Sums over the ranks of a job and their retries: each document counts once.
+    """Sums over the ranks of a job and, after them, their retries: each document counts once.
 
     Attributes:
-        committed: commits of each rank and each retry, with the rank's number.
+        parts: ranks and retries.
+        known: ranks with documents. If a rank cannot be read, its retry counts as if it had read
+            the documents first.
         retried: the commits of retries, if commits were read.
-        numbers: the sums of all; of requests only if histories were read.
+        numbers: of requests only if histories were read.
     """
 
     ranks: int = 0
-    committed: list[tuple[int, DocumentCounts]] = field(default_factory=list)
+    parts: int = 0
+    known: set[int] = field(default_factory=set)
     retried: list[Commit] = field(default_factory=list)
     numbers: RunNumbers = field(default_factory=RunNumbers)
 
     @property
     def counts(self) -> DocumentCounts:
-        """What is committed. A document that a retry has written is not dead."""
-        return sum_delivered(self.committed)
+        return self.numbers.counts
 
-    def add(self, rank: RankLedger) -> None:
-        self.ranks += not rank.root
-        self.committed.append((rank.number, rank.sums.counts))
+    def add_rank(self, rank: RankLedger) -> None:
         self.retried += rank.commits.values() if rank.root else ()
-        self.numbers += rank.numbers()
+        self.add(rank.root, rank.number, rank.numbers())
+
+    def add(self, root: str, number: int, numbers: RunNumbers) -> None:
+        self.parts += 1
+        self.ranks += not root
+        read = numbers.counts.read
+        if number in self.known:
+            numbers = numbers.of_retry()
+        if read:
+            self.known.add(number)
+        self.numbers += numbers
 
 
 # one rank ----------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.work_counts import Added, WorkCounts
 
 
 class Seconds(NamedTuple):
@@ -94,25 +95,6 @@ Took = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
 """
 
 
-class Added:
-    """A dataclass whose records add up field by field. The sum has the class of the first one."""
-
-    __slots__ = ()
-    __dataclass_fields__: Any
-
-    def __add__(self, other: Added) -> Self:
-        values = self.fields()
-        for name, value in values.items():
-            if isinstance(value, bool):
-                values[name] = value and getattr(other, name)
-            else:
-                values[name] = value + getattr(other, name)
-        return type(self)(**values)
-
-    def fields(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
-
-
 @dataclass(slots=True, frozen=True)
 class Rates(Added):
     """What is done per second. ``input``: in the input's unit."""
@@ -133,8 +115,7 @@ class DocumentCounts(Added):
 
     ``reasons``: numbers of answers by an unusual finish_reason.
     ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
-    text, or with a vector of zeros. One of several choices is enough. Earlier releases did not note
-    this.
+    text, or with a vector of zeros. One of several choices is enough.
     """
 
     read: int = 0
@@ -205,29 +186,10 @@ class DocumentCounts(Added):
 NUMBERS = DocumentCounts.__slots__[:-1]
 
 
-def sum_delivered(ranks: Iterable[tuple[int, DocumentCounts]]) -> DocumentCounts:
-    """Returns the sum over ranks and, after them, their retries, with the rank's number. Each
-    document counts once.
-
-    If a rank cannot be read, and has no counts, a retry's documents count as if it had read them
-    first.
-    """
-    found = DocumentCounts()
-    known = set()
-    for number, counts in ranks:
-        if number in known:
-            found += counts.of_retry()
-        else:
-            found += counts
-        if counts.read:
-            known.add(number)
-    return found
-
-
 class Sums(NamedTuple):
     """Sums of whole numbers.
 
-    ``low`` and ``high`` are None before the first number, and if they are not known.
+    ``low`` and ``high`` are None before the first number.
     """
 
     n: int = 0
@@ -242,11 +204,6 @@ class Sums(NamedTuple):
             return cls()
         squares = sum(map(mul, values, values))
         return cls(len(values), sum(values), squares, min(values), max(values))
-
-    @classmethod
-    def of_total(cls, n: int, total: int) -> Self:
-        """Returns the sums of ``n`` numbers with a known total, as if they were equal."""
-        return cls(n, total, total * total // max(n, 1))
 
     def __add__(self, other: object) -> Sums:
         if not isinstance(other, Sums):
@@ -284,7 +241,7 @@ class WorkStats(Added):
     failed_requests: int = 0
 
     @classmethod
-    def of(cls, documents: Sequence[Took]) -> WorkStats:
+    def of(cls, documents: Sequence[Took]) -> Self:
         """Counts documents; many at once cost a third per document."""
         requests: list[int] = []
         kept: list[int] = []
@@ -292,7 +249,6 @@ class WorkStats(Added):
         prompts: list[int] = []
         completions: list[int] = []
         failed = 0
-        unsplit = WorkStats()
         for outcome, numbers, work, _ in documents:
             if work is not None:
                 requests += work.rollouts
@@ -301,36 +257,20 @@ class WorkStats(Added):
                 prompts += work.tokens[::2]
                 completions += work.tokens[1::2]
                 failed += work.failed
-            elif numbers[0] <= 1:
+            else:
                 requests.append(numbers[0])
                 kept.append(int(outcome == "written"))
                 dropped.append(int(outcome != "written"))
                 if numbers[0]:
                     prompts.append(numbers[1])
                     completions.append(numbers[2])
-            else:
-                unsplit += cls.of_totals(1, *numbers[:3])
-        split = cls(
+        return cls(
             Sums.of(prompts),
             Sums.of(completions),
             Sums.of(requests),
             Sums.of(kept),
             Sums.of(dropped),
             failed,
-        )
-        return split + unsplit
-
-    @classmethod
-    def of_totals(
-        cls, documents: int, requests: int, prompt_tokens: int, completion_tokens: int
-    ) -> Self:
-        """Returns the stats of documents of an earlier release, whose totals alone are known, as if
-        they were equal.
-        """
-        return cls(
-            Sums.of_total(requests, prompt_tokens),
-            Sums.of_total(requests, completion_tokens),
-            Sums.of_total(documents, requests),
         )
 
     @classmethod
@@ -355,53 +295,8 @@ class Done(Added):
     def of(cls, documents: Sequence[Took]) -> Self:
         return cls(DocumentCounts.of(documents), WorkStats.of(documents))
 
-
-@dataclass(slots=True)
-class WorkCounts(Added):
-    """What attempts did. A kill loses the last minute of these counts; counts of documents are
-    exact.
-
-    Attributes:
-        requests: requests that a server answered.
-        failed: requests that ended without an answer.
-        cached: requests that were answered from the request cache.
-        sent: attempts of requests that were sent to a server.
-        retries: attempts that failed and whose request was sent again.
-        resent: attempts that were lost with their server and whose request was sent again.
-        restarts: of servers.
-        errors: failed attempts by kind, such as "timeout", "connection" or "HTTP 503".
-        cached_tokens: prompt tokens that the server took from its own cache.
-        reasoning_tokens: those among the completion tokens.
-        cost: of the answers, in billionths, at the ``prices`` of the config.
-        tiers: answers by the ``service_tier`` that the server names.
-    """
-
-    documents: int = 0
-    requests: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached: int = 0
-    sent: int = 0
-    retries: int = 0
-    resent: int = 0
-    restarts: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
-    cost: int = 0
-    tiers: Counter[str] = field(default_factory=Counter)
-
-    def numbers(self) -> list[int]:
-        return [getattr(self, name) for name in _WORK_NUMBERS]
-
-    @classmethod
-    def from_json(cls, numbers: Sequence[int], errors: Counter[str], tiers: Counter[str]) -> Self:
-        named = dict(zip(_WORK_NUMBERS, numbers, strict=False))
-        return cls(**named, errors=errors, tiers=tiers)
-
-
-_WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type == "int")
+    def of_retry(self) -> Self:
+        return replace(self, counts=self.counts.of_retry())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -440,6 +335,19 @@ class RunNumbers(Added):
     waiting: int = 0
     skipped: SkippedLines = field(default_factory=SkippedLines)
     dead_letters: Counter[str] = field(default_factory=Counter)
+
+    def of_retry(self) -> Self:
+        """Returns the numbers of a retry as they are added to the first attempt's: a document that
+        a retry has written is not dead.
+        """
+        return replace(
+            self,
+            counts=self.counts.of_retry(),
+            unfinished=DocumentCounts(),
+            unfinished_chunks=0,
+            dead_letters=Counter(),
+            exact=True,
+        )
 
     @property
     def at_least(self) -> str:

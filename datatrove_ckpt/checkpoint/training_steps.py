@@ -15,7 +15,7 @@ history.jsonl      what was saved, restored, rolled back; metrics.csv: the loss 
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
 step take the place of those of all later steps before it in the file. Events: saved, failed,
-restored, rolled back, checked, damaged, not copied, and metrics, which may be of each step.
+restored, rolled back, not copied, and metrics, which may be of each step.
 """
 
 from __future__ import annotations
@@ -78,9 +78,21 @@ def read_manifest(folder: Path, name: StepName) -> Manifest:
     version.
     """
     path = folder / str(name) / MANIFEST
-    if not path.is_file():
-        raise CheckpointCorrupt(f"{path} is missing.")
-    return opened(path.read_bytes(), str(path), name)
+    data = None
+    if path.is_file():
+        data = path.read_bytes()
+    return opened(data, str(path), name)
+
+
+def readable(
+    names: Iterable[StepName], read: Callable[[StepName], Manifest]
+) -> dict[StepName, Manifest]:
+    """Returns the manifests of the steps that have a whole one."""
+    found = dict[StepName, Manifest]()
+    for name in names:
+        with suppress(CheckpointCorrupt):
+            found[name] = read(name)
+    return found
 
 
 def check_files(folder: Path, name: StepName) -> None:
@@ -130,7 +142,10 @@ def sealed(manifest: Manifest) -> bytes:
     return orjson.dumps(manifest | {"checksum": xxhash.xxh3_128_hexdigest(orjson.dumps(manifest))})
 
 
-def opened(data: bytes, where: str, name: StepName) -> Manifest:
+def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
+    """``data``: None: there is no manifest."""
+    if data is None:
+        raise CheckpointCorrupt(f"{where} is missing.")
     try:
         manifest = orjson.loads(data)
         checksum = manifest.pop("checksum")
@@ -226,9 +241,3 @@ class TrainingHistory:
             metrics |= {name: math.nan for name, value in metrics.items() if value is None}
             table.writerow([step, *(metrics.get(name, "") for name in columns)])
         files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)
-
-    def last(self, event: str) -> float:
-        """Returns when the last such event was; 0: never."""
-        return max(
-            (one["at"] for one in read_events(self._folder) if one["event"] == event), default=0.0
-        )

@@ -33,13 +33,14 @@ So times are compared only with each other, as the file server or the store has 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -139,89 +140,47 @@ def refuse_for_claims(setting: str, folder: str) -> None:
         refuse_repository(setting, folder, "each claim of a worker")
 
 
-def open_store(url: str, owner: str, options: Mapping[str, object]) -> DiskClaims | ObjectClaims:
+def open_store(
+    url: str, owner: str = "", options: Mapping[str, object] | None = None
+) -> DiskClaims | ObjectClaims:
+    """``owner``: names this process; empty: it only reads."""
     protocol = get_protocol(url)
     if protocol in ("file", "local"):
         return DiskClaims(Path(url), owner)
     return ObjectClaims(url, owner, _HUB_SETTLES if protocol == "hf" else _SETTLES, options)
 
 
-def open_reader(url: str) -> DiskReader | ObjectClaims:
-    if get_protocol(url) in ("file", "local"):
-        return DiskReader(Path(url))
-    return ObjectClaims(url, "", _SETTLES)
-
-
-class DiskReader:
-    """See ``DiskClaims``, which writes, too."""
-
-    beat_seconds = 30.0
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def look(self) -> Look:
-        marks: list[Mark] = []
-        for path in self._folder.glob("*-*"):
-            name = _NAME.fullmatch(path.name)
-            if name is not None:
-                marks.append(Mark(int(name[1]), int(name[2]), self._owner_in(path)))
-        workers = {
-            path.name: path
-            for path in (self._folder / _WORKERS).glob("*")
-            if _OWNER.fullmatch(path.name)
-        }
-        alive = {name for name, path in workers.items() if self._is_alive(path)}
-        return Look(marks, alive, workers.keys() - alive)
-
-    def read(self, mark: Mark) -> bytes:
-        return orjson.dumps(_parsed(self._path(mark))[1])
-
-    def name(self, owner: str) -> str:
-        """Returns process id and host of an owner."""
-        try:
-            return _named((self._folder / _WORKERS / owner).read_bytes())
-        except FileNotFoundError:
-            return _named(b"")
-
-    def _path(self, mark: Mark) -> Path:
-        return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
-
-    def _owner_in(self, path: Path) -> str:
-        return str(_parsed(path)[0])
-
-    def _is_alive(self, path: Path) -> bool:
-        if files.lock_holder(path) is not None:
-            return True
-        now = self._now()
-        if now is None:
-            return True
-        try:
-            changed = path.stat().st_mtime
-        except FileNotFoundError:
-            return False
-        return now - changed < _BEATS * self.beat_seconds and not self._has_ended(path.name)
-
-    def _now(self) -> float | None:
-        """Returns the time of the clock that stamps beats; None until the next beat."""
-        return time.time()
-
-    def _has_ended(self, owner: str) -> bool:
-        return has_ended(owner)
-
-
-class DiskClaims(DiskReader):
+class DiskClaims:
     """Stores marks and beats.
+
+    Args:
+        owner: names this process; empty: it only reads.
 
     Attributes:
         beat_seconds: an owner without a beat for five times as long is dead.
     """
 
-    def __init__(self, folder: Path, owner: str) -> None:
-        super().__init__(folder)
+    beat_seconds = 30.0
+
+    def __init__(self, folder: Path, owner: str = "") -> None:
+        self._folder = folder
         self._owner = owner
-        files.disk.make_dirs(folder / _WORKERS)
-        self._own = files.Lock(folder / _WORKERS / owner)
+        if owner:
+            files.disk.make_dirs(folder / _WORKERS)
+            self._own = files.Lock(folder / _WORKERS / owner)
+
+    def look(self) -> Look:
+        names = [_NAME.fullmatch(path.name) for path in self._folder.glob("*-*")]
+        marks = [
+            Mark(int(name[1]), int(name[2]), str(_parsed(self._folder / name[0])[0]))
+            for name in names
+            if name is not None
+        ]
+        workers = [
+            path for path in (self._folder / _WORKERS).glob("*") if _OWNER.fullmatch(path.name)
+        ]
+        alive = {path.name for path in workers if self._is_alive(path)}
+        return Look(marks, alive, {path.name for path in workers} - alive)
 
     def put(self, mark: Mark, content: bytes) -> bool:
         """Writes a mark. Returns False if another process has written a mark of this number
@@ -234,9 +193,12 @@ class DiskClaims(DiskReader):
         finally:
             os.close(fd)
         path = self._path(mark)
-        is_ours = files.disk.put_new(new, path) or self._owner_in(path) == mark.owner
+        is_ours = files.disk.put_new(new, path) or _parsed(path)[0] == mark.owner
         files.disk.remove(new)
         return is_ours
+
+    def read(self, mark: Mark) -> bytes:
+        return orjson.dumps(_parsed(self._path(mark))[1])
 
     def remove(self, mark: Mark) -> None:
         files.disk.remove(self._path(mark))
@@ -248,6 +210,12 @@ class DiskClaims(DiskReader):
             removed.release()
         os.utime(self._own.path)  # a file server sets the time of its own clock
 
+    def name(self, owner: str) -> str:
+        """Returns process id and host of an owner."""
+        with suppress(FileNotFoundError):
+            return _named((self._folder / _WORKERS / owner).read_bytes())
+        return _named(b"")
+
     def forget(self, owner: str) -> None:
         """Removes the beat of an owner."""
         files.disk.remove(self._folder / _WORKERS / owner)
@@ -255,18 +223,26 @@ class DiskClaims(DiskReader):
     def close(self) -> None:
         self._own.release(remove=True)
 
+    def _path(self, mark: Mark) -> Path:
+        return self._folder / f"{mark.rank:05d}-{mark.number:06d}"
+
     def _is_alive(self, path: Path) -> bool:
-        return path.name == self._owner or super()._is_alive(path)
+        if path.name == self._owner or files.lock_holder(path) is not None:
+            return True
+        now = time.time()
+        is_gone = has_ended(path.name)
+        if self._owner:
+            now = _changed(self._own.path)  # by the clock that stamps beats
+            is_gone = self._own.works and path.name[:8] == self._owner[:8]  # locks hold in a kernel
+        return now - _changed(path) < _BEATS * self.beat_seconds and not is_gone
 
-    def _now(self) -> float | None:
-        try:
-            return self._own.path.stat().st_mtime
-        except FileNotFoundError:  # another process took it for dead
-            return None
 
-    def _has_ended(self, owner: str) -> bool:
-        """Whether the lock, which is not held, would be seen: locks hold within a kernel."""
-        return self._own.works and owner[:8] == self._owner[:8]
+def _changed(path: Path) -> float:
+    """Returns when a beat came; before all times, if another process took its owner for dead."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return -math.inf
 
 
 def _parsed(path: Path) -> tuple[str, dict[str, object]]:
@@ -331,7 +307,7 @@ class ObjectClaims:
         return self._store.read(_object_name(mark), 1 << 20) or b""
 
     def remove(self, mark: Mark) -> None:
-        self._store.remove(_object_name(mark))
+        self._store.delete(_object_name(mark))
 
     def beat(self) -> None:
         self._store.put(f"{_WORKERS}/{self._owner}", orjson.dumps(files.this_process()))
@@ -340,16 +316,16 @@ class ObjectClaims:
         return _named(self._store.read(f"{_WORKERS}/{owner}", 1 << 20) or b"")
 
     def forget(self, owner: str) -> None:
-        self._store.remove(f"{_WORKERS}/{owner}")
+        self._store.delete(f"{_WORKERS}/{owner}")
 
     def close(self) -> None:
         self.forget(self._owner)
 
     def _look(self) -> Look:
-        written = self._store.times()
+        written = self._store.names()
         beats = {
             owner: at
-            for owner, at in self._store.times(_WORKERS).items()
+            for owner, at in self._store.names(_WORKERS).items()
             if _OWNER.fullmatch(owner)
         }
         names = [_NAME.fullmatch(name) for name in written]
@@ -724,7 +700,7 @@ def _hint() -> Iterator[None]:
         )
 
 
-def claimants(store: DiskReader | ObjectClaims, without: str = "") -> list[Claimant]:
+def claimants(store: DiskClaims | ObjectClaims, without: str = "") -> list[Claimant]:
     """Returns all processes that are alive or have left ranks, ``without`` this owner."""
     look = store.look()
     ranks: dict[str, list[int]] = {owner: [] for owner in sorted(look.alive)}
@@ -738,12 +714,12 @@ def claimants(store: DiskReader | ObjectClaims, without: str = "") -> list[Claim
     ]
 
 
-def given_up(store: DiskReader | ObjectClaims, prefix: str = GIVEN_UP) -> dict[int, str]:
+def given_up(store: DiskClaims | ObjectClaims, prefix: str = GIVEN_UP) -> dict[int, str]:
     marks = store.look().current().values()
     return {mark.rank: _record(store, mark).why for mark in marks if mark.owner.startswith(prefix)}
 
 
-def _record(store: DiskReader | ObjectClaims, mark: Mark) -> Record:
+def _record(store: DiskClaims | ObjectClaims, mark: Mark) -> Record:
     try:
         content = orjson.loads(store.read(mark))
         return Record(content["tries"], tuple(content["reached"]), content["why"], content["alone"])

@@ -21,11 +21,10 @@ from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.kubernetes_job import KubernetesJob
+from datatrove_ckpt.cli.job_settings import KubernetesJob
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.short_form import Node, make_executor
-from datatrove_ckpt.cli.yaml_config import MASK, construct, dump, leaves
+from datatrove_ckpt.cli.yaml_config import MASK, FullConfig, construct, dump, leaves
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
-from datatrove_ckpt.common.declared import meanings, parameters_of
+from datatrove_ckpt.common.declared import meanings
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import written_in
@@ -77,21 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from datatrove_ckpt.process.task_errors import safe_log
 
     safe_log()
-    if overrides and not _takes_overrides(arguments):
-        flag = overrides[0].partition("=")[0]
-        hint = did_you_mean(flag, _own_flags(given) - {"--"})
-        parser.error(f"{flag}: there is no such flag{hint or '.'}")
     for override in overrides:
         flag, equals, _ = override.partition("=")
-        hint = did_you_mean(flag, _own_flags(given) - {"--"}, 0.8)
-        if equals and not hint:
-            continue
-        kind = _flags_of_settings().get(flag.replace("_", "-"))
-        if not equals and kind is bool:
+        hint = did_you_mean(flag.lower(), _own_flags(given) - {"--"}, 0.75)
+        if not _takes_overrides(arguments):
+            parser.error(f"{flag}: there is no such flag{hint or '.'}")
+        kinds = _flags_of_settings().get(flag.replace("_", "-"), {})
+        if not equals and bool in kinds.values():
             hint = f"; write {flag} true."
         if not equals:
             parser.error(f"{flag}: its value is missing{hint}")
-        if kind is None:
+        if hint and not kinds:
             parser.error(f"{flag}: there is no such flag{hint}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
@@ -198,20 +194,10 @@ def _completions(word: str, before: str) -> list[str]:
     return sorted(name for name in possible if name.startswith(word))
 
 
-def _flags_of_settings() -> dict[str, object]:
-    """Returns each flag with the type of its value."""
-    from datatrove_ckpt import InferenceConfig, InferenceRunner
-    from datatrove_ckpt.cli.job_settings import ShortJob
-    from datatrove_ckpt.cli.short_form import OURS, ready_rollouts
-    from datatrove_ckpt.cli.yaml_config import import_name
+def _flags_of_settings() -> dict[str, dict[str, object]]:
+    from datatrove_ckpt.cli.short_form import settings
 
-    kinds = dict[str, object]()
-    reader = import_name("JsonlReader", "")
-    for cls in (reader, InferenceConfig, InferenceRunner, *ready_rollouts().values(), ShortJob):
-        for name, parameter in parameters_of(cls)[0].items():
-            if name not in OURS or cls is ShortJob:
-                kinds[f"--{name.replace('_', '-')}"] = parameter.annotation
-    return kinds
+    return {f"--{name.replace('_', '-')}": kinds for name, kinds in settings().items()}
 
 
 def _settings_help() -> str:
@@ -546,6 +532,31 @@ def show() -> None:
       0  at least one document is printed
       1  there is none, or the output cannot be read
       2  WHAT is no checkpoint, or a mistake on the command line
+    """
+
+
+@_command(
+    "show",
+    _WHAT,
+    _argument("TARGET", "file.csv, file.jsonl, file.parquet, or hf://datasets/ORG/NAME"),
+    _OUTPUT,
+)
+def export() -> None:
+    """Write the output as one file, or to a dataset repository.
+
+    examples:
+      datatrove-ckpt export quickstart/checkpoints quickstart/answers.csv
+
+    (WHAT)
+
+    Documents are in the order of the input. A CSV has a column for each that any document has;
+    lists and dictionaries are JSON there. Parquet and the hub need pip install
+    'datatrove-ckpt[hub]'. A run may be active meanwhile: its complete chunks are written.
+
+    exit codes:
+      0  the file is written
+      1  the output cannot be read, or the file cannot be written
+      2  WHAT is no checkpoint, the file is there already, or a mistake on the command line
     """
 
 

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import cache
 from glob import escape, has_magic
 from importlib.util import find_spec
 from itertools import count, islice
@@ -28,10 +29,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
+from datatrove_ckpt.cli.kept_input import keep_lines, keep_rows
 from datatrove_ckpt.cli.yaml_config import (
     SHORT_NAMES,
     build,
@@ -43,10 +44,8 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
-from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
@@ -91,23 +90,34 @@ _TASKS: dict[str, tuple[str, Node]] = {
     "classify": ("ClassifyRollout", {}),
     "batch": ("BatchRollout", {}),
 }
-# Arguments of an executor elsewhere, and where the form has them.
-_SET_BY_FORM = {
-    "tasks": "write `tasks` beside",
-    "logging_dir": "is logs/ in run_folder; move that, beside",
-    "pipeline": "is made of what stands beside",
-}
 NAMES = [field.name for field in fields(ShortJob)]
-# Set by the form.
-OURS = (
-    "rollout_fn",
+_READERS = sorted({*_SUFFIXES.values(), "HuggingFaceDatasetReader"})
+_ROLLOUTS = [name for name in SHORT_NAMES if name.endswith("Rollout")]
+_BY_FORM = (
     "config",
+    "rollout_fn",
     "output_writer",
     "checkpoints_local_dir",
     "data_folder",
     "dataset",
-    "prompt",
 )
+"""Settings of the long form that the form sets."""
+
+
+@cache
+def settings() -> dict[str, dict[str, object]]:
+    """Returns the settings that a job may have: of each the types of its value, by the classes that
+    have it, in the order in which they get it.
+    """
+    known = {"ShortJob": parameters_of(ShortJob)[0]}
+    for name in (*_READERS, "InferenceConfig", "InferenceRunner", *_ROLLOUTS):
+        known[name] = parameters_of(import_name(name, ""))[0]
+    found: dict[str, dict[str, object]] = {}
+    for cls, parameters in known.items():
+        for name in parameters:
+            if name not in _BY_FORM:
+                found.setdefault(name, {})[cls] = parameters[name].annotation
+    return found
 
 
 def read_config(path: str | None, overrides: list[str], only_look: bool = False) -> Node:
@@ -169,72 +179,48 @@ def expand(content: Node, only_look: bool = False) -> Node:
     Raises:
         ConfigError: a setting is missing, unknown, or cannot be told from the input.
     """
+    refuse_unknown(content, [*settings()], form())
     content = {name: _text(name, value, only_look) for name, value in content.items()}
     own = {name: content[name] for name in NAMES if content.get(name) is not None}
-    has_column = content.get("prompt_column") is not None
-    if {"run_folder", "input", "model"} - own.keys() or not (
-        has_column or own.keys() & {"prompt", "rollout", "task"}
-    ):
-        odd = {name for name in content if did_you_mean(name, NAMES, 0.7)} - REQUEST_PARAMETERS
-        refuse_unknown(dict.fromkeys(odd), NAMES, form())
     job = construct(ShortJob, own, form())
     _check_place(job)
     url = "://" in job.run_folder
     root = Path(job.run_folder).expanduser()
     begun = recorded_settings(root / "checkpoints")
+    reader = _reader(_input(job, root, only_look), only_look)
+    job = _as_batch(job, reader, only_look, content)
     tasks = begun.get("tasks") if job.tasks is None else job.tasks
-    reader = _reader(_input(job, root, bool(begun), only_look), only_look)
-    job = _as_batch(job, reader, only_look, has_column)
     if tasks is None:
-        tasks = _count_tasks(reader["init_args"], job, only_look)
-    rollout = _rollout(job, has_column)
-    config = _server(job, content)
+        tasks = 1 if only_look else _count_tasks(reader["init_args"], job)
+    rollout = _rollout(job, content)
     answer = begun.get("answer")
     # This machine cannot see the files of a run that began elsewhere.
     if not begun and not url and job.task != "batch":
-        answer = _answer(content, rollout)
+        answer = "answer"
+        if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
+            answer = content.get("column", rollout["init_args"].get("column"))
+    config = _server(job, content)
     runner: Node = {"rollout_fn": rollout, "config": config, "answer": answer}
-    readers = [reader["class_path"]]
-    if not reader["class_path"]:
-        readers = sorted({*_SUFFIXES.values(), "HuggingFaceDatasetReader"})
-    places = [(reader, name) for name in readers]
-    places += [(config, "InferenceConfig"), (runner, "InferenceRunner")]
+    runner["records_per_chunk"] = 1000
+    places = {"InferenceConfig": config, "InferenceRunner": runner}
+    for name in [reader["class_path"]] if reader["class_path"] else _READERS:
+        places[name] = reader["init_args"]
     if isinstance(rollout, dict):
-        places.append((rollout, rollout["class_path"]))
-    _distribute(content, places)
+        places[rollout["class_path"]] = rollout["init_args"]
+    for name, value in content.items():
+        if name not in NAMES:
+            _place(name, value, places)
     # This machine cannot see how a run elsewhere began.
     if not url and not (begun and _began_with_texts(root)):
         _allow_no_text(reader, rollout)
-    runner["answer"] = _free_name(
-        runner["answer"], bool(begun) or only_look or "answer" in content, job.input, reader
-    )
-    sampling = _sampling(job, content)
-    if job.task not in (None, "batch"):
-        if sampling:
-            raise _mistake(
-                f"{next(iter(sampling))}: nothing is generated by task: {job.task}. Remove it."
-            )
-        config |= _flags(job.task, config)
-    given = config.get("default_generation_params") or {}
-    if sampling and isinstance(given, dict):
-        config["default_generation_params"] = {**given, **sampling}
-
-    def below(name: str) -> str:
-        if url:
-            return f"{job.run_folder.rstrip('/')}/{name}"
-        return str(root / name)
-
-    checkpoints = "checkpoints"
-    if not url:
-        checkpoints = below("checkpoints")
-    runner |= {
-        "output_writer": _writer(_format(job, reader, begun), runner["answer"], below("output")),
-        "checkpoints_local_dir": checkpoints,
-        "records_per_chunk": runner.get("records_per_chunk", 1000),
-    }
-    if job.task == "batch":
-        runner["output_writer"]["init_args"]["adapter"] = "batch_line"
-    executor = {"tasks": tasks, "logging_dir": below("logs")}
+    if not (begun or only_look or "answer" in content):
+        runner["answer"] = _free_name(runner["answer"], job.input, reader)
+    below = str(root)
+    if url:
+        below = job.run_folder.rstrip("/")
+    runner["checkpoints_local_dir"] = "checkpoints" if url else f"{below}/checkpoints"
+    runner["output_writer"] = _writer(job, reader, begun, runner["answer"], f"{below}/output")
+    executor = {"tasks": tasks, "logging_dir": f"{below}/logs"}
     executor["pipeline"] = [reader, _node("InferenceRunner", **runner)]
     long: Node = {"executor": _executor(job, root, executor)}
     if job.kubernetes is not None:
@@ -247,22 +233,45 @@ def _mistake(text: str) -> ConfigError:
     return ConfigError(f"{form()}: {text}")
 
 
-def _as_batch(job: ShortJob, reader: Node, only_look: bool, has_column: bool) -> ShortJob:
+def _place(name: str, value: object, places: dict[str, Node]) -> None:
+    """Puts a setting where it belongs. A mapping joins the one that the form has there.
+
+    Args:
+        places: the arguments of the job's classes. The rollout's come last.
+
+    Raises:
+        ConfigError: no class of the job has it.
+    """
+    owners = [owner for owner in settings()[name] if owner in places]
+    if not owners:
+        last = [*places][-1]
+        raise _mistake(
+            f"{name}: is a setting of {next(iter(settings()[name]))}, and this job has "
+            f"{last if last in _ROLLOUTS else 'a function as its rollout'}. Remove it, or change "
+            "the input or the rollout."
+        )
+    node = places[owners[0]]
+    if isinstance(value, dict) and isinstance(node.get(name), dict):
+        value = {**node[name], **value}
+    node[name] = value
+
+
+def _as_batch(job: ShortJob, reader: Node, only_look: bool, content: Node) -> ShortJob:
     """Returns the job with task, model and reader, where the input is a batch file."""
     is_told = job.task == "batch"
-    if not is_told and (job.prompt or job.rollout or job.task or has_column):
+    if not is_told and (job.prompt or job.rollout or job.task or content.get("prompt_column")):
         return job
     if is_told and reader["class_path"] not in ("JsonlReader", ""):
         raise _mistake("task: batch is for JSON lines, and the input has none.")
+    model = job.model
     first: Node = {}
-    if not (only_look or (is_told and job.model)):
+    if only_look:
+        model = model or "(of the input)"
+    elif not (is_told and model):
         first = _first_request(reader)
     if not (is_told or only_look or first):
         return job
-    model = job.model
-    if only_look:
-        model = model or "(of the input)"
-    elif job.endpoint and isinstance(first.get("body"), dict):
+    if job.endpoint and isinstance(first.get("body"), dict):
         model = model or first["body"].get("model")
     if job.output_format is not None and BY_NAME[job.output_format] is not JSONL:
         raise _mistake("output_format: answers to a batch file are JSON lines.")
@@ -284,44 +293,21 @@ def _first_request(reader: Node) -> Node:
     return {}
 
 
-def _distribute(content: Node, places: list[tuple[Node, str]]) -> None:
-    """Puts each setting into the first of the places whose class has it.
-
-    Args:
-        places: nodes, with the classes whose arguments they hold.
-    """
-    known: dict[str, Node] = {}
-    for node, class_path in places:
-        for name in parameters_of(import_name(class_path, form()))[0]:
-            known.setdefault(name, node.get("init_args", node))
-    known = {name: node for name, node in known.items() if name not in OURS}
-    for name in content:
-        if name not in (*known, *NAMES, *OURS):
-            _refuse_misplaced(name, places[-1][1])
-    refuse_unknown(content, [*NAMES, *known], form())
-    for name, value in content.items():
-        if name not in NAMES:
-            known[name][name] = value
-
-
 def _allow_no_text(reader: Node, rollout: object) -> None:
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
     that was given as ``text_key`` alone.
     """
     if not isinstance(rollout, dict) or reader["class_path"] == "TextReader":
         return
-    settings = rollout["init_args"]
-    templates = [settings[name] for name in ("prompt", "judge_prompt") if settings.get(name)]
+    given = rollout["init_args"]
+    templates = [given[name] for name in ("prompt", "judge_prompt") if given.get(name)]
     named: set[str] = set()
     with suppress(ConfigError):  # the rollout names what is wrong with its template
         for template in templates:
             named |= {key or name for _, name, key in parse(str(template))}
-    has_column = settings.get("prompt_column") is not None
-    names_columns = has_column or bool(templates)
     text_key = reader["init_args"].get("text_key")
-    if text_key is not None:
-        names_columns = text_key in named
-    if names_columns and (has_column or "text" not in named):
+    is_by_column = given.get("prompt_column") is not None and text_key is None
+    if is_by_column or (templates and "text" not in named and text_key in (None, *named)):
         reader["init_args"]["text_key"] = None
 
 
@@ -333,57 +319,12 @@ def _began_with_texts(root: Path) -> bool:
     return False
 
 
-def ready_rollouts() -> dict[str, type]:
-    return {name: import_name(name, form()) for name in SHORT_NAMES if name.endswith("Rollout")}
-
-
-def _refuse_misplaced(name: str, last: str) -> None:
-    """Refuses a setting of another rollout, and a parameter of requests.
-
-    Args:
-        last: the class that the job has, and that might have had the setting.
-    """
-    for other, cls in ready_rollouts().items():
-        if name in parameters_of(cls)[0]:
-            rollout = last
-            if not last.endswith("Rollout"):
-                rollout = "a function"
-            raise _mistake(
-                f"{name}: is a setting of {other}, and the rollout of this job is {rollout}. "
-                "Remove the setting, or change the rollout."
-            )
-    if name in REQUEST_PARAMETERS:
-        raise _mistake(
-            f"{name}: is a parameter of requests. Write it inside default_generation_params: "
-            f"{{{name}: ...}}."
-        )
-
-
-def _sampling(job: ShortJob, content: Node) -> Node:
-    """Returns the parameters of requests that stand beside the other settings."""
-    given = {name: getattr(job, name) for name in SAMPLING if getattr(job, name) is not None}
-    for other in ("generation_params", "default_generation_params"):
-        others = content.get(other)
-        if isinstance(others, dict) and given.keys() & others.keys():
-            name = min(given.keys() & others.keys())
-            raise _mistake(f'{name}: is in "{other}", too. Give it once.')
-    return given
-
-
 def _check_place(job: ShortJob) -> None:
-    places = {
-        name: getattr(job, name)
-        for name in ("slurm", "kubernetes", "jobs")
-        if getattr(job, name) is not None
-    }
+    places = [name for name in ("slurm", "kubernetes", "jobs") if getattr(job, name) is not None]
     if "jobs" in places and len(places) > 1:
         raise _mistake(f"{', '.join(places)}: are different places to run. Give one of them.")
     if job.workers != 1 and places:
-        name = next(iter(places))
-        raise _mistake(f"workers: are processes of this machine. Write them inside `{name}`.")
-    for name in ("slurm", "jobs"):
-        for key in _SET_BY_FORM.keys() & places.get(name, {}):
-            raise _mistake(f"{name}: {key}: {_SET_BY_FORM[key]} `{name}`.")
+        raise _mistake(f"workers: are processes of this machine. Write them inside `{places[0]}`.")
     if "://" in job.run_folder and job.jobs is None:
         raise _mistake(
             f"run_folder: must be a folder of this machine; it is {job.run_folder}. For "
@@ -393,19 +334,22 @@ def _check_place(job: ShortJob) -> None:
 
 
 def _executor(job: ShortJob, root: Path, executor: Node) -> Node:
+    given = job.slurm or job.jobs or {}
+    for name in given.keys() & executor.keys():
+        raise _mistake(f"{name}: is set beside `slurm` and `jobs`, and not inside.")
     if job.slurm is not None:
         slurm = {**_SLURM, "job_name": root.name, "slurm_logs_folder": str(root / "logs" / "slurm")}
         slurm |= {} if job.endpoint else {"gpus_per_task": 1}
-        return _node("SlurmPipelineExecutor", **{**slurm, **job.slurm}, **executor)
+        return _node("SlurmPipelineExecutor", **{**slurm, **given}, **executor)
     if job.jobs is not None:
-        return _node("JobsPipelineExecutor", **{"job_name": root.name, **job.jobs}, **executor)
+        return _node("JobsPipelineExecutor", **{"job_name": root.name, **given}, **executor)
     return _node("LocalPipelineExecutor", workers=job.workers, **executor)
 
 
 def run(
     *,
     run_folder: str | Path,
-    input: str | Path,
+    input: object,
     prompt: str | None = None,
     rollout: Callable[..., Awaitable[object]] | None = None,
     model: str | None = None,
@@ -415,6 +359,9 @@ def run(
     """Runs a job, or what is left of it. The arguments are those of ``ShortJob``; ``settings`` any
     others, by name.
 
+    Args:
+        input: as in ``ShortJob``; or rows, which are written to the run folder: see ``keep_rows``.
+
     Returns:
         The folder of the output, as a path; of a ``run_folder`` that is a URL, a URL. Both read
         what is there: see ``RunOutput``.
@@ -423,6 +370,8 @@ def run(
         ConfigError: a mistake in the arguments; nothing was started.
         CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
     """
+    if not isinstance(input, str | Path):
+        input = keep_rows(input, run_folder)
     content: Node = {"run_folder": run_folder, "input": input, "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
     for name, value in [*content.items()]:
@@ -452,46 +401,27 @@ def _node(class_path: str, **arguments: object) -> Node:
 
 def _text(name: str, value: object, only_look: bool) -> object:
     """Returns the value of a setting; of a prompt ``@FILE``, the file's text, or of a schema."""
-    if name == "input" and isinstance(value, list):
-        raise _mistake("input: takes one path; several files are a pattern, or a folder of them.")
     is_schema = name == "json_schema"
-    if not (is_schema or name.endswith("prompt")) or value is None:
-        return value
-    if isinstance(value, dict) and not is_schema:
-        raise _mistake(f"{name}: is a mapping, no text. Put it in quotes.")
-    if not str(value).startswith("@"):
+    if not (is_schema or name.endswith("prompt")) or not str(value).startswith("@"):
         return value
     path = Path(str(value)[1:]).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeError) as error:
+        return json.loads(text) if is_schema else text
+    except (OSError, ValueError) as error:
         if only_look:
             return value
         why = getattr(error, "strerror", None) or error
         raise _mistake(f"{name}: {path.absolute()} cannot be read: {why}.") from None
-    if not is_schema:
-        return text
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise _mistake(f"{name}: {path.absolute()} is not JSON: {error}.") from None
 
 
-def _answer(content: Node, rollout: object) -> str | None:
-    """Returns the name of the answers where none is given. A vector has its column already."""
-    if not isinstance(rollout, dict) or rollout["class_path"] != "EmbedRollout":
-        return "answer"
-    column: str | None = content.get("column", rollout["init_args"].get("column"))
-    return column
-
-
-def _free_name(name: str | None, is_given: bool, given: str, reader: Node) -> str | None:
+def _free_name(name: str | None, given: str, reader: Node) -> str | None:
     """Returns a name for the answers that no column of the first document has.
 
     Looks at one file; folders are not listed for it.
     """
     columns: Node = {}
-    if name == "answer" and not is_given and Path(given).is_file():
+    if name == "answer" and Path(given).is_file():
         with suppress(Exception):  # the checks before a start name what is wrong
             rows = import_name(reader["class_path"], form())(**reader["init_args"])
             columns = next(iter(rows.read_file(Path(given).name))).metadata
@@ -504,60 +434,42 @@ def _free_name(name: str | None, is_given: bool, given: str, reader: Node) -> st
     return free
 
 
-def _format(job: ShortJob, reader: Node, begun: Node) -> str:
-    if job.output_format is not None:
-        return job.output_format
-    given = str(begun.get("output_filename")).removeprefix(_FILENAME)
-    if given in BY_NAME:
-        return given
-    if not begun and (job.task == "embed" or reader["class_path"] in _TYPED):
-        return "parquet"
-    return "jsonl"
+def _writer(job: ShortJob, reader: Node, begun: Node, answer: str | None, folder: str) -> Node:
+    kind = job.output_format
+    if kind is None:
+        kind = str(begun.get("output_filename")).removeprefix(_FILENAME)
+    if kind not in BY_NAME:
+        is_table = not begun and (job.task == "embed" or reader["class_path"] in _TYPED)
+        kind = "parquet" if is_table else "jsonl"
+    known = BY_NAME[kind]
+    given = known.settings(answer is not None)
+    if job.task == "batch":
+        given["adapter"] = "batch_line"
+    name = f"{_FILENAME}{kind}"
+    return _node(known.writer, output_folder=folder, output_filename=name, **given)
 
 
-def _writer(form: str, answer: str | None, folder: str) -> Node:
-    known = BY_NAME[form]
-    settings = known.settings(answer is not None)
-    name = f"{_FILENAME}{form}"
-    return _node(known.writer, output_folder=folder, output_filename=name, **settings)
-
-
-def _flags(task: str, config: Node) -> Node:
-    from datatrove_ckpt.config.inference_config import ENGINES  # slow to import
-
-    engine = ENGINES.get(str(config["server_type"]))
-    given = config.get("model_kwargs") or {}
-    if engine and task in engine.task_flags and isinstance(given, dict):
-        return {"model_kwargs": {**engine.task_flags[task], **given}}
-    return {}
-
-
-def _rollout(job: ShortJob, has_column: bool) -> object:
-    prompt = job.prompt
+def _rollout(job: ShortJob, content: Node) -> object:
     name = job.rollout
     given = {}
-    if prompt is not None:
-        given = {"prompt": prompt}
+    if job.prompt is not None:
+        given["prompt"] = job.prompt
     if job.task is not None:
         if name is not None:
             raise _mistake("task: is a rollout of its own. Give it or rollout, not both.")
-        class_path, settings = _TASKS[job.task]
-        return _node(class_path, **settings, **given)
-    is_ready = (
-        isinstance(name, str)
-        and name in SHORT_NAMES
-        and isinstance(import_name(name, form()), type)
-    )
-    if is_ready or (name is None and (has_column or prompt is not None)):
-        return _node(str(name or "PromptRollout"), **given)
-    if (name is None) == (prompt is None):
-        what = "give it or rollout, not both"
-        if name is None:
-            what = (
-                "is missing; give it, or rollout (my_module.my_function), or for rows with a list "
-                "of messages prompt_column"
-            )
-        raise _mistake(f"prompt: {what}.")
+        class_path, arguments = _TASKS[job.task]
+        return _node(class_path, **arguments, **given)
+    if name is None and (given or content.get("prompt_column") is not None):
+        name = "PromptRollout"
+    if name in _ROLLOUTS:
+        return _node(str(name), **given)
+    if name is None:
+        raise _mistake(
+            "prompt: is missing; give it, or rollout (my_module.my_function), or for rows with a "
+            "list of messages prompt_column."
+        )
+    if given:
+        raise _mistake("prompt: give it or rollout, not both.")
     return name
 
 
@@ -569,32 +481,40 @@ def _server(job: ShortJob, content: Node) -> Node:
             what = "the name that the endpoint knows"
         raise _mistake(f"model: is missing; give {what}.")
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
+    given = {name: getattr(job, name) for name in SAMPLING if getattr(job, name) is not None}
+    for name in given.keys() & (content.get("default_generation_params") or {}):
+        raise _mistake(f'{name}: is in "default_generation_params", too. Give it once.')
+    if given:
+        config["default_generation_params"] = given
+    if given and job.task in ("embed", "classify"):
+        name = next(iter(given))
+        raise _mistake(f"{name}: nothing is generated by task: {job.task}. Remove it.")
     if job.endpoint is not None:
         return config | {"endpoint_url": job.endpoint}
-    logs = "server_logs"
+    config["server_log_folder"] = "server_logs"
     if not job.jobs:
-        logs = str(Path(job.run_folder, "logs", "server"))
-    config["server_log_folder"] = logs
+        config["server_log_folder"] = str(Path(job.run_folder, "logs", "server"))
     from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus  # slow to import
 
     gpus = visible_gpus()
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.is_elsewhere):
-        # A quantised model has another name, because the same run must not continue on GPUs.
-        on_hub = (
-            re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model)
-            and not Path(job.model).exists()
-        )
-        if on_hub:
-            config["model_name_or_path"] = f"hf://{job.model}"
         config["server_type"] = "llamacpp"
-        return config | {"model_max_context": 4096, "max_concurrent_generations": 4}
-    on_gpus = [engine for engine in ENGINES.values() if engine.leases_gpus and engine.package]
-    installed = [engine for engine in on_gpus if find_spec(engine.package)]
-    config["server_type"] = (installed or on_gpus)[0].name
-    is_decided = job.is_elsewhere or {"tp", "dp", "pp"} & content.keys()
-    if len(gpus) > job.workers > 0 and not is_decided:
-        config["replicas"] = len(gpus) // job.workers
+        config |= {"model_max_context": 4096, "max_concurrent_generations": 4}
+        # A quantised model has another name, because the same run must not continue on GPUs.
+        is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)", job.model)
+        if is_name and not Path(job.model).exists():
+            config["model_name_or_path"] = f"hf://{job.model}"
+    else:
+        on_gpus = [engine for engine in ENGINES.values() if engine.leases_gpus]
+        installed = [engine for engine in on_gpus if find_spec(engine.package)]
+        config["server_type"] = (installed or on_gpus)[0].name
+        is_decided = job.is_elsewhere or {"tp", "dp", "pp"} & content.keys()
+        if len(gpus) > job.workers > 0 and not is_decided:
+            config["replicas"] = len(gpus) // job.workers
+    engine = ENGINES.get(str(content.get("server_type", config["server_type"])))
+    if engine and job.task in engine.task_flags:
+        config["model_kwargs"] = dict(engine.task_flags[str(job.task)])
     return config
 
 
@@ -664,19 +584,16 @@ def _reader(given: str, only_look: bool) -> Node:
     return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
 
-def _input(job: ShortJob, root: Path, begun: bool, only_look: bool) -> str:
+def _input(job: ShortJob, root: Path, only_look: bool) -> str:
     """Returns the input; of standard input, the file that keeps it for each start."""
     if job.input != "-":
         return job.input
-    path = root / "input" / "stdin.jsonl"
     content = b""
     if not (only_look or "://" in job.run_folder or sys.stdin.isatty()):
         content = sys.stdin.buffer.read()
-    if content and not begun:
-        files.disk.make_dirs(path.parent)
-        files.disk.replace(path, content)
-    elif content and not (path.exists() and path.read_bytes() == content):
-        raise _mistake(f"input: standard input differs from {path}, with which the run has begun.")
+    if content:
+        return str(keep_lines([content], root, "stdin"))
+    path = root / "input" / "stdin.jsonl"
     if not (only_look or path.exists()):
         raise _mistake("input: standard input is empty, or run_folder is a URL.")
     return str(path)
@@ -700,28 +617,22 @@ def _looks_like(name: str, suffixes: list[str]) -> bool:
     return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
-def _count_tasks(reader: Node, job: ShortJob, only_look: bool) -> int:
-    if only_look:
-        return 1
-    try:
-        return max(1, _useful_tasks(reader, job))
-    except (ConfigError, OSError):
-        if job.is_elsewhere:
-            raise
-        return 1  # the checks before a start name what is wrong
-
-
-def _useful_tasks(reader: Node, job: ShortJob) -> int:
+def _count_tasks(reader: Node, job: ShortJob) -> int:
     """Returns how many tasks have work."""
     if "glob_pattern" not in reader:  # a dataset
         return _MOST_TASKS if job.is_elsewhere else 1
     folder = reader["data_folder"]
-    names = _list(folder, reader["glob_pattern"])
-    most = min(len(names), _MOST_TASKS)
-    if job.is_elsewhere or "://" in folder:
-        return most
-    size = sum(Path(folder, name).stat().st_size for name in names)
-    return min(most, size // _LEAST_BYTES)
+    try:
+        names = _list(folder, reader["glob_pattern"])
+        tasks = min(len(names), _MOST_TASKS)
+        if not (job.is_elsewhere or "://" in folder):
+            size = sum(Path(folder, name).stat().st_size for name in names)
+            tasks = min(tasks, size // _LEAST_BYTES)
+    except (ConfigError, OSError):
+        if job.is_elsewhere:
+            raise
+        tasks = 1  # the checks before a start name what is wrong
+    return max(1, tasks)
 
 
 def _suffix(name: str) -> str:

@@ -1,4 +1,4 @@
-"""``datatrove-ckpt show``, ``run --sample`` and ``report``."""
+"""``datatrove-ckpt show``, ``export``, ``run --sample`` and ``report``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from datatrove_ckpt.common.formatting import byte_size, plural, plural_is
 from datatrove_ckpt.errors import ConfigError, StorageFailed, printable
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
+from datatrove_ckpt.run_folder.export import export as write_export
 from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
-from datatrove_ckpt.run_folder.report.page import gather
+from datatrove_ckpt.run_folder.report.page import report_page
 from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
@@ -54,6 +55,17 @@ def show(arguments: argparse.Namespace) -> int:
     elif not (shown or is_all):
         say("There is no such document in the output files, so far.")
     return int(not shown)
+
+
+def export(arguments: argparse.Namespace) -> int:
+    with place_of(arguments) as place:
+        count = write_export(place, arguments.target, arguments.output)
+        is_finished = read_run_state(place).is_finished
+    left = ""
+    if not is_finished:
+        left = ". The run is not finished: these are the documents of its complete chunks"
+    say(f"{plural(count, 'document')} in {arguments.target}{left}.")
+    return 0
 
 
 def _say_what_else(place: Place, shown: int, asked: int) -> None:
@@ -148,8 +160,7 @@ def report(arguments: argparse.Namespace) -> int:
                 f"{target}/report.html."
             )
         state = read_run_state(place)
-        page = gather(state)
-    text = page.html().encode()
+        text = report_page(state).encode()
     if target == "-":
         write_out(text.decode(), raw=True)
     else:

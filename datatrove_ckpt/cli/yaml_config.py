@@ -19,20 +19,30 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-import json
 import math
 import re
 import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Parameter, alternatives, parameters_of
+from datatrove_ckpt.common.declared import (
+    Parameter,
+    alternatives,
+    check_value,
+    in_words,
+    is_callable,
+    is_class,
+    origin,
+    parameters_of,
+    show,
+    takes,
+)
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
-from datatrove_ckpt.common.redaction import HIDDEN, check_options, may_name_secret, refuse_variables
+from datatrove_ckpt.common.redaction import check_options, is_secret, refuse_variables
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form, setting_name
@@ -79,7 +89,7 @@ _OTHER_NAMES = {
 }
 _OF_REQUESTS = "default_generation_params"
 _MOST_LISTED = 21
-_MADE_OF_LISTS = (tuple, set, frozenset)
+_SCALARS = {str, int, float, bool, type(None)}
 
 
 def load(path: str | Path) -> JsonObject:
@@ -152,7 +162,7 @@ def _build(node: object, place: str, kinds: Sequence[object]) -> object:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
     refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
-    if not isinstance(found, type) or not fits(found, kinds):
+    if not isinstance(found, type) or not _is_one_of(found, kinds):
         wanted = "a class"
         if isinstance(found, type):
             wanted = in_words(kinds)
@@ -215,97 +225,82 @@ def _refuse_variables(built: object, label: str) -> None:
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
-    """Returns a value as its annotation requires it: built, imported, or converted by
-    ``as_one_of``.
-    """
-    # [URL, storage options].
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
-        check_options(value[1], value[0], _inside(label, key))
+    """Returns a value as its annotation requires it: built, imported or converted, and checked."""
+    place = _inside(label, key)
     kinds = alternatives(hint)
-    plain = _dataclasses(kinds)
-    is_object = isinstance(value, dict) and "class_path" in value
-    if isinstance(value, dict) and plain and not is_object:
-        named = named_hint(kinds, value)
-        if named is not None:
-            return {
-                name: _value(named, one, _inside(label, key), name) for name, one in value.items()
-            }
-        return construct(plain[0], value, _inside(label, key))
-    if is_object or (value is not None and all(map(is_class, kinds)) and not plain):
-        return _build(value, _inside(label, key), kinds)
-    element = item_hint(kinds)
-    if isinstance(value, list) and element is not None:
-        return [_value(element, item, label, f"{key}[{index}]") for index, item in enumerate(value)]
-    if isinstance(value, str) and not {str, Any} & {*kinds} and any(map(is_callable, kinds)):
-        return _function(value, label, key)
-    with contextlib.suppress(TypeError):
-        return as_one_of(kinds, value)
-    if may_name_secret(key):
-        shown = HIDDEN
-    else:
-        shown = show(value)
-    hint = did_you_mean(value, choices_of(kinds)) or "."
-    if isinstance(value, str) and element is not None:
-        hint = f"; write [{value}]."
-    raise ConfigError(f"{label}: {setting_name(key)}: {shown} is not {in_words(kinds)}{hint}")
-
-
-def as_one_of(kinds: Sequence[object], value: object) -> object:
-    """Converts a plain value to one of the kinds: a list to a tuple, a quoted number to a number.
-
-    Raises:
-        TypeError: it is none of them.
-    """
-    values = [value]
-    if isinstance(value, str) and str not in kinds:
-        values.append(read_value(value))
-    for one in values:
-        for kind in kinds:
-            with contextlib.suppress(TypeError):
-                return _as(kind, one)
-    raise TypeError
-
-
-def _as(kind: object, value: object) -> object:
-    outer = origin(kind)
-    inner = typing.get_args(kind)
-    if outer is Literal:
-        is_one = any(choice == value and type(choice) is type(value) for choice in inner)
-    elif outer is float and type(value) is int:
-        return float(value)
-    elif outer in (Any, object) or not inspect.isclass(outer):
-        # Or a type that the constructor checks.
-        return value
-    elif issubclass(outer, Mapping) and isinstance(value, dict) and inner:
-        return {key: as_one_of(alternatives(inner[1]), part) for key, part in value.items()}
-    elif isinstance(value, list) and (outer in _MADE_OF_LISTS or issubclass(list, outer)):
-        return _items(outer, inner, value)
-    else:
-        is_one = type(value) is outer or (
-            not isinstance(value, bool | str) and isinstance(value, outer)
-        )
-    if not is_one:
-        raise TypeError
+    if isinstance(value, dict) and "class_path" in value:
+        return _build(value, place, kinds)
+    if isinstance(value, dict):
+        inner = _value_hint(kinds, value)
+        if inner is not None:
+            return {name: _value(inner, one, place, name) for name, one in value.items()}
+        for cls in _dataclasses(kinds):
+            return construct(cls, value, place)
+        if all(map(is_class, kinds)):
+            return _build(value, place, kinds)
+    elif isinstance(value, list):
+        # [URL, storage options].
+        if len(value) == 2 and isinstance(value[0], str):
+            check_options(value[1], value[0], place)
+        value = _items(kinds, value, label, key)
+    elif isinstance(value, str) and not {str, Any} & {*kinds}:
+        if any(map(is_callable, kinds)):
+            return _function(value, place)
+        # A quoted number.
+        if takes(hint, read_value(value)):
+            return read_value(value)
+    try:
+        check_value(key, hint, value)
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from None
     return value
 
 
-def _items(outer: object, inner: tuple[object, ...], value: list[object]) -> object:
-    """Converts a list to another collection. datatrove writes ``tuple[str]`` for a tuple of any
-    length.
+def _items(kinds: Sequence[object], value: list[object], label: str, key: str) -> object:
+    """Converts a list to the collection that the kinds name. datatrove writes ``tuple[str]`` for a
+    tuple of any length.
     """
-    hints = inner
-    if outer is not tuple or ... in inner or len(inner) < 2:
-        hints = (inner or (Any,))[:1] * len(value)
-    if len(hints) != len(value):
-        raise TypeError
-    items = [as_one_of(alternatives(hint), item) for hint, item in zip(hints, value, strict=True)]
-    if outer in _MADE_OF_LISTS:
-        return outer(items)
-    return items
+    kind = _list_kind(kinds)
+    if kind is None:
+        return value
+    hints = typing.get_args(kind) or (Any,)
+    if origin(kind) is not tuple or ... in hints or len(hints) != len(value):
+        hints = hints[:1] * len(value)
+    items = [
+        _value(hint, item, label, f"{key}[{index}]")
+        for index, (hint, item) in enumerate(zip(hints, value, strict=True))
+    ]
+    if origin(kind) is Sequence:
+        return items
+    return origin(kind)(items)
 
 
-def _function(path: str, label: str, key: str) -> object:
-    place = _inside(label, key)
+def _list_kind(kinds: Sequence[object]) -> object:
+    """Returns the kind that a list becomes, at best a list; None: none of them."""
+    for outer in (list, Sequence, tuple, set, frozenset):
+        for kind in kinds:
+            if origin(kind) is outer:
+                return kind
+    return None
+
+
+def _value_hint(kinds: Sequence[object], value: JsonObject) -> object:
+    """Returns the annotation of a mapping's values, such as models by their names.
+
+    None: there is none, or the mapping has fields of a dataclass.
+    """
+    plain = _dataclasses(kinds)
+    for kind in kinds:
+        inner = typing.get_args(kind)
+        if origin(kind) in (dict, Mapping) and inner and inner[1] not in (Any, object):
+            is_one = not value or not all(isinstance(one, dict) for one in value.values())
+            is_one = is_one or any(value.keys() & parameters_of(cls)[0].keys() for cls in plain)
+            if not (plain and is_one):
+                return inner[1]
+    return None
+
+
+def _function(path: str, place: str) -> object:
     found = import_name(path, place, "function")
     if isinstance(found, type) or not callable(found):
         advice = "not a function"
@@ -380,30 +375,21 @@ def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
             raise ConfigError(f'{place}: unknown key "{key}"{hint}')
 
 
-def show(value: object) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    if len(text) <= 60:
-        return text
-    return f"{text[:57]}..."
-
-
 def read_argument(text: str, kinds: Sequence[object]) -> object:
     """Reads a value of the command line as in the file. In text arguments, ``Summarise: {text}`` is
     no mapping, and ``# {text}`` no comment.
     """
     value = read_value(text)
+    outers = {origin(kind) for kind in kinds}
     if isinstance(value, dict | list):
-        takes_several = any(
-            origin(kind) not in (str, int, float, bool, type(None)) for kind in kinds
-        )
-        is_meant = takes_several and text.lstrip().startswith(("{", "["))
-        is_text = not is_meant and not {str, Any}.isdisjoint(kinds)
+        is_meant = outers - _SCALARS and text.lstrip().startswith(("{", "["))
+        is_text = not is_meant and bool({str, Any} & outers)
     elif isinstance(value, str):
         is_text = str in kinds and not text.startswith(("'", '"'))
-    elif value is None and text.strip() not in ("", "null", "Null", "NULL", "~"):
-        is_text = True  # "###" is no comment here
+    elif value is None:
+        is_text = text.strip().lower() not in ("", "null", "~")
     else:
-        is_text = str in kinds and type(value) not in kinds
+        is_text = str in kinds and type(value) not in outers
     if is_text:
         return text
     return value
@@ -426,154 +412,54 @@ def set_at_path(content: JsonObject, override: str, short: type | None = None) -
             f"--{path}: other users can see command lines; export the key and name its variable in "
             "api_key_env."
         )
-    node: object = content
+    node: Any = content
     kinds: Sequence[object] = []
     if short is not None:
         kinds = [short]
-    *outer, last = keys
-    for key in outer:
+    for place, key in enumerate(keys):
         kinds = _kinds_inside(node, kinds, key)
-        node = _child(node, key, path, {})
-    _child(node, last, path, read_argument(text, _kinds_inside(node, kinds, last)), replace=True)
-
-
-def _child(node: object, key: str, path: str, value: object, replace: bool = False) -> object:
-    """Returns the value at a key.
-
-    Stores ``value`` there first if the key is missing or None, or if ``replace``.
-    """
-    if isinstance(node, dict) and "class_path" in node:
-        node["init_args"] = node.get("init_args") or {}
-        node = node["init_args"]
-    if isinstance(node, list):
-        if not key.isdigit() or int(key) >= len(node):
-            raise ConfigError(
-                f'--{path}: "{key}" is not the index of one of {len(node)} items (they count from '
-                "0)."
-            )
-        index: Any = int(key)
-    elif isinstance(node, dict):
-        index = key
-    else:
-        raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
-    if replace or (isinstance(node, dict) and node.get(key) is None):
-        node[index] = value
-    return node[index]
+        if isinstance(node, dict) and "class_path" in node:
+            node["init_args"] = node.get("init_args") or {}
+            node = node["init_args"]
+        index: Any = key
+        if isinstance(node, list) and key.isdigit() and int(key) < len(node):
+            index = int(key)
+        elif not isinstance(node, dict):
+            raise ConfigError(f'--{path}: there is no "{key}" inside {show(node)}.')
+        if place == len(keys) - 1:
+            node[index] = read_argument(text, kinds)
+        elif isinstance(node, dict) and node.get(key) is None:
+            node[key] = {}
+        node = node[index]
 
 
 def _kinds_inside(node: object, kinds: Sequence[object], key: str) -> list[object]:
     hint: object = None
-    plain = _dataclasses(kinds)
+    classes: list[Any] = [*_dataclasses(kinds)]
     if isinstance(node, list):
-        hint = item_hint(kinds)
+        hint = (*typing.get_args(_list_kind(kinds)), None)[0]
     elif isinstance(node, dict) and "class_path" in node:
         with contextlib.suppress(ConfigError):  # reported with its place when the executor is built
-            hint = _hint_of(import_name(node["class_path"], "class_path"), key)
-    elif len(plain) == 1:
-        hint = named_hint(kinds, {key: {}}) or _hint_of(plain[0], key)
-    if hint is None:
-        hint = Any
-    return alternatives(hint)
-
-
-def _hint_of(cls: type, key: str) -> object:
-    return parameters_of(cls)[0].get(key, ANYTHING).annotation
+            classes = [import_name(node["class_path"], "class_path")]
+    else:
+        hint = _value_hint(kinds, {key: {}})
+    if hint is None and not isinstance(node, list):
+        for cls in classes:
+            hint = parameters_of(cls)[0].get(key, ANYTHING).annotation
+    return alternatives(hint or Any)
 
 
 ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 """An argument that goes into ``**kwargs``."""
 
 
-def origin(kind: object) -> Any:
-    return typing.get_origin(kind) or kind
-
-
 def _dataclasses(kinds: Iterable[object]) -> list[type]:
     return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
-def item_hint(kinds: Sequence[object]) -> object:
-    """Returns the annotation of a list's items; None unless exactly one of the kinds is a list."""
-    lists = [kind for kind in kinds if origin(kind) is list]
-    if len(lists) == 1:
-        return (typing.get_args(lists[0]) or (Any,))[0]
-    return None
-
-
-def named_hint(kinds: Sequence[object], value: JsonObject) -> type | None:
-    """Returns the dataclass if the value maps names to it (models): all values are mappings, and no
-    key is a field; else None.
-    """
-    named = [
-        inner[1] for kind in kinds if origin(kind) is dict and (inner := typing.get_args(kind))
-    ]
-    classes = _dataclasses(named)
-    if not classes or not value or not all(isinstance(one, dict) for one in value.values()):
-        return None
-    if value.keys() & parameters_of(classes[0])[0].keys():
-        return None
-    return classes[0]
-
-
-def is_class(kind: object) -> bool:
-    return kind is type(None) or (
-        inspect.isclass(kind) and kind.__module__ not in ("builtins", "typing")
-    )
-
-
-def is_callable(kind: object) -> bool:
-    kind = origin(kind)
-    return kind is Callable or (getattr(kind, "_is_protocol", False) and "__call__" in vars(kind))
-
-
-def fits(cls: type, kinds: Sequence[object]) -> bool:
+def _is_one_of(cls: type, kinds: Sequence[object]) -> bool:
     origins = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
     return Any in kinds or any(inspect.isclass(one) and issubclass(cls, one) for one in origins)
-
-
-def in_words(kinds: Sequence[object]) -> str:
-    """Returns the allowed alternatives: "auto or a whole number", "one of gzip, zstd, null"."""
-    if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
-        kinds = [kind for kind in kinds if not any(map(is_class, (kind, *typing.get_args(kind))))]
-    choices = choices_of(kinds)
-    words = choices
-    if len(choices) > 1:
-        words = [f"one of {', '.join(choices)}"]
-    words = words + [
-        _word(kind) for kind in kinds if kind is not type(None) and origin(kind) is not Literal
-    ]
-    return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
-
-
-def choices_of(kinds: Sequence[object]) -> list[str]:
-    choices = [
-        str(choice) for kind in kinds if origin(kind) is Literal for choice in typing.get_args(kind)
-    ]
-    if choices and type(None) in kinds:
-        return [*choices, "null"]
-    return choices
-
-
-_NAMES_OF_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "dict": "a mapping such as {name: value}",
-    "bool": "true or false",
-    "list": "a list such as [a, b]",
-    "tuple": "a list such as [a, b]",
-    "Sequence": "a list such as [a, b]",
-}
-
-
-def _word(kind: object) -> str:
-    if is_callable(kind):
-        return "an import path such as my_module.my_function"
-    name = getattr(origin(kind), "__name__", str(kind))
-    article = "a"
-    if name[0] in "AEIOU":
-        article = "an"
-    return _NAMES_OF_TYPES.get(name, f"{article} {name}")
 
 
 def read_value(text: str) -> object:
@@ -646,3 +532,56 @@ def dump(content: object) -> str:
         content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
     )
     return text
+
+
+class FullConfig:
+    """The configuration of a job as YAML that can be run again, with secrets masked.
+
+    Args:
+        content: what the file says, with overrides applied. ``build`` must have accepted it.
+    """
+
+    def __init__(self, content: JsonObject) -> None:
+        self._secrets: list[str] = []
+        self._content = {**content, "executor": self._masked("", content["executor"])}
+
+    def text(self) -> str:
+        return (
+            "# The long form of the job. It can be run as it stands, but for what is "
+            f"hidden.\n{dump(self._content)}"
+        )
+
+    def redact(self, text: str) -> str:
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, MASK)
+        return text
+
+    def _masked(self, name: str, value: object) -> object:
+        if value and isinstance(value, str | list | dict) and is_secret(name, value):
+            self._secrets += [
+                text for _, text in leaves(value, "") if text and isinstance(text, str)
+            ]
+            return MASK
+        if isinstance(value, list):
+            return [self._masked(name, part) for part in value]
+        if not isinstance(value, dict):
+            return value
+        if "class_path" not in value:
+            return {key: self._masked(f"{name}.{key}", part) for key, part in value.items()}
+        cls = import_name(value["class_path"], "class_path")
+        given = {}
+        for key, part in (value.get("init_args") or {}).items():
+            known_as = key
+            if _is_declared(cls, key):  # such as ``text_key``, which is no secret by its name
+                known_as = ""
+            given[key] = self._masked(known_as, part)
+        return {"class_path": value["class_path"], "init_args": given}
+
+
+def _is_declared(cls: type, name: str) -> bool:
+    """Returns whether datatrove's or our class has the argument."""
+    return any(
+        name in parameters_of(base)[0]
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
+    )

@@ -1,4 +1,4 @@
-"""What the declaration of a setting says: the bounds with its type, and what it means in the
+"""What the declaration of a setting says: its type, choices and bounds, and what it means in the
 docstring of its class.
 
 The checks of Python and YAML use it, ``--help``, the completion of a shell, and docs/settings.md.
@@ -10,14 +10,17 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
+from datatrove_ckpt.common.formatting import did_you_mean
+from datatrove_ckpt.common.redaction import HIDDEN, may_name_secret
 from datatrove_ckpt.errors import ConfigError
 
 Parameter = inspect.Parameter
@@ -31,37 +34,47 @@ class Range:
     least: float
     most: float = math.inf
 
-    def __contains__(self, value: object) -> bool:
-        return isinstance(value, Real) and self.least <= float(value) <= self.most
+    def __contains__(self, value: Any) -> bool:
+        return self.least <= float(value) <= self.most
 
 
 Positive = Annotated[float, Range("> 0", math.ulp(0))]
 NotNegative = Annotated[float, Range(">= 0", 0)]
 Count = Annotated[int, Range(">= 1", 1)]
+Share = Annotated[float, Range("from 0 to 1", 0, 1)]
 CountFromZero = Annotated[int, Range(">= 0", 0)]
 Port = Annotated[int, Range("from 1 to 65535", 1, 65535)]
 CountOrAll = Count | Literal[-1]
-Seconds = Annotated[float, Range(">= 0", 0, math.nextafter(math.inf, 0))] | Literal["auto"]
+Price = Annotated[float, Range(">= 0", 0, math.nextafter(math.inf, 0))]
+Seconds = Price | Literal["auto"]
 
 
 @functools.cache
-def parameters_of(cls: Any, bounds: bool = False) -> tuple[dict[str, Parameter], bool]:
+def parameters_of(cls: Any) -> tuple[dict[str, Parameter], bool]:
     """Returns the parameters of a constructor, and whether it takes any others, too.
 
-    Args:
-        bounds: their types have these.
+    A constructor of this package hands its ``**options`` on to the next class, but for those that
+    its class has ``omitted``.
     """
-    try:
-        hints = typing.get_type_hints(cls.__init__, include_extras=bounds)
-    except NameError:  # an annotation that exists only for type checkers: the constructor checks it
-        hints = {}
-    arguments = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    parameters = {
-        one.name: one.replace(annotation=_hint(one.name, hints.get(one.name, Any), one.default))
-        for one in arguments
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    }
-    return parameters, any(one.kind is one.VAR_KEYWORD for one in arguments)
+    parameters: dict[str, Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        try:
+            hints = typing.get_type_hints(base.__init__, include_extras=True)
+        except NameError:  # an annotation only for type checkers: the constructor checks it
+            hints = {}
+        arguments = list(inspect.signature(base.__init__).parameters.values())[1:]
+        for one in arguments:
+            is_omitted = one.name in getattr(cls, "omitted", ())
+            if not is_omitted and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD):
+                hint = _hint(one.name, hints.get(one.name, Any), one.default)
+                parameters.setdefault(one.name, one.replace(annotation=hint))
+        if all(one.kind is not one.VAR_KEYWORD for one in arguments):
+            return parameters, False
+        if not base.__module__.startswith("datatrove_ckpt."):
+            break
+    return parameters, True
 
 
 def _hint(name: str, hint: Any, default: object) -> object:
@@ -97,28 +110,138 @@ def meanings(cls: type) -> dict[str, tuple[str, str]]:
 
 
 def check(cls: type, values: Mapping[str, object]) -> None:
-    """Checks the arguments of a constructor that have bounds or choices.
+    """Checks the arguments of a constructor.
 
     Raises:
         ConfigError: the first one that its declaration does not allow.
     """
-    for name, parameter in parameters_of(cls, bounds=True)[0].items():
-        kinds = alternatives(parameter.annotation)
-        if name in values and not any(_takes(kind, values[name]) for kind in kinds):
-            rule = " or ".join(_rule(kind) for kind in kinds if kind is not type(None))
-            raise ConfigError(f"must be {rule}; it is {values[name]!r}.", setting=name)
+    for name, parameter in parameters_of(cls)[0].items():
+        if name in values:
+            check_value(name, parameter.annotation, values[name])
+
+
+def one_of(choices: Iterable[str]) -> object:
+    return Literal[tuple(choices)]
+
+
+def check_value(name: str, hint: object, value: object) -> None:
+    """Checks one value against its declaration.
+
+    Raises:
+        ConfigError: the declaration does not allow it.
+    """
+    if takes(hint, value):
+        return
+    kinds = alternatives(hint)
+    shown = show(value)
+    if may_name_secret(name):
+        shown = HIDDEN
+    advice = did_you_mean(value, _choices(kinds)) or "."
+    if isinstance(value, str) and any(origin(kind) is list for kind in kinds):
+        advice = f"; write [{value}]."
+    raise ConfigError(f"{shown} is not {in_words(kinds)}{advice}", setting=name)
+
+
+_PLAIN: Mapping[object, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (Integral,),
+    float: (Real,),
+    str: (str, os.PathLike),
+    list: (list, tuple),
+    Sequence: (list, tuple),
+    dict: (Mapping,),
+}
+_DATA = (bool, int, float, str, list, dict, type(None))
+
+
+def takes(hint: object, value: object) -> bool:
+    return any(_takes(kind, value) for kind in alternatives(hint))
 
 
 def _takes(kind: Any, value: object) -> bool:
+    """Whether a value is of a kind. Objects that are no plain data are left to the constructor."""
+    outer = origin(kind)
+    if typing.get_origin(kind) is Annotated:
+        return _takes(outer, value) and value in kind.__metadata__[0]
+    if outer is Literal:
+        choices = typing.get_args(kind)
+        return any(choice == value and type(choice) is type(value) for choice in choices)
+    if outer is list and isinstance(value, list | tuple):
+        return all(takes(inner, item) for item in value for inner in typing.get_args(kind))
+    if outer in _PLAIN:
+        return isinstance(value, _PLAIN[outer]) and (outer is bool or not isinstance(value, bool))
+    if outer is Any or not inspect.isclass(outer) or not isinstance(value, _DATA):
+        return True
+    return not getattr(outer, "_is_protocol", False) and isinstance(value, outer)
+
+
+def origin(kind: Any) -> Any:
+    """Returns the class of ``list[str]`` and of ``Count``."""
     outer = typing.get_origin(kind)
     if outer is Annotated:
-        return value in kind.__metadata__[0]
-    if outer is Literal:
-        return value in typing.get_args(kind)
-    return kind is not type(None) or value is None
+        return kind.__origin__
+    return outer or kind
 
 
-def _rule(kind: Any) -> str:
+def show(value: object) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."
+
+
+def in_words(kinds: Sequence[object]) -> str:
+    """Returns the allowed alternatives: "auto or a whole number", "one of gzip, zstd, null"."""
+    if str in kinds:  # a user who can give a string does not give an object, such as a DataFolder
+        kinds = [kind for kind in kinds if not any(map(is_class, (kind, *typing.get_args(kind))))]
+    words = _choices(kinds)
+    if len(words) > 1:
+        words = [f"one of {', '.join(words)}"]
+    words = words + [
+        _word(kind) for kind in kinds if kind is not type(None) and origin(kind) is not Literal
+    ]
+    return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
+
+
+def _choices(kinds: Sequence[object]) -> list[str]:
+    choices = [
+        str(choice) for kind in kinds if origin(kind) is Literal for choice in typing.get_args(kind)
+    ]
+    if choices and type(None) in kinds:
+        return [*choices, "null"]
+    return choices
+
+
+_NAMES_OF_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "dict": "a mapping such as {name: value}",
+    "bool": "true or false",
+    "list": "a list such as [a, b]",
+    "tuple": "a list such as [a, b]",
+    "Sequence": "a list such as [a, b]",
+}
+
+
+def _word(kind: Any) -> str:
     if typing.get_origin(kind) is Annotated:
-        return str(kind.__metadata__[0].rule)
-    return " or ".join(map(json.dumps, typing.get_args(kind)))
+        return f"{_word(origin(kind))} {kind.__metadata__[0].rule}"
+    if is_callable(kind):
+        return "an import path such as my_module.my_function"
+    name = getattr(origin(kind), "__name__", str(kind))
+    article = "a"
+    if name[0] in "AEIOU":
+        article = "an"
+    return _NAMES_OF_TYPES.get(name, f"{article} {name}")
+
+
+def is_class(kind: object) -> bool:
+    return kind is type(None) or (
+        inspect.isclass(kind) and kind.__module__ not in ("builtins", "typing")
+    )
+
+
+def is_callable(kind: object) -> bool:
+    kind = origin(kind)
+    return kind is Callable or (getattr(kind, "_is_protocol", False) and "__call__" in vars(kind))

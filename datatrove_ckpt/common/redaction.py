@@ -197,14 +197,20 @@ def without_secrets(name: str, value: object, found: Collection[str] | None = No
     """
     if found is None:
         found = environment_secrets(is_surely_secret).values()
-    if is_secret(name, value) or (
-        isinstance(value, str) and any(secret in value for secret in found)
-    ):
-        return hashed(name, value)
+    return _replaced(name, value, hashed, found)
+
+
+def _replaced(
+    name: str, value: object, put: Callable[[str, object], object], found: Collection[str] = ()
+) -> Any:
+    """Puts something in the place of each secret, and of each text that holds a ``found`` one."""
+    holds_one = isinstance(value, str) and any(secret in value for secret in found)
+    if holds_one or is_secret(name, value):
+        return put(name, value)
     if isinstance(value, dict):
-        return {key: without_secrets(f"{name}.{key}", part, found) for key, part in value.items()}
+        return {key: _replaced(f"{name}.{key}", part, put, found) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(name, part, found) for part in value]
+        return [_replaced(name, part, put, found) for part in value]
     return value
 
 
@@ -255,7 +261,7 @@ class Veil:
         value = shown(self.name, self.value)
         if isinstance(value, str):
             return value
-        return json.dumps(value, skipkeys=True)
+        return json.dumps(value)
 
 
 class Veiled:
@@ -283,22 +289,23 @@ class Veiled:
 
 
 def shown(name: str, value: object) -> Any:
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if is_secret(name, value) or isinstance(value, Secret):
+    """Returns what JSON shows of a value: no secrets, and only the types of objects."""
+    plain = json.loads(json.dumps(value, skipkeys=True, default=_shown_object))
+    return _replaced(name, plain, _hidden)
+
+
+def _hidden(name: str, value: object) -> str:
+    return HIDDEN
+
+
+def _shown_object(value: object) -> object:
+    if isinstance(value, Secret):
         return HIDDEN
-    if isinstance(value, str):
-        return value
-    if isinstance(value, dict):
-        return {key: shown(f"{name}.{key}", part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [shown(name, part) for part in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: shown(f"{name}.{field.name}", getattr(value, field.name))
-            for field in fields(value)
-        }
-    kind = value if hasattr(value, "__qualname__") else type(value)
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    kind: Any = value
+    if not hasattr(value, "__qualname__"):
+        kind = type(value)
     return f"<{kind.__module__}.{kind.__qualname__}>"
 
 

@@ -8,19 +8,27 @@ import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import orjson
 from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import Count, NotNegative, Share, check_value
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
 # OPT_NON_STR_KEYS because the keys of logit_bias are integers.
 PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
-# All servers refuse these. Upper limits of the temperature differ.
-_RANGES = {"temperature": (0.0, math.inf), "top_p": (0.0, 1.0)}
+# All servers refuse others. Upper limits of the temperature differ.
+_KINDS: dict[str, Any] = {
+    "max_tokens": Count | None,
+    "max_completion_tokens": Count | None,
+    "temperature": NotNegative | None,
+    "top_p": Share | None,
+    "service_tier": str | list[str] | None,
+}
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
 # A header field, unless it says how the body is to be read.
 _FIELD = re.compile(
@@ -66,19 +74,12 @@ def merged(
     body = dict(payload)
     extras = {}
     for extra in _EXTRAS:
-        given = body.pop(extra, None) or {}
-        if not isinstance(given, dict):
-            raise ConfigError("must be a mapping.", setting=f"{key}.{extra}")
-        extras[extra] = given
+        extras[extra] = body.pop(extra, None) or {}
+        check_value(f"{key}.{extra}", JsonObject, extras[extra])
     body |= extras.pop("extra_body")
-    if body.get("stream"):
-        raise ConfigError(
-            "answers are read as a whole. Remove stream.", setting=f"{key}.extra_body.stream"
-        )
     for extra, fields in extras.items():
         for name, value in fields.items():
-            if not isinstance(value, str):
-                raise ConfigError("must be a text.", setting=f"{key}.{extra}.{name}")
+            check_value(f"{key}.{extra}.{name}", str, value)
             if extra == "extra_headers" and not _FIELD.fullmatch(f"{name}: {value}"):
                 raise ConfigError(
                     "must be a text that can be sent as a header field.",
@@ -125,36 +126,16 @@ def _warn(name: str) -> None:
         )
 
 
-def check_generation_params(key: str, params: object) -> None:
+def check_generation_params(key: str, params: JsonObject) -> None:
     """``key`` names the setting in the error.
 
     Raises:
         ConfigError: no request can succeed with these parameters.
     """
-    if not isinstance(params, dict):
-        raise ConfigError(f"{params!r} is not a mapping of payload keys to values.", setting=key)
     params, _ = merged(params, key)
     refuse_unsendable(params, key)
     if params.get("stream"):
         raise ConfigError("answers are read as a whole; remove it.", setting=f"{key}.stream")
-    tiers = params.get("service_tier") or ""
-    if not isinstance(tiers, str | list) or not all(isinstance(tier, str) for tier in tiers):
-        raise ConfigError("takes a tier, or a list of tiers.", setting=f"{key}.service_tier")
     warn_of_unknown(params)
-    for name in TOKEN_LIMITS:
-        value = params.get(name)
-        if value is not None and not (_is_number(value) and value >= 1 and value == int(value)):
-            raise ConfigError(
-                f"{value!r} is not a whole number of tokens, 1 or more.", setting=f"{key}.{name}"
-            )
-    for name, (least, most) in _RANGES.items():
-        value = params.get(name)
-        if value is not None and not (_is_number(value) and least <= value <= most):
-            bounds = f"from {least:g} to {most:g}"
-            if most == math.inf:
-                bounds = f"of {least:g} or more"
-            raise ConfigError(f"{value!r} is not a number {bounds}.", setting=f"{key}.{name}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    for name, kind in _KINDS.items():
+        check_value(f"{key}.{name}", kind, params.get(name))

@@ -10,7 +10,6 @@ any.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -23,8 +22,15 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import BATCH, JsonObject
-from datatrove_ckpt.common.declared import Count, CountFromZero, Positive, check
-from datatrove_ckpt.common.formatting import did_you_mean
+from datatrove_ckpt.common.declared import (
+    Count,
+    CountFromZero,
+    Positive,
+    Price,
+    check,
+    check_value,
+    one_of,
+)
 from datatrove_ckpt.common.redaction import Secret, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
@@ -217,11 +223,7 @@ class InferenceConfig:
             self.api_key = Secret.in_environment(self.api_key)
 
     def _check_choices(self) -> None:
-        if self.server_type not in ENGINES:
-            hint = did_you_mean(self.server_type, ENGINES) or "."
-            raise ConfigError(
-                f"server_type: {self.server_type!r} is not one of {', '.join(ENGINES)}{hint}"
-            )
+        check_value("server_type", one_of(ENGINES), self.server_type)
         if not self.model_name_or_path:
             raise ConfigError(
                 "is empty; set it to the model's name or path.", setting="model_name_or_path"
@@ -237,8 +239,6 @@ class InferenceConfig:
             )
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
-        if not isinstance(self.provider_batches, bool):
-            raise ConfigError("provider_batches: takes true or false.")
         is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
         if self.provider_batches and not is_plain:
             raise ConfigError(
@@ -268,18 +268,11 @@ class InferenceConfig:
     def _check_prices(self) -> None:
         prices = dict(self.prices or {})
         tiers = prices.pop("tiers", {})
-        if (
-            prices.keys() - _PRICES
-            or not isinstance(tiers, dict)
-            or not all(
-                isinstance(number, int | float) and 0 <= number < math.inf
-                for number in (*prices.values(), *tiers.values())
-            )
-        ):
-            raise ConfigError(
-                f"prices: {self.prices!r}: takes numbers for prompt, cached and completion, and a "
-                "number for each tier in tiers."
-            )
+        check_value("prices.tiers", JsonObject, tiers)
+        for name in prices:
+            check_value("prices", one_of(_PRICES), name)
+        for name, number in (prices | tiers).items():
+            check_value(f"prices.{name}", Price, number)
 
     def cost(self, prompt: int, cached: int, completion: int, tier: str) -> int:
         """Returns the price of an answer, in billionths. ``cached``: of the prompt tokens."""
@@ -415,7 +408,7 @@ _MOST_TEXTS = 10_000
 # which is datatrove's default.
 FIRST_LIMIT = 16
 REQUESTS_WITHOUT_METRICS = 500
-_PRICES = {"prompt", "cached", "completion"}
+_PRICES = ("prompt", "cached", "completion")
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")

@@ -32,12 +32,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import dill  # type: ignore[import-untyped]
 import orjson
 from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
-from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
-from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import (
@@ -133,31 +131,19 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         pipeline: list[PipelineStep | Callable[..., object]],
         tasks: Count,
         workers: CountOrAll = -1,
-        logging_dir: DataFolderLike = None,
-        flavor: str = "cpu-basic",
-        image: str | None = None,
+        *arguments: Any,
         dependencies: list[str] | None = None,
-        timeout: int | float | str | None = None,
         tasks_per_job: Count = 1,
-        depends: DatatroveExecutor | None = None,
-        skip_completed: bool = True,
-        randomize_start_duration: int = 0,
-        python: str | None = None,
-        namespace: str | None = None,
-        labels: dict[str, str] | None = None,
-        token: str | None = None,
-        secrets: dict[str, str | None] | None = None,
-        env: dict[str, str] | None = None,
         max_retries: CountFromZero = 1,
         poll_interval: float = 15.0,
-        run_on_dependency_fail: bool = False,
-        job_name: str = "data_processing",
+        **options: Any,
     ) -> None:
-        check(JobsPipelineExecutor, locals())
-        given = datatrove_arguments(locals())
+        check(JobsPipelineExecutor, {**locals(), **options})
+        options |= {"tasks_per_job": tasks_per_job, "max_retries": max_retries}
+        options["poll_interval"] = poll_interval
         try:
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
-                super().__init__(**given)
+                super().__init__(pipeline, tasks, workers, *arguments, **options)
         except ValueError as error:
             raise ConfigError(
                 str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")
@@ -169,11 +155,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self.tasks_per_job = 1  # a job takes them one by one
         configs = [config for runner in self._runners for config in runner.models.values()]
         # An image may contain its engine.
-        engines = [] if image else [config.server_type for config in configs]
+        engines = [] if self.image else [config.server_type for config in configs]
         self.dependencies = [*required("hub", *engines), *(dependencies or ())]
-        check_depends(depends, DatatroveExecutor)
+        check_depends(self.depends, DatatroveExecutor)
         for key, name, value in _kept(
-            env=env, labels=labels, dependencies=dependencies, image=image
+            env=self.env, labels=self.labels, dependencies=dependencies, image=self.image
         ):
             if (key == "env" and may_name_secret(name)) or may_hold_secret(value):
                 raise ConfigError(

@@ -21,18 +21,18 @@ from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
-from datatrove.io import DataFolder, DataFolderLike
+from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.common import JsonObject, datatrove_arguments
-from datatrove_ckpt.common.declared import Count, CountOrAll, check
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.errors import (
     CheckpointLocked,
@@ -46,7 +46,6 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.generation.user_code import no_exit
-from datatrove_ckpt.process.event_loop import refuse_nested
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
@@ -111,23 +110,19 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         pipeline: list[PipelineStep | Callable[..., object]],
         tasks: Count = 1,
         workers: CountOrAll = -1,
-        logging_dir: DataFolderLike = None,
-        depends: DatatroveExecutor | None = None,
-        skip_completed: bool = True,
-        start_method: Literal["fork", "spawn", "forkserver"] = "forkserver",
-        local_tasks: CountOrAll = -1,
-        local_rank_offset: int = 0,
-        randomize_start_duration: int = 0,
+        *arguments: Any,
         max_rank_attempts: Count = 2,
         ranks_at_once: Count | None = None,
+        **options: Any,
     ) -> None:
-        check(LocalPipelineExecutor, locals())
-        super().__init__(**datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once"))
+        check(LocalPipelineExecutor, {**locals(), **options})
+        super().__init__(pipeline, tasks, workers, *arguments, **options)
+        check_value("local_tasks", Count, self.local_tasks)
         if any(runner.retry_dead_letters for runner in self._runners):
             self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        check_depends(depends, DatatroveExecutor)
+        check_depends(self.depends, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output
@@ -139,15 +134,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             The statistics of all ranks, or None if all were complete already.
 
         Raises:
-            ConfigError: it was called inside a running event loop, and workers is 1.
             CkptError: see ``check_before_run``, and ``run_ranks``.
         """
         from datatrove_ckpt.run_folder.findings import run_checked
 
         if not self._runners:  # what datatrove does with other pipelines stays as it is
             return self.run_ranks()
-        if self.workers == 1:  # other workers have loops of their own
-            refuse_nested("LocalPipelineExecutor.run")
         return run_checked(self)
 
     def run_ranks(self) -> PipelineStats | None:

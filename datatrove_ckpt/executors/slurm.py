@@ -25,11 +25,10 @@ from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
-from datatrove.io import DataFolderLike
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.common import LAUNCH, datatrove_arguments
+from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.retrying import code_of_rank
@@ -67,6 +66,12 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         job_id: the job that checks the run after it; -1: nothing was left to be submitted.
     """
 
+    omitted = (
+        "max_array_size",
+        "max_array_launch_parallel",
+        "stagger_max_array_jobs",
+        "tasks_per_job",
+    )
     pipeline: list[PipelineStep]
     skip_completed: bool
     workers: int
@@ -79,52 +84,31 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         tasks: Count,
         time: str,
         partition: str,
+        *,
         workers: CountOrAll = -1,
-        cpus_per_task: int = 1,
-        mem_per_cpu_gb: int = 2,
-        gpus_per_task: int = 0,
-        nodes_per_task: int = 1,
-        job_name: str = "data_processing",
-        qos: str = "normal",
-        env_command: str | None = None,
-        condaenv: str | None = None,
-        venv_path: str | None = None,
-        sbatch_args: dict[str, Any] | None = None,
-        depends: DatatroveExecutor | None = None,
-        depends_job_id: str | None = None,
-        job_id_position: int = -1,
-        job_id_retriever: Callable[[str], str] | None = None,
-        logging_dir: DataFolderLike = None,
-        skip_completed: bool = True,
-        slurm_logs_folder: str | None = None,
-        run_on_dependency_fail: bool = False,
-        randomize_start_duration: int = 0,
-        requeue_signals: tuple[str, ...] | None = ("SIGUSR1",),
-        mail_type: str = "ALL",
-        mail_user: str | None = None,
-        requeue: bool = True,
-        srun_args: dict[str, Any] | None = None,
-        with_srun: bool = True,
         max_rank_attempts: Count = 2,
         ranks_at_once: Count | None = None,
+        **options: Any,
     ) -> None:
-        check(SlurmPipelineExecutor, locals())
-        if nodes_per_task > 1:  # a node that fails must not leave the others
-            srun_args = {"kill-on-bad-exit": 1, **(srun_args or {})}
-        arguments = datatrove_arguments(locals(), "max_rank_attempts", "ranks_at_once")
-        super().__init__(**arguments, max_array_size=-1)
-        options = {"venv_path": venv_path, "condaenv": condaenv}
-        options |= {**(sbatch_args or {}), **(srun_args or {})}
-        place = {"logging_dir": self.logging_dir.resolve_paths(""), "env_command": None}
-        for name, text in (arguments | options | place).items():
-            allowed = _OPTION if name in options else _NAME
+        check(SlurmPipelineExecutor, {**locals(), **options})
+        for name in options.keys() & self.omitted:
+            raise ConfigError(f"{name}: workers take tasks until none is left. Give workers.")
+        if options.get("nodes_per_task", 1) > 1:  # a node that fails must not leave the others
+            options["srun_args"] = {"kill-on-bad-exit": 1, **(options.get("srun_args") or {})}
+        place = {"tasks": tasks, "time": time, "partition": partition, "workers": workers}
+        super().__init__(pipeline, **place, **options, max_array_size=-1)
+        single = {name: options.get(name) for name in ("venv_path", "condaenv")}
+        single |= {**(options.get("sbatch_args") or {}), **(options.get("srun_args") or {})}
+        resolved = {"logging_dir": self.logging_dir.resolve_paths(""), "env_command": None}
+        for name, text in (place | options | single | resolved).items():
+            allowed = _OPTION if name in single else _NAME
             if isinstance(text, str) and not allowed.fullmatch(text):
                 raise ConfigError(
                     f"{name}: {text!r} would be several words or lines in the script for sbatch. "
                     "Choose a name of letters, digits and @+=:,./~_-, or put quotes of its own "
                     "around an option."
                 )
-        check_depends(depends, DatatroveExecutor)
+        check_depends(self.depends, DatatroveExecutor)
         if any(getattr(step, "retry_dead_letters", False) for step in self.pipeline):
             self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
@@ -202,9 +186,9 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims.claims import claimants, given_up, open_reader
+        from datatrove_ckpt.claims.claims import claimants, given_up, open_store
 
-        reader = open_reader(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
+        reader = open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
         causes = given_up(reader)
         at_work = [worker for worker in claimants(reader) if worker.is_alive]
         if causes and not at_work:

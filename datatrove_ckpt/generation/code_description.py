@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from datatrove_ckpt.generation.code_statements import (
     CELL,
@@ -60,8 +60,6 @@ _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
 _MAX_OBJECTS = 5000
 _MAX_EXACT = 2**53
-_DEEPEST_VALUE = 100
-"""Containers in each other."""
 
 
 class Root(NamedTuple):
@@ -100,23 +98,23 @@ def look_at(things: Mapping[str, object]) -> Given:
     for label, thing, owner in waiting:
         if id(thing) in seen or len(seen) > _MAX_OBJECTS or _PACING.match(type(thing).__module__):
             continue
+        is_given = "." not in label
         root = _root(label, thing)
         if root is not None:
             given.roots.append(root)
         if isinstance(owner, types.FunctionType) and isinstance(thing, dict | argparse.Namespace):
             given.variables[label] = owner.__code__.co_name
-        elif "." in label or not isinstance(thing, dict):
-            with suppress(TypeError):
+        elif not is_given or not isinstance(thing, dict):
+            with suppress(TypeError, RecursionError):
                 given.fields[label] = plain(thing)
                 continue
         seen[id(thing)] = thing  # kept, so that no other object gets the id of one
         parts: Mapping[Any, object] = {}
         with suppress(Exception):  # the user's objects may do anything
-            parts = _parts(thing, root is not None or "." not in label)
-        is_ready_made = root is None and "." not in label and not isinstance(thing, dict)
-        if is_ready_made and not isinstance(thing, functools.partial | types.MethodType):
-            given.fields[label] = type_name(type(thing))
-        elif not parts and root is None and not isinstance(thing, dict):
+            parts = _parts(thing, root is not None or is_given)
+        is_opened = isinstance(thing, dict | functools.partial | types.MethodType)
+        is_whole = root is None and not is_opened and (is_given or not parts)
+        if is_whole or isinstance(thing, _BASES):
             given.fields[label] = written(thing)
         waiting += [(f"{label}.{name}".rstrip("."), part, thing) for name, part in parts.items()]
     return given
@@ -138,22 +136,23 @@ def is_of_user(file: str) -> bool:
 
 def _root(label: str, thing: Any) -> Root | None:
     name = ""
-    if isinstance(thing, types.FunctionType):
+    if isinstance(thing, types.ModuleType):
+        files = [getattr(thing, "__file__", None)]
+    elif isinstance(thing, types.FunctionType):
         name = thing.__code__.co_qualname
-        file: str | None = thing.__code__.co_filename
-    elif isinstance(thing, types.ModuleType):
-        file = getattr(thing, "__file__", None)
+        files = [thing.__code__.co_filename]
     else:
         if not isinstance(thing, type):
             thing = type(thing)
         name = thing.__qualname__
-        file = getattr(sys.modules.get(thing.__module__), "__file__", None)
-        if file is None or not is_of_user(file):  # a class of a notebook, or of a pickle
-            codes = [getattr(one, "__code__", None) for one in vars(thing).values()]
-            files = [code.co_filename for code in codes if code is not None]
-            file = next(filter(is_of_user, files), file or next(iter(files), None))
-    if file is None:
+        # The module of a class of a notebook, or of a pickle, has no file.
+        codes = [getattr(one, "__code__", None) for one in vars(thing).values()]
+        files = [getattr(sys.modules.get(thing.__module__), "__file__", None)]
+        files += [code.co_filename for code in codes if code is not None]
+    known = [file for file in files if file is not None]
+    if not known:
         return None
+    file = next(filter(is_of_user, known), known[0])
     if not file.startswith("<"):
         file = os.path.abspath(file)  # noqa: PTH100
     # The package of a rollout is the user's even if it is installed.
@@ -167,15 +166,14 @@ def _root(label: str, thing: Any) -> Root | None:
 # values ------------------------------------------------------------------------------------------
 
 
-def plain(value: Any, depth: int = _DEEPEST_VALUE) -> object:
+def plain(value: Any) -> object:
     """Returns a value of plain types as JSON that is equal in every process.
 
     Raises:
-        TypeError: the value is not of plain types, or is deeper than ``depth``.
+        TypeError: the value is not of plain types.
+        RecursionError: it holds itself.
     """
     kind = type(value)
-    if not depth:
-        raise TypeError(kind)
     if kind is str:
         return value.encode("utf-8", "backslashreplace").decode()  # of half of a pair
     if isinstance(value, PurePath):
@@ -188,15 +186,13 @@ def plain(value: Any, depth: int = _DEEPEST_VALUE) -> object:
         return f"{kind.__name__} {value!r}"
     if kind is dict:
         names = [name if type(name) is str else f"{type(name).__name__} {name}" for name in value]
-        content = {
-            name: plain(one, depth - 1) for name, one in zip(names, value.values(), strict=True)
-        }
+        content = {name: plain(one) for name, one in zip(names, value.values(), strict=True)}
         if names != sorted(names):
             content["(order)"] = ", ".join(names)
         return content
     if kind not in _CONTAINERS:
         raise TypeError(kind)
-    items = [plain(one, depth - 1) for one in value]
+    items = [plain(one) for one in value]
     if isinstance(value, set | frozenset):
         items.sort(key=repr)
     if kind is list:
@@ -207,7 +203,7 @@ def plain(value: Any, depth: int = _DEEPEST_VALUE) -> object:
 def written(value: Any) -> object:
     """Returns a value as JSON: its content if that is known, or its type."""
     name = type_name(type(value))
-    with suppress(TypeError):
+    with suppress(TypeError, RecursionError):
         return plain(value)
     if isinstance(value, types.ModuleType):
         return value.__name__
@@ -219,7 +215,7 @@ def written(value: Any) -> object:
             return f"{name} {view.format} {view.shape} {digest(view.tobytes().hex())}"
     if isinstance(value, _BASES) or name.partition(".")[0] in sys.stdlib_module_names:
         return f"{name} {re.split(' at 0x', repr(value))[0]}"
-    return f"<{name}>"
+    return name
 
 
 def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
@@ -242,9 +238,6 @@ def _parts(thing: Any, is_users: bool) -> Mapping[Any, object]:
         if isinstance(thing, set | frozenset):
             content = sorted(thing, key=repr)
         parts |= dict(enumerate(content))
-    elif is_users and isinstance(thing, _BASES):
-        base: Any = next(base for base in _BASES if isinstance(thing, base))
-        parts["()"] = base(thing)
     if is_users or isinstance(thing, _NAMESPACES) or hasattr(thing, "__wrapped__"):
         state = object.__getstate__(thing)
         for one in state if isinstance(state, tuple) else (state,):
@@ -265,34 +258,10 @@ def type_name(cls: type) -> str:
     module = str(cls.__module__)
     if module.partition(".")[0] in sys.stdlib_module_names:
         module = re.sub(r"\._.*", "", module)
-    name = f"{module}.{cls.__qualname__}"
-    # Optional[int] and int | None: two types before Python 3.14, one type since.
-    if name in ("typing._UnionGenericAlias", "types.UnionType"):
-        return "typing.Union"
-    return name
+    return f"{module}.{cls.__qualname__}"
 
 
 # what a pickle holds -----------------------------------------------------------------------------
-
-
-def fingerprint(thing: Any) -> str:
-    """Identifies the function or object that was described, by the code that a pickle holds, and
-    constants.
-    """
-    if isinstance(thing, functools.partial):
-        given = [thing.func, *thing.args, *thing.keywords, *thing.keywords.values()]
-        return digest("partial", *map(fingerprint, given))
-    if isinstance(thing, types.MethodType):
-        return digest(fingerprint(thing.__self__), thing.__name__)
-    if isinstance(thing, types.FunctionType):
-        if is_importable(thing):
-            return f"{thing.__module__}.{thing.__qualname__}"
-        # Which may hold the function itself.
-        around = (getattr(one, "__code__", one) for _, one in cells(thing))
-        return digest(write_constant(thing.__code__), *map(fingerprint, around))
-    if isinstance(thing, types.CodeType | str | int | float | bytes | None):
-        return write_constant(thing)
-    return type(thing).__qualname__
 
 
 def is_importable(function: types.FunctionType) -> bool:
@@ -365,6 +334,9 @@ class CodeDescription(NamedTuple):
     left: list[str]
 
 
+NOTHING = CodeDescription({}, {}, {}, [], frozenset(), [])
+
+
 class Unit(NamedTuple):
     """The statements that bind or change a name.
 
@@ -386,14 +358,13 @@ class _Walk:
     Args:
         known: hints and docstrings count, or subclasses of a class, because of these words.
         roots: where it begins.
-        files: to look through besides: what imports name by a text.
     """
 
-    def __init__(self, known: frozenset[str], roots: list[Root], files: Iterable[str]) -> None:
+    def __init__(self, known: frozenset[str], roots: list[Root]) -> None:
         self._documented = not known.isdisjoint(_HINTS)
         self._subclasses = not known.isdisjoint(_SUBCLASSES)
         self._roots = {home(root.file): root for root in roots}
-        self.files = set(files)
+        self._place = functools.cache(_find)
         self.words: set[str] = set()
         self.units: dict[Key, Unit] = {}
         self.bytecode: dict[str, object] = {}
@@ -401,15 +372,10 @@ class _Walk:
         self.sources: dict[str, CodeSource] = {}
         self._importers: dict[str, set[str]] = {}
         self._changed: dict[str, dict[Key, list[Statement]]] = {}
-        self._places: dict[tuple[str, int, str], str] = {}
-        self._values = {
-            os.path.abspath(file): vars(module)  # noqa: PTH100
-            for module in [*sys.modules.values()]
-            if isinstance(file := getattr(module, "__file__", None), str)
-        }
         self._main = str(getattr(sys.modules["__main__"], "__file__", ""))
-        mains = [self._main] if is_of_user(self._main) and self._main else []
-        for file in [*self._roots, *mains, *sorted(self.files)]:
+        if self._main and is_of_user(self._main):
+            self._load(self._main)
+        for file in self._roots:
             self._load(file)
         for root in roots:
             self._start(root)
@@ -424,13 +390,11 @@ class _Walk:
                 continue
             source = self.sources[path] = CodeSource(path, self._documented)
             for level, module, names in source.imports():
-                place = self._place(path, level, module)
                 parts = module.split(".")
-                outer = [
-                    self._place(path, level, ".".join(parts[:end])) for end in range(1, len(parts))
-                ]
-                inner = [f"{place}/{name}" for name in names if place]
-                for found in map(self._file, (*outer, place, *inner)):
+                modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+                modules += [f"{module}.{name}" for name in names]
+                for one in modules:
+                    found = self._file(self._place(source.folder, level, one))
                     if found:
                         self._importers.setdefault(found, set()).add(path)
                         waiting.append(found)
@@ -442,62 +406,44 @@ class _Walk:
                 return file
         return ""
 
-    def _place(self, file: str, level: int, module: str) -> str:
-        """Returns the path of a module without its suffix; empty if it is not the user's."""
-        key = os.path.dirname(file), level, module  # noqa: PTH120
-        if key not in self._places:
-            self._places[key] = _find(*key)
-        return self._places[key]
-
     # where a name leads ----------------------------------------------------------------------
 
     def _keys(self, statement: Statement, chain: Chain) -> list[Key]:
         """Returns where a name leads, through all imports."""
-        file = home(statement.file)
-        bound = self.sources[file].bound(chain[0])
-        found = [(file, chain[0])] if bound else []
-        waiting = [
-            (file, one, chain[1:])
-            for each in (*bound, statement)
-            for one in each.imports
-            if one.bound == chain[0]
-        ]
-        if not waiting and not bound:
-            waiting = self._stars(file, chain)
-        for path, one, rest in waiting:
-            place = self._place(path, one.level, one.module)
-            names = (*one.names, *rest)
+        imports = [one for one in statement.imports if one.bound == chain[0]]
+        return [*dict.fromkeys(self._follow(home(statement.file), chain, imports, set()))]
+
+    def _follow(
+        self, file: str, chain: Chain, imports: list[Import], seen: set[tuple[str, Chain]]
+    ) -> Iterator[Key]:
+        seen.add((file, chain))
+        source = self.sources[file]
+        bound = source.bound(chain[0])
+        if bound:
+            yield file, chain[0]
+        imports = imports + [one for each in bound for one in each.imports if one.bound == chain[0]]
+        if not bound and not imports:
+            imports = [one for each in source.bound("*") for one in each.imports]
+        for one in imports:
+            names = one.names + (chain if one.bound == "*" else chain[1:])
+            place = self._place(source.folder, one.level, one.module)
             while place:
                 inner = self._file(place)
-                if inner and not names:
-                    found.append((inner, ""))
                 if not names:
+                    if inner:
+                        yield inner, ""
                     break
                 if inner:
                     self._load(inner)
-                    bound = self.sources[inner].bound(names[0])
-                    steps = [
-                        (inner, each, names[1:])
-                        for binding in bound
-                        for each in binding.imports
-                        if each.bound == names[0]
-                    ]
-                    steps = [
-                        step for step in steps or self._stars(inner, names) if step not in waiting
-                    ]
-                    found += [(inner, names[0]), (inner, "__getattr__")]
+                    yield from ((inner, names[0]), (inner, "__getattr__"))
                     if one.bound == "*":
-                        found += [(path, "*"), (inner, "__all__")]
-                    waiting += steps
-                    if bound and (steps or not bound[0].imports):
-                        break
+                        yield from ((file, "*"), (inner, "__all__"))
+                    if (inner, names) not in seen:
+                        yield from self._follow(inner, names, [], seen)
+                        if self.sources[inner].bound(names[0]):
+                            break
                 place = f"{place}/{names[0]}"
                 names = names[1:]
-        return found
-
-    def _stars(self, file: str, chain: Chain) -> list[tuple[str, Import, Chain]]:
-        stars = self.sources[file].bound("*")
-        return [(file, one, chain) for statement in stars for one in statement.imports]
 
     def _changes(self, file: str) -> dict[Key, list[Statement]]:
         """Returns what the statements of a file change, in all files."""
@@ -508,16 +454,14 @@ class _Walk:
                 if self._subclasses:
                     chains |= statement.bases
                 for chain in chains:
-                    keys = self._keys(statement, chain)
-                    # What it takes of a module is no change of the import.
-                    bound = self.sources[file].bound(chain[0])
-                    if bound and all(one.imports and not one.is_definition for one in bound):
-                        del keys[0]
-                    for key in {*keys}:
-                        passed = self.sources[key[0]].bound(key[1])
-                        if chain in statement.passed and all(one.is_definition for one in passed):
-                            continue
-                        found.setdefault(key, []).append(statement)
+                    for key in self._keys(statement, chain):
+                        bound = self.sources[key[0]].bound(key[1])
+                        # What it takes of a module is no change of the import.
+                        unchanged = [one for one in bound if one.imports and not one.is_definition]
+                        if chain in statement.passed:
+                            unchanged += [one for one in bound if one.is_definition]
+                        if not bound or len(unchanged) < len(bound):
+                            found.setdefault(key, []).append(statement)
         return self._changed[file]
 
     # the walk --------------------------------------------------------------------------------
@@ -525,34 +469,28 @@ class _Walk:
     def _start(self, root: Root) -> None:
         file = home(root.file)
         source = self.sources[file]
-        top = root.name.partition(".")[0]
         functions = [root.thing]
         if isinstance(root.thing, type):
             functions = [*vars(root.thing).values()]
-        codes = []
-        for one in functions:
-            if isinstance(one, types.FunctionType):
-                self._values.setdefault(file, one.__globals__)
-                if one.__code__.co_filename == root.file and not source.is_of(one):
-                    codes.append(one.__code__)
-        for code in codes:
+        codes = [one.__code__ for one in functions if isinstance(one, types.FunctionType)]
+        codes = [one for one in codes if one.co_filename == root.file and not source.is_of(one)]
+        if codes:
             texts = sorted(map(write_constant, codes))
             self.bytecode[f"{root.label} code"] = (
                 f"bytecode {sys.implementation.cache_tag} {digest(*texts)}"
             )
-            for name in sorted(loaded_names(code)):
+            for name in sorted(set[str]().union(*map(loaded_names, codes))):
                 self._go((file, name), USED + name, (root.label, name))
-        if codes:
             return
-        own_code = getattr(root.thing, "__code__", None)
-        line = getattr(own_code, "co_firstlineno", 0)
+        top = root.name.partition(".")[0]
+        code = getattr(root.thing, "__code__", None)
+        line = getattr(code, "co_firstlineno", 0)
         around = [one for one in source.statements if one.file == root.file and line in one.lines]
-        if "<" in root.name and own_code is not None:  # one of the functions in a statement
-            numbers = [str(one.number_of(own_code)) for one in around]
+        if "<" in root.name and code is not None:  # one of the functions in a statement
+            numbers = [str(one.number_of(code)) for one in around]
             self.bytecode[f"{root.label} function"] = " ".join([root.name, *numbers])
-        if top == "<lambda>" or not source.bound(top):
-            for statement in around:
-                top = statement.alias
+        if around and (top == "<lambda>" or not source.bound(top)):
+            top = around[-1].alias
         self._go((file, top), root.label, (root.label,))
 
     def _go(self, key: Key, label: str, way: tuple[str, ...]) -> None:
@@ -579,60 +517,54 @@ class _Walk:
                     for statement in changing:
                         self._go((path, statement.alias), label, (*way, name))
         kept = [one for one in dict.fromkeys(statements) if one.is_definition or not one.is_pacing]
-        is_imported = any(
-            root.file == file and _is_imported(root) for root in [*self._roots.values()]
-        )
-        own = file == self._main or (file in self._roots and not is_imported)
+        root = self._roots.get(file)
+        own = file == self._main or (root is not None and is_away(root))
         self.units[key] = Unit(label, way, kept, own)
         for statement in kept:
             self.words |= statement.words
-            for found in dict.fromkeys(self._mentioned(statement, name)):
+            # An import was followed with what is taken of it.
+            for found in self._mentioned(statement) if not statement.is_import or not name else ():
                 shown = found[1] or Path(found[0]).stem
                 self._go(found, USED + shown, (*way, shown))
 
-    def _mentioned(self, statement: Statement, name: str) -> Iterator[Key]:
-        if statement.is_import and name:
-            return
-        for chain in [*statement.chains, *((one,) for one in sorted(statement.binds))]:
-            yield from self._keys(statement, chain)
-        if statement.is_import or statement.words.isdisjoint(_WHOLE):
-            return
-        # Names do not show what such a statement reaches.
-        source = self.sources[home(statement.file)]
-        places = [
-            self._place(source.path, 0, text) for text in statement.texts if _MODULE.fullmatch(text)
-        ]
-        for other in source.statements:
-            for one in other.imports:
-                place = self._place(source.path, one.level, one.module)
-                places += (place, *(f"{place}/{inner}" for inner in one.names if place))
-        for file in sorted({source.path, *map(self._file, places)} - {""}):
-            self.files.add(file)
-            yield file, ""
+    def _mentioned(self, statement: Statement) -> list[Key]:
+        chains = [*statement.chains, *((one,) for one in sorted(statement.binds))]
+        found = [key for chain in chains for key in self._keys(statement, chain)]
+        if not statement.is_import and not statement.words.isdisjoint(_WHOLE):
+            # Names do not show what such a statement reaches.
+            source = self.sources[home(statement.file)]
+            texts = sorted(filter(_MODULE.fullmatch, statement.texts))
+            files = [self._file(self._place(source.folder, 0, text)) for text in texts]
+            found += [(file, "") for file in (source.path, *files) if file]
+        return [*dict.fromkeys(found)]
 
     def resume(self, before: CodeDescription) -> None:
         """Continues from the names of modules that functions use which came by value."""
-        for place, _, _ in before.imported:
-            self._load(_on_path(place))
         for place, name, label in before.imported:
+            self._load(_on_path(place))
             self._go((_on_path(place), name), label, (label,))
 
     # fields ----------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def statements(self) -> list[Statement]:
+        return [one for unit in self.units.values() for one in unit.statements]
+
     def mutated(self) -> set[str]:
         """Returns the names and attributes that the code changes while it runs."""
-        statements = (one for unit in self.units.values() for one in unit.statements)
-        return {name for one in statements for name in one.mutated}
+        return {name for one in self.statements for name in one.mutated}
 
     def fields(self, own: bool, taken: Mapping[str, object]) -> dict[str, object]:
         """Returns the fields of what a pickle holds by value, or of the rest."""
         texts: dict[str, set[tuple[str, ...]]] = {}
         fields: dict[str, object] = {}
         for (path, name), unit in self.units.items():
-            if unit.own is own and not name and "getsource" in self.words:
+            if unit.own is not own:
+                continue
+            if not name and "getsource" in self.words:
                 content = "".join(self.sources[path].texts.values())
                 texts.setdefault(f"{USED}source of {Path(path).name}", set()).add((content,))
-            for statement in unit.statements if unit.own is own else ():
+            for statement in unit.statements:
                 fields |= self._from_outside(statement)
                 place = Path(home(statement.file))
                 order = place.name, place.parent.name, f"{statement.index:9}"
@@ -659,7 +591,7 @@ class _Walk:
         """Returns the text that counts: from which of the user's modules a name comes does not."""
         if statement.is_import:
             one = statement.imports[0]
-            place = self._place(home(statement.file), one.level, one.module)
+            place = self._place(self.sources[home(statement.file)].folder, one.level, one.module)
             if place and is_of_user(place):
                 return "" if one.names in ((), (one.bound,)) else f"{one.bound}={one.names}"
         return statement.text
@@ -671,30 +603,30 @@ class _Walk:
             for text in statement.texts_at_import & os.environ.keys():
                 if not _MACHINE.match(text):
                     found[f"{USED}environment {text}"] = f"hash {digest(os.environ[text])}"
-        file = home(statement.file)
-        makers = [one for word in statement.words for one in self.sources[file].bound(word)]
-        words = statement.words.union(*(one.words for one in makers if one.is_definition))
-        if isinstance(statement.node, ast.Assign) and not words.isdisjoint(_OUTSIDE):
-            chains = {(name,) for name in statement.binds} | statement.changes
-            keys = {key for chain in chains for key in self._keys(statement, chain)}
-            for path, name in keys & self.units.keys():
-                value = self._values.get(path, {}).get(name)
+        if isinstance(statement.node, ast.Assign) and not statement.words.isdisjoint(_OUTSIDE):
+            for name in statement.binds:
+                value = self._value(statement, name)
                 for part, inner in getattr(value, "__dict__", {"": value}).items():
                     if not self.words.isdisjoint({part, "vars", "__dict__"}) or part == "":
                         found[f"{USED}{name}.{part}".rstrip(".")] = written(inner)
         return found
 
+    def _value(self, statement: Statement, name: str) -> object:
+        """Returns the value of a variable in the file of a statement; None if it has none."""
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__file__", None) == statement.file:
+                return getattr(module, name, None)
+        return None
+
     @functools.cached_property
-    def _written(self) -> set[Statement]:
-        """Returns statements that bind names of files which the code writes, and read none."""
-        statements = [one for unit in self.units.values() for one in unit.statements]
-        chains = [(one, chain) for one in statements for chain in one.written]
-        keys = {key for one, chain in chains for key in self._keys(one, chain)}
-        found = {one for key in keys & self.units.keys() for one in self.units[key].statements}
-        return {one for one in found if not one.is_definition and one.words.isdisjoint(READING)}
+    def _written(self) -> set[str]:
+        """Returns the names of files that the code writes."""
+        return set[str]().union(*(one.written for one in self.statements))
 
     def _text_files(self, statement: Statement) -> Iterator[Path]:
-        if statement in self._written:
+        # A variable may name a log.
+        is_read = statement.is_definition or not statement.words.isdisjoint(READING)
+        if not is_read and not statement.binds.isdisjoint(self._written):
             return
         for folder in self._folders:
             for text in sorted(filter(_PATH.fullmatch, statement.files)):
@@ -706,10 +638,8 @@ class _Walk:
     @functools.cached_property
     def _folders(self) -> list[Path]:
         """Returns the folders of all statements, and those below that a text in one names."""
-        statements = [one for unit in self.units.values() for one in unit.statements]
-        named = {text for one in statements for text in one.texts | one.files}
-        named = {text for text in named if _PATH.fullmatch(text) and "*" not in text}
-        found = {Path(one.file).parent for one in statements} | {Path.cwd()}
+        named = {text for one in self.statements for text in one.texts if _PATH.fullmatch(text)}
+        found = {Path(one.file).parent for one in self.statements} | {Path.cwd()}
         for _ in range(_DEEPEST_FOLDER):
             found |= {*filter(Path.is_dir, (one / text for one in found for text in named))}
         return sorted(found)
@@ -733,11 +663,9 @@ def home(file: str) -> str:
 
 
 def _find(folder: str, level: int, module: str) -> str:
-    parts = module.split(".")
-    for _ in range(level - 1):
-        folder = os.path.dirname(folder)  # noqa: PTH120
+    parts = [*filter(None, module.split("."))]
     if level:
-        return os.path.join(folder, *filter(None, parts))  # noqa: PTH118
+        return os.path.normpath(os.path.join(folder, *[os.pardir] * (level - 1), *parts))  # noqa: PTH118
     if parts[0] in sys.stdlib_module_names:
         return ""
     spec = getattr(sys.modules.get(parts[0]), "__spec__", None)
@@ -752,11 +680,11 @@ def _find(folder: str, level: int, module: str) -> str:
     return os.path.join(os.path.abspath(places[0]), *parts[1:]) if places else ""  # noqa: PTH100, PTH118
 
 
-def _is_imported(root: Root) -> bool:
-    """Returns whether a pickle holds only the names of what is in the file of a root."""
-    module = sys.modules.get(root.thing.__module__ if root.name else root.thing.__name__)
-    is_main = getattr(module, "__name__", "__main__") in MAIN
-    return not is_main and getattr(module, "__file__", None) == root.file
+def is_away(root: Root) -> bool:
+    """Returns whether a pickle brought the code by value into a program without its file."""
+    space = getattr(root.thing, "__globals__", vars(root.thing))
+    module = sys.modules.get(str(space.get("__name__", space.get("__module__"))))
+    return getattr(module, "__file__", None) != root.file
 
 
 def _off_path(file: str) -> str:
@@ -783,56 +711,38 @@ def describe(
     """
     things = {label: thing for label, thing in things.items() if thing is not None}
     with _one_at_a_time, _deep():
-        place = tuple(map(id, things.values()))
         given = look_at(things)
-        first = _first.setdefault(place, (things, given))[1]
+        first = _first.setdefault(tuple(map(id, things.values())), (things, given))[1]
+        roots = given.roots
         known: frozenset[str] = frozenset()
-        files: set[str] = set()
-        mutated: set[str] = set()
-        while True:
-            roots = _as_first(given.roots, first.roots, mutated)
-            if before is None:
-                walk = _Walk(known, roots, files)
-            else:
-                walk = _Walk(known | before.known, [], files)
+        if before is not None:
+            roots = []
+            known = before.known
+        now = None
+        while now != known:
+            known = now or known
+            walk = _Walk(known, roots)
+            if before is not None:
                 walk.resume(before)
             walk.run()
             now = known | (walk.words & (_HINTS | _SUBCLASSES))
-            if now == known and walk.files == files and walk.mutated() <= mutated:
-                break
-            known = now
-            files = walk.files
-            mutated |= walk.mutated()
         if before is not None:
             fields = before.own | walk.fields(False, before.own)
             return before._replace(fields=fields, notes=before.notes | walk.notes())
-        given = given._replace(
-            roots=roots,
-            fields=dict(_as_first(given.fields.items(), first.fields.items(), mutated)),
-        )
-        return _description(walk, given, known)
-
-
-_Labelled = TypeVar("_Labelled", bound=tuple[Any, ...])
-
-
-def _as_first(
-    given: Iterable[_Labelled], first: Iterable[_Labelled], mutated: set[str]
-) -> list[_Labelled]:
-    """Returns what was given, each after its label; what the code changes while it runs is as it
-    was seen first.
-    """
-    return [
-        one
-        for labelled, is_state in ((given, False), (first, True))
-        for one in labelled
-        if mutated.isdisjoint(one[0].split(".")[1:]) is not is_state
-    ]
+        # What the code changes while it runs is as it was seen first.
+        mutated = walk.mutated()
+        fields = {
+            label: value
+            for values, is_state in ((given.fields, False), (first.fields, True))
+            for label, value in values.items()
+            if mutated.isdisjoint(label.split(".")[1:]) is not is_state
+        }
+        return _description(walk, given._replace(fields=fields), known)
 
 
 def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:
     """Puts the parts together."""
-    statements = [one for unit in walk.units.values() for one in unit.statements]
+    statements = walk.statements
     values = given.fields
     unstable = walk.unstable()
     names = walk.words.union(*(one.texts for one in statements))

@@ -17,7 +17,6 @@ import builtins
 import dis
 import functools
 import hashlib
-import itertools
 import linecache
 import os
 import re
@@ -25,11 +24,10 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-_Result = TypeVar("_Result")
 Chain = tuple[str, ...]
 """A name, and the attributes that are taken of it: ``("words", "TABLE")``."""
 _IMPORT = ast.Import | ast.ImportFrom
@@ -77,25 +75,23 @@ _lock = threading.RLock()
 
 def parse(source: str) -> ast.Module:
     """``ast.parse`` for several threads."""
-    return _alone(lambda: ast.parse(source))
+    tree: ast.Module = _compile(source, ast.PyCF_ONLY_AST)
+    return tree
 
 
-def _alone(work: Callable[[], _Result]) -> _Result:
+def _compile(source: Any, flags: int) -> Any:
     with _lock, warnings.catch_warnings():
         # As an error, a warning about an escape would hide the source.
         warnings.simplefilter("ignore")
         for _ in range(_ATTEMPTS - 1):
-            try:
-                return work()
-            except SystemError:  # a thread that does not take the lock
-                continue
-        return work()
+            with suppress(SystemError):  # a thread that does not take the lock
+                return compile(source, "", "exec", flags, dont_inherit=True)
+        return compile(source, "", "exec", flags, dont_inherit=True)
 
 
 def compile_tree(body: list[ast.stmt]) -> types.CodeType:
     tree = ast.fix_missing_locations(ast.Module(body, []))
-    flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-    code: types.CodeType = _alone(lambda: compile(tree, "", "exec", flags, dont_inherit=True))
+    code: types.CodeType = _compile(tree, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     return code
 
 
@@ -144,16 +140,15 @@ def write_tree(node: Any) -> str:
 
 def _write_parts(name: str, parts: list[Any]) -> str:
     """Writes an f-string. Some versions split its texts."""
-    written = []
-    for is_text, group in itertools.groupby(parts, lambda one: isinstance(one, ast.Constant)):
-        if is_text:
-            written.append(write_constant("".join(one.value for one in group)))
-        else:
-            written += map(write_tree, group)
-    written = [text for text in written if text != "''"]
-    if name == "JoinedStr" and not any(text.startswith("(") for text in written):
-        return "".join(written) or "''"  # f"text" is "text"
-    return f"({name} {','.join(written)})"
+    if name == "JoinedStr" and all(isinstance(one, ast.Constant) for one in parts):
+        return write_constant("".join(str(one.value) for one in parts))  # f"text" is "text"
+    written = [
+        str(one.value).encode("utf-8", "surrogatepass").hex()
+        if isinstance(one, ast.Constant)
+        else write_tree(one)
+        for one in parts
+    ]
+    return f"({name} {''.join(written)})"
 
 
 def write_constant(value: object) -> str:
@@ -218,18 +213,12 @@ class Statement:
 
     Attributes:
         binds: the names of the file that it binds.
-        chains: the names that it mentions, with what it takes of them.
         changes: chains of what it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
-        mutated: names and attributes that it changes while it runs, except where objects are made.
         passed: chains of what it passes to a call, which may change it.
         bases: chains of the classes that it extends.
         words: all names in it.
-        texts: its strings.
+        texts: its strings; ``*`` stands for what an f-string fills in.
         texts_at_import: its strings outside of functions' bodies.
-        files: strings that may name a file that it reads; ``*`` stands for what an f-string fills
-            in. A statement that writes files names none.
-        written: chains of the files that it writes: ``open(LOG, "a")``, ``CACHE.write_text()``.
-        assigned: names that it binds anywhere inside, what their values call, and their words.
     """
 
     def __init__(self, file: str, node: Any, documented: bool) -> None:
@@ -244,48 +233,39 @@ class Statement:
         self.is_definition = isinstance(node, _DEFINITION)
         self.is_import = isinstance(node, _IMPORT)
         self._nodes: list[Any] = [*ast.walk(node)]
+        self._calls = self._of(ast.Call)
+        self.words = {*map(name_of, self._nodes)} - {""}
+        self.texts = {*map(_pattern, self._nodes)} - {""}
         functions = self._of(ast.FunctionDef | ast.AsyncFunctionDef)
         inside = {part for one in functions for line in one.body for part in ast.walk(line)}
         self.texts_at_import = {*map(_pattern, {*self._nodes} - inside)}
-        self.words = {*map(name_of, self._nodes)} - {""}
-        self.texts = {text for text in map(_pattern, self._of(ast.Constant)) if text}
         self.imports = [one for each in self._of(_IMPORT) for one in _imports(each)]
         self.binds = self._binds()
-        self.chains = self._chains()
         keywords = [one.value for one in getattr(node, "keywords", ())]
         self.bases = {*map(chain_of, [*getattr(node, "bases", ()), *keywords])} - {()}
-        changed = self._changed()
-        called = self._called()
+        # A call whose result is not used may change what it gets.
+        effects = [one.value for one in self._of(ast.Expr) if not self.is_definition]
+        called = [one for one in effects if not hasattr(builtins, name_of(one))]
+        called = [one for one in called if isinstance(one, ast.Call)]
+        self._changed = [one for one in self._of(_PART) if not isinstance(one.ctx, ast.Load)]
+        for call in self._calls:
+            if name_of(call) in _CHANGING:
+                self._changed.append(call.func)
+                if isinstance(call.func, ast.Name):
+                    self._changed += ast.walk(call)
         alone = [*decorators, *(one.func for one in called)]
-        self.changes = {*map(chain_of, [*alone, *changed]), *self._by_text()} - {()}
+        self.changes = {*map(chain_of, [*alone, *self._changed])} - {()}
         passed = [part for one in called if type(one.func) is ast.Name for part in ast.walk(one)]
         self.passed = {*map(chain_of, passed)} - self.changes - {()}
-        builders = [one for one in self._of(ast.FunctionDef) if one.name in _BUILDERS]
-        building = {id(part) for one in builders for part in ast.walk(one)}
-        running = [chain_of(one) for one in changed if id(one) not in building]
-        scopes = [one.names for one in self._of(ast.Nonlocal)]
-        self.mutated = {name for names in [*running, *scopes] for name in names}
-        self.files = self._files()
-        self.written = self._written()
-        values = self._of(
-            ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
-        )
-        self.assigned = [(_targets(one), _called(one), words_of(one)) for one in values]
 
     def number_of(self, code: types.CodeType) -> int:
-        """Returns which of the functions in the statement, as they follow each other, has this
-        code; -1 for none.
+        """Returns which of the functions of its name in the statement has this code; -1 for
+        none.
         """
-        positions = {(line, column) for line, _, column, _ in code.co_positions()}
-        for number, one in enumerate(self._of(_FUNCTIONS)):
-            if isinstance(one, ast.Lambda):
-                found = (one.body.lineno, one.body.col_offset) in positions
-            else:
-                starts = [each.lineno for each in (one, *one.decorator_list)]
-                found = one.name == code.co_name and code.co_firstlineno in starts
-            if found:
-                return number
-        return -1
+        codes = nested_codes(compile_tree([self.node]))
+        places = [[*one.co_positions()] for one in codes if one.co_name == code.co_name]
+        place = [*code.co_positions()]
+        return places.index(place) if place in places else -1
 
     def _of(self, kind: Any) -> list[Any]:
         return [one for one in self._nodes if isinstance(one, kind)]
@@ -318,72 +298,69 @@ class Statement:
             names.add("__doc__")
         return names - {""}
 
-    def _chains(self) -> list[Chain]:
+    @functools.cached_property
+    def chains(self) -> list[Chain]:
+        """Returns the names of the file that it mentions, with what it takes of them."""
         if self.is_import:
             return []
-        code = compile_tree([self.node])
-        known = loaded_names(code) | self.binds | {one.bound for one in self.imports}
+        known = loaded_names(compile_tree([self.node])) | self.binds
+        known |= {one.bound for one in self.imports}
         inside = {id(one.value) for one in self._of(ast.Attribute)}
         chains = [chain_of(one) for one in self._of(ast.expr) if id(one) not in inside]
-        hints = [part for one in self._of(ast.AnnAssign) for part in ast.walk(one.annotation)]
-        texts = [(text,) for text in map(_pattern, hints) if text]
-        return [*dict.fromkeys(one for one in chains if one and one[0] in known), *texts]
+        return [*dict.fromkeys(one for one in chains if one and one[0] in known)]
 
-    def _changed(self) -> list[ast.AST]:
-        """Returns the names, attributes and items whose values it changes."""
-        found = [one for one in self._of(_PART) if not isinstance(one.ctx, ast.Load)]
-        for call in self._changing():
-            found.append(call.func)
-            if isinstance(call.func, ast.Name):
-                found += ast.walk(call)
-        return found
+    @property
+    def mutated(self) -> set[str]:
+        """Returns names and attributes that it changes while it runs, except where objects are
+        made.
+        """
+        builders = [one for one in self._of(ast.FunctionDef) if one.name in _BUILDERS]
+        building = {part for one in builders for part in ast.walk(one)}
+        running = [chain_of(one) for one in self._changed if one not in building]
+        scopes = [one.names for one in self._of(ast.Nonlocal)]
+        return {name for names in [*running, *scopes] for name in names}
 
-    def _changing(self) -> list[ast.Call]:
-        return [call for call in self._of(ast.Call) if name_of(call) in _CHANGING]
+    @property
+    def written(self) -> set[str]:
+        """Returns the names in its calls that write files."""
+        writing = [one for one in self._calls if name_of(one) in _WRITING or _opens_to_write(one)]
+        return set[str]().union(*map(words_of, writing))
 
-    def _called(self) -> list[ast.Call]:
-        """Returns calls whose results it does not use: they may change what they get."""
-        if self.is_definition:
-            return []
-        values = [one.value for one in self._of(ast.Expr) if isinstance(one.value, ast.Call)]
-        return [one for one in values if not hasattr(builtins, name_of(one))]
-
-    def _by_text(self) -> Iterator[Chain]:
-        """Yields what ``setattr(words, "TABLE", x)`` and the like change."""
-        for call in self._changing():
-            for target in call.args:
-                yield from ((*chain_of(target), text) for text in map(_pattern, call.args) if text)
-
-    def _files(self) -> set[str]:
-        writes = "open" in self.words and not self.texts.isdisjoint(_MODES)
-        if writes or not self.words.isdisjoint(_WRITING):
+    @property
+    def files(self) -> set[str]:
+        """Returns strings that may name a file that it reads. A statement that writes files names
+        none.
+        """
+        if self.written:
             return set()
-        reading = [one for one in self._of(ast.Call) if name_of(one) in READING]
+        reading = [one for one in self._calls if name_of(one) in READING]
         named = {_pattern(part) for one in reading for part in ast.walk(one)}
         return named | {text for text in self.texts if _TEXT_FILE.fullmatch(text)}
 
-    def _written(self) -> set[Chain]:
-        found: set[Chain] = set()
-        for call in self._of(ast.Call):
-            modes = {_pattern(one) for one in call.args}
-            if name_of(call) in _WRITING or (name_of(call) == "open" and modes & _MODES):
-                found |= {chain_of(one) for one in ast.walk(call)}
-        return found - {()}
+    @property
+    def assigned(self) -> list[tuple[set[str], set[str], set[str]]]:
+        """Returns names that it binds anywhere inside, what their values call, and their words."""
+        values = self._of(
+            ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
+        )
+        return [(_targets(one), _called(one), words_of(one)) for one in values]
 
     def takes_all(self, function: str, variable: str) -> bool:
         """Returns whether functions of a name take more than parts of a variable."""
-        for node in self._of(ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            if getattr(node, "name", "<lambda>") == function:
-                parts = [one for one in ast.walk(node) if isinstance(one, _PART)]
-                taken = {
-                    id(one.value)
-                    for one in parts
-                    if isinstance(getattr(one, "slice", one), ast.Constant | ast.Attribute)
-                    and name_of(one) not in _MAPPING
-                }
-                names = [one for one in ast.walk(node) if isinstance(one, ast.Name)]
-                if any(one.id == variable and id(one) not in taken for one in names):
-                    return True
+        for node in self._of(_FUNCTIONS):
+            if getattr(node, "name", "<lambda>") != function:
+                continue
+            inside = [*ast.walk(node)]
+            names = [one for one in inside if getattr(one, "id", "") == variable]
+            parts = [one for one in inside if isinstance(one, _PART)]
+            taken = {
+                one.value
+                for one in parts
+                if isinstance(getattr(one, "slice", one), ast.Constant | ast.Attribute)
+                and name_of(one) not in _MAPPING
+            }
+            if not taken.issuperset(names):
+                return True
         return False
 
 
@@ -400,6 +377,10 @@ def _pattern(node: Any) -> str:
         return "".join(_pattern(one) or "*" for one in node.values)
     value = getattr(node, "value", None)
     return value if isinstance(node, ast.Constant) and isinstance(value, str) else ""
+
+
+def _opens_to_write(call: ast.Call) -> bool:
+    return name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
 
 
 def words_of(node: ast.AST) -> set[str]:
@@ -455,6 +436,7 @@ class CodeSource:
 
     def __init__(self, path: str, documented: bool) -> None:
         self.path = path
+        self.folder = os.path.dirname(path)  # noqa: PTH120
         self._documented = documented
         linecache.checkcache(path)
         files = [path]
@@ -475,15 +457,13 @@ class CodeSource:
                     if one or dots:
                         yield len(dots), one, re.findall(r"\w+", names)
 
-    def is_of(self, function: types.FunctionType) -> bool:
+    def is_of(self, code: types.CodeType) -> bool:
         """Returns whether this is the source of a function: it may be edited, or not be there."""
-        code = function.__code__
         text = self.texts.get(code.co_filename)
         if text and not _was_edited(code.co_filename):
             return True
-        written = write_constant(code)
         codes = nested_codes(compile_tree(parse(text or "").body))
-        return any(one.co_name == code.co_name and write_constant(one) == written for one in codes)
+        return write_constant(code) in map(write_constant, codes)
 
     @functools.cached_property
     def statements(self) -> list[Statement]:

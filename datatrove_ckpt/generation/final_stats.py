@@ -7,7 +7,6 @@ run another rank before.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from datatrove.utils.stats import MetricStats, MetricStatsDict, Stats, TimingStats
@@ -20,63 +19,54 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done, Sums
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.readers.shard import ShardRecord
 from datatrove_ckpt.rollouts.batch import BatchRollout
 
 
-class RankNumbers:
-    """The numbers of a rank and its retries. Each document counts once.
+def sum_rank(rank: int, root: Path, opened: Path | None = None) -> Done:
+    """Returns what a rank and its retries have committed. Each document counts once.
 
     Args:
         root: ``checkpoints_local_dir``.
-        opened: the folder of the checkpoint that ``fill`` gets.
+        opened: a folder that does not count: it is being written.
 
     Raises:
-        CheckpointCorrupt: a commit of another folder is damaged.
+        CheckpointCorrupt: a commit is damaged.
     """
+    total = Done()
+    for parent in (root, *retry_folders(root)):
+        folder = rank_folder(parent, rank)
+        if folder == opened:
+            continue
+        done = sum_commits(read_commits(folder / COMMITS).values())
+        if parent != root:
+            done = done.of_retry()
+        total += done
+    return total
 
-    def __init__(self, rank: int, root: Path, opened: Path | None = None) -> None:
-        self._done = Done()
-        self._opens_retry = opened is not None and opened.parent != root
-        self._shard = rank_folder(root, rank) / SHARD
-        for parent in (root, *retry_folders(root)):
-            folder = rank_folder(parent, rank)
-            if folder != opened:
-                self._add(parent != root, sum_commits(read_commits(folder / COMMITS).values()))
 
-    def _add(self, is_retry: bool, done: Done) -> None:
-        if is_retry:
-            done = replace(done, counts=done.counts.of_retry())
-        self._done += done
-
-    def fill(self, stats: Stats, checkpoint: OpenCheckpoint | None = None) -> None:
-        """Sets the numbers of a step. ``checkpoint``: the open one, closed."""
-        if checkpoint is not None:
-            self._add(self._opens_retry, checkpoint.done)
-        counts = self._done.counts
-        work = self._done.work
-        seconds = self._done.seconds
-        skipped = (ShardRecord.read(self._shard) or ShardRecord()).skipped
-        found = {
-            "prompt_tokens": metric(work.prompt_tokens, "request"),
-            "completion_tokens": metric(work.completion_tokens, "request"),
-            "successful_requests": _ones(work.prompt_tokens.n, "request"),
-            "failed_requests": _ones(work.failed_requests, "request"),
-            "requests": metric(work.requests, "rollout"),
-            "successful_rollouts": metric(work.successful_rollouts, "document"),
-            "failed_rollouts": metric(work.failed_rollouts, "document"),
-            "documents_processed": _ones(counts.read - counts.dead, "document"),
-            "skipped_bad_requests": _ones(counts.dead, "document"),
-            "skipped_damaged_lines": _ones(skipped.damaged, "line"),
-            "skipped_rows_without_text": _ones(skipped.without_text, "row"),
-            "inference_time": timing(seconds.inference, "seconds"),
-        }
-        stats.stats = MetricStatsDict(
-            init={name: value for name, value in found.items() if value.n}
-        )
-        if seconds.total:
-            stats.time_stats = timing(seconds.total, "total")
+def fill_stats(stats: Stats, done: Done, folder: Path) -> None:
+    """Sets the numbers of a step. ``folder``: of the rank, which is no retry."""
+    counts = done.counts
+    work = done.work
+    skipped = (ShardRecord.read(folder / SHARD) or ShardRecord()).skipped
+    found = {
+        "prompt_tokens": metric(work.prompt_tokens, "request"),
+        "completion_tokens": metric(work.completion_tokens, "request"),
+        "successful_requests": _ones(work.prompt_tokens.n, "request"),
+        "failed_requests": _ones(work.failed_requests, "request"),
+        "requests": metric(work.requests, "rollout"),
+        "successful_rollouts": metric(work.successful_rollouts, "document"),
+        "failed_rollouts": metric(work.failed_rollouts, "document"),
+        "documents_processed": _ones(counts.read - counts.dead, "document"),
+        "skipped_bad_requests": _ones(counts.dead, "document"),
+        "skipped_damaged_lines": _ones(skipped.damaged, "line"),
+        "skipped_rows_without_text": _ones(skipped.without_text, "row"),
+        "inference_time": timing(done.seconds.inference, "seconds"),
+    }
+    stats.stats = MetricStatsDict(init={name: value for name, value in found.items() if value.n})
+    if done.seconds.total:
+        stats.time_stats = timing(done.seconds.total, "total")
 
 
 def finished_documents(stats: Iterable[Stats]) -> int:
@@ -90,13 +80,11 @@ def finished_documents(stats: Iterable[Stats]) -> int:
 
 def metric(sums: Sums, unit: str) -> MetricStats:
     """Returns the result of ``MetricStats.update`` over the single values."""
-    if not sums.n:
-        return MetricStats(unit=unit)
-    mean = sums.total / sums.n
+    n = max(sums.n, 1)
+    mean = sums.total / n
     # In integers: a difference of large floats would lose the variance.
-    variance = max(0, sums.n * sums.squares - sums.total**2) / sums.n
-    low, high = (mean if end is None else end for end in (sums.low, sums.high))
-    return MetricStats(sums.total, sums.n, mean, low, high, variance, unit)
+    variance = max(0, n * sums.squares - sums.total**2) / n
+    return MetricStats(sums.total, sums.n, mean, sums.low or 0, sums.high or 0, variance, unit)
 
 
 def timing(seconds: float, unit: str) -> TimingStats:

@@ -600,7 +600,7 @@ class Requests:
     def _disproved(self, reason: str) -> RolloutServerError:
         """Stops the rank. The answer is cached, so each further attempt ends here, too."""
         client = self._model.client
-        believed = client.result().stats.without_reason if client.done() else 0
+        believed = client.result().without_reason if client.done() else 0
         error = ServerRefused(
             f"An answer has the finish_reason {reason!r}, but accept_null_finish_reason is for "
             "servers that never give one. So answers without one may be cut off. This attempt has "
@@ -653,7 +653,7 @@ class Requests:
         client = self._model.client.result()
         if len(rank.documents) > client.sender.most_at_fault:
             return 0
-        return client.stats.answers
+        return client.answers
 
     def _keep(self, key: AnswerKey, answer: Answer) -> bool:
         rank = self._rank
@@ -928,9 +928,7 @@ class Drain:
             asyncio.get_running_loop().call_soon(self._check)
 
     def _check(self) -> None:
-        if any(
-            model.client.result().stats.in_flight and not model.is_dead for model in self._models
-        ):
+        if any(model.client.result().in_flight and not model.is_dead for model in self._models):
             return
         if self.waiting == len(self._documents):
             self._over.set()

@@ -33,10 +33,10 @@ from datatrove_ckpt.checkpoint.history import (
     Spread,
     Wait,
 )
-from datatrove_ckpt.checkpoint.numbers import WorkCounts
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
@@ -122,7 +122,8 @@ class RankReporter:
     Attributes:
         own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and
             cached answers. Answers of servers are summed up once a second.
-        last: empty without a checkpoint.
+        last: the last progress; empty before the end.
+        end: how the attempt ended.
         answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 
@@ -144,6 +145,7 @@ class RankReporter:
         self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
         self.last = history.Progress()
+        self.end: End | None = None
 
     # what happens --------------------------------------------------------------------------------
 
@@ -198,9 +200,9 @@ class RankReporter:
             if new:
                 seconds, prompt, completion = zip(*new, strict=True)
                 self.own.requests += len(new)
-                self.own.prompt_tokens += self._spread.prompt_tokens.count_all(prompt)
-                self.own.completion_tokens += self._spread.completion_tokens.count_all(completion)
-                self._spread.milliseconds.count_all([int(1000 * each) for each in seconds])
+                self.own.prompt_tokens += self._spread.prompt_tokens.add_all(prompt)
+                self.own.completion_tokens += self._spread.completion_tokens.add_all(completion)
+                self._spread.milliseconds.add_all([int(1000 * each) for each in seconds])
 
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""
@@ -280,7 +282,7 @@ class RankReporter:
         self._newest.look(self.own.documents + self.own.requests + self.own.failed)
         for model in self._models.values():
             if model.client is not None:
-                model.newest.look(model.client.stats.answers)
+                model.newest.look(model.client.answers)
                 model.client.servers.look()
 
     def now(self) -> RankProgress:
@@ -294,7 +296,7 @@ class RankReporter:
             position.total,
             position.unit,
             *self._state(),
-            sum(client.stats.in_flight for client in self.clients),
+            sum(client.in_flight for client in self.clients),
             position.tasks,
         )
 
@@ -316,7 +318,7 @@ class RankReporter:
             if (
                 client is not None
                 and quiet >= _SILENCE_SECONDS
-                and client.stats.in_flight + client.stats.pausing
+                and client.in_flight + client.pausing
             ):
                 return f"no answer from {name}".removesuffix(" from "), quiet, False
             if client is None and model.early and self.clients:
@@ -340,17 +342,11 @@ class RankReporter:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
         self._sum_up()
         # Copies of the counters: they grow while other threads add them up.
-        own = replace(self.own, tiers=Counter(self.own.tiers))
+        errors = Counter(self.own.errors)
+        own = replace(self.own, errors=errors, tiers=Counter(self.own.tiers))
         found = history.Progress(own=own, position=self.position())
         for client in self.clients:
-            stats = client.stats
-            found.own += WorkCounts(
-                sent=stats.requests,
-                retries=stats.retries,
-                resent=stats.resent,
-                errors=Counter(stats.errors),
-            )
-            found.in_flight += stats.in_flight
+            found.in_flight += client.in_flight
             found.waiting += client.waiting
         found.waiting += sum(model.early for model in self._models.values())
         found.wait = self._wait()
@@ -377,7 +373,8 @@ class RankReporter:
     def last_records(self, completed: bool) -> Sequence[Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""
         self.last = self.progress()
-        return [self.last, self.spread(), self._end(completed)]
+        self.end = self._end(completed)
+        return [self.last, self.spread(), self.end]
 
     def _end(self, completed: bool) -> End:
         if completed:

@@ -27,6 +27,7 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -39,7 +40,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, TakenLetters, next_retry, offer_skipping
-from datatrove_ckpt.generation.final_stats import RankNumbers
+from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
 from datatrove_ckpt.generation.prefetch import DocumentSource
@@ -168,7 +169,7 @@ class _Run:
             retry = next_retry(root, rank)
             if retry is None:
                 logger.info(f"Task {rank}: there are no dead letters to retry.")
-                RankNumbers(rank, root).fill(step.stats)
+                fill_stats(step.stats, sum_rank(rank, root), rank_folder(root, rank))
             else:
                 self._take_in_passes(retry.documents(), retry.root, retry.prefix)
 
@@ -224,8 +225,8 @@ class _Run:
             mirror=self._open_mirror(folder, identity),
             shutdown=preemption.shutdown,
         )
-        numbers = RankNumbers(rank, self.root, folder)
         with manager.look() as found:
+            others = sum_rank(rank, self.root, folder)
             old = None
             with preemption.interruptible():
                 if found.is_first and is_kept:
@@ -236,7 +237,7 @@ class _Run:
             lease = found.take(check_moved, old)
         output = ChunkOutput(output_folder, lease, step.hub_pace)
         checkpoint = OpenCheckpoint(manager, lease, output)
-        return self._process(data, checkpoint, numbers, output, identity.digest)
+        return self._process(data, checkpoint, others, output, identity.digest)
 
     def _open_mirror(self, folder: Path, identity: RunIdentity) -> RemoteMirror | None:
         """Returns what copies a rank's folder from now on; None without a mirror.
@@ -297,7 +298,7 @@ class _Run:
         self,
         data: Iterable[Document],
         checkpoint: OpenCheckpoint,
-        numbers: RankNumbers,
+        others: Done,
         output: ChunkOutput,
         identity: str,
     ) -> bool:
@@ -335,9 +336,14 @@ class _Run:
                 offer_skipping(error)
             raise error from error.__cause__
         finally:
-            with exports.ending(completed):
+            try:
                 checkpoint.close(completed, progress.last_records)
-            numbers.fill(step.stats, checkpoint)
+            finally:
+                exports.close()
+            done = checkpoint.done
+            if step.retry_dead_letters:
+                done = done.of_retry()
+            fill_stats(step.stats, others + done, rank_folder(self.root, rank))
             if shutdown.is_requested and not completed:
                 say.stopped(shutdown)
         checkpoint.raise_failure()

@@ -9,10 +9,10 @@ when the job was made; imported functions as this process has imported them.
 
 from __future__ import annotations
 
+import operator
 import re
 import secrets
 import sys
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,11 +25,11 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.code_description import (
+    NOTHING,
     PIPELINE,
     CodeDescription,
     describe,
-    fingerprint,
-    is_importable,
+    is_away,
     look_at,
     type_name,
 )
@@ -37,7 +37,7 @@ from datatrove_ckpt.generation.code_statements import digest
 from datatrove_ckpt.output.names import writer_name
 
 _PROCESS = secrets.token_hex(8)
-_VERSION = 6
+_VERSION = 7
 """Version of the description, in ``run.json``.
 
 Release 0.1.0 wrote none. What code is differs between versions.
@@ -58,29 +58,20 @@ class CodeIdentity:
     Made with a step, and pickled with it.
     """
 
-    made: CodeDescription | None
-    """None in pickles of version 5 and before: the code could not be described."""
-    fingerprint: str = ""
-    """Hash of the described functions and objects."""
+    made: CodeDescription
     process: str = ""
-    """The process that made the step.
+    """The process that described the code.
 
     One that it forked is the same, since it has the same functions.
     """
-    mark: str = ""
-    """Tells the pickles of this step from those of others."""
     version: int = 3
     """Version of the description. Pickles of version 3 hold no number."""
+    things: tuple[object, ...] = ()
+    """What is described. A pickle holds these objects and the step's as the same ones."""
 
     @property
     def fields(self) -> dict[str, object]:
-        return {} if self.made is None else self.made.fields
-
-
-_described: dict[tuple[str, str], CodeIdentity] = {}
-"""What this process has found for steps of other processes: a rank that ends may have changed its
-state.
-"""
+        return self.made.fields
 
 
 def code_identity(
@@ -99,28 +90,28 @@ def code_identity(
         rollout_version: replaces the description.
     """
     if rollout_version is not None:
-        named = CodeDescription({"rollout_version": rollout_version}, {}, {}, [], frozenset(), [])
+        named = NOTHING._replace(fields={"rollout_version": rollout_version})
         return CodeIdentity(named, version=_VERSION)
-    things = {
+    # A job that was queued before an upgrade.
+    if when_made is not None and when_made.version != _VERSION:
+        if when_made.made is None:  # version 5 and before: the code could not be described
+            return CodeIdentity(NOTHING, version=_UNDESCRIBED)
+        return when_made
+    things = (rollout_fn, shared_context, output_writer)
+    if when_made is not None and not all(map(operator.is_, things, when_made.things)):
+        when_made = None
+    if when_made is not None and when_made.process == _PROCESS:
+        return when_made
+    described = {
         "rollout_fn": rollout_fn,
         "shared_context": shared_context,
         **_of_writer(output_writer),
     }
-    shared = shared_context.values() if isinstance(shared_context, dict) else ()
-    found = digest(*map(fingerprint, [*things.values(), *shared]))
-    # A job that was queued before an upgrade.
-    if when_made is not None and when_made.version != _VERSION:
-        return when_made
     before = None
-    if when_made is not None and when_made.fingerprint == found:
-        if when_made.process == _PROCESS:
-            return when_made
-        if (known := _described.get((when_made.mark, _PROCESS))) is not None:
-            return known
-        if any(_is_away(root.thing) for root in look_at(things).roots):
-            before = when_made.made
+    if when_made is not None and any(map(is_away, look_at(described).roots)):
+        before = when_made.made
     try:
-        made = _shown(describe(things, before), output_writer)
+        made = _shown(describe(described, before), output_writer)
     except Exception as error:  # the user's objects may do anything when they are looked at
         raise ConfigError(
             f"its code could not be described, so a resume could not compare it: {error!r}. Set "
@@ -128,14 +119,11 @@ def code_identity(
             setting="rollout_fn",
         ) from error
     # The object holds settings when the step is made, and state later.
-    if when_made is not None and when_made.fingerprint == found:
+    if when_made is not None:
         made.fields.update(
             {name: value for name, value in when_made.fields.items() if _SETTING.match(name)}
         )
-    identity = CodeIdentity(made, found, _PROCESS, secrets.token_hex(8), _VERSION)
-    if when_made is not None:
-        _described[when_made.mark, _PROCESS] = identity
-    return identity
+    return CodeIdentity(made, _PROCESS, _VERSION, things)
 
 
 def code_of(thing: object) -> dict[str, str]:
@@ -157,22 +145,6 @@ def code_of(thing: object) -> dict[str, str]:
 
 def _is_bytecode(value: object) -> bool:
     return str(value).startswith("bytecode ")
-
-
-def _is_away(thing: object) -> bool:
-    """Returns whether a pickle brought a function by value into a program without its file."""
-    if isinstance(thing, type):
-        return any(map(_is_away, vars(thing).values()))
-    if not isinstance(thing, types.FunctionType):
-        return False
-    loaded = sys.modules.get(str(thing.__globals__.get("__name__")))
-    file = thing.__code__.co_filename
-    is_here = (
-        loaded is not None
-        and vars(loaded) is thing.__globals__
-        and getattr(loaded, "__file__", file) == file
-    )
-    return not is_here and not is_importable(thing)
 
 
 def _is_of_pipeline(thing: object) -> bool:
@@ -230,12 +202,8 @@ def run_identity(
         OUTPUT_FOLDER: writer.output_folder.resolve_paths(""),
         "output_filename": writer.output_filename.template,
     }
-    version = {"identity_version": code.version if code.made is not None else _UNDESCRIBED}
-    notes = (
-        {}
-        if code.made is None
-        else {name: code.made.notes[name] for name in code.fields if name in code.made.notes}
-    )
+    version = {"identity_version": code.version}
+    notes = {name: note for name, note in code.made.notes.items() if name in code.fields}
     for name, value in code.fields.items():
         if _is_bytecode(value):
             notes[name] = _BYTECODE_NOTE

@@ -558,7 +558,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # No document is admitted, and the router sends no request: both look at the shutdown.
     models = [model for model in rank.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
-    in_flight = sum(client.stats.in_flight for client in clients)
+    in_flight = sum(client.in_flight for client in clients)
     if not clients:
         _cancel(serving)  # a model may need minutes to load
     elif shutdown.failure is None or in_flight:
@@ -571,20 +571,19 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
             f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
             f"answered; {hurried_by} ends the wait at once."
         )
-    lost, cancelled = (
-        sum(getattr(client.stats, name) for client in clients) for name in ("lost", "cancelled")
-    )
+    own = rank.observer.own
+    lost = own.lost
+    cancelled = sum(client.cancelled for client in clients)
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
     except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks
-        shutdown.given_up = (
-            _left(clients) - lost + sum(client.stats.cancelled for client in clients) - cancelled
-        )
+        shutdown.given_up = sum(client.in_flight + client.cancelled for client in clients)
+        shutdown.given_up += own.lost - lost - cancelled
         raise
-    shutdown.given_up = _left(clients) - lost
+    shutdown.given_up = sum(client.in_flight for client in clients) + own.lost - lost
     # 2. Other documents end unrecorded. The state comes first: a cancelled rollout is no failure.
     shutdown.abort()
     if shutdown.failure is not None:
@@ -606,10 +605,6 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
 def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
-
-
-def _left(clients: Iterable[CompletionClient]) -> int:
-    return sum(client.stats.in_flight + client.stats.lost for client in clients)
 
 
 async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:

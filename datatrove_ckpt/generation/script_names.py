@@ -10,8 +10,8 @@ constants. So a step also carries what its functions name.
                                          needs its own
 
 Ray's pickles bring the names themselves. Secrets stay behind, because others may read a pickle's
-file. To find secrets, a value is pickled to nowhere, and each object is checked with
-``is_surely_secret`` and against environment variables like HF_TOKEN.
+file. A value is pickled to nowhere: this finds the functions in it, whose names count, and secrets,
+by ``is_surely_secret`` and environment variables like HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import Veil, environment_secrets, is_surely_secret
-from datatrove_ckpt.generation.code_description import cells
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.code_description import cells, is_importable
 from datatrove_ckpt.generation.code_statements import loaded_names
 from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
 
@@ -49,31 +50,49 @@ class ScriptNames(NamedTuple):
 
 
 def collect(*things: object) -> ScriptNames | None:
-    """Returns the names of the script that these functions and objects use, directly or not; None
-    if there are none.
+    """Returns the names of the script that the functions in these objects use, directly or not;
+    None if there are none.
+
+    Raises:
+        ConfigError: a pickle of the objects would hold a secret.
     """
     main = sys.modules["__main__"]
     found = ScriptNames(getattr(main, "__file__", None), {}, {})
-    waiting = list(things)
-    seen = dict[int, object]()
     with nothing_carried():
-        while waiting:
-            thing = waiting.pop()
-            if id(thing) in seen:
-                continue
-            seen[id(thing)] = thing  # kept, so that no other object gets its id
-            waiting += _parts(thing)
-            for name in _names(thing, main):
-                if name not in found.values and name not in found.left:
-                    value = vars(main)[name]
-                    if reason := _stays(name, value):
-                        found.left[name] = reason
-                    else:
-                        found.values[name] = value
-                        waiting.append(value)
-    if found.values or found.left:
+        look = _Look("")
+        with suppress(Exception):  # the pickle itself says why it cannot be made
+            look.pickle(things)
+        if look.found:
+            raise ConfigError(
+                "rollout, shared_context or config: what is pickled with the job holds what looks "
+                f"like a secret: {', '.join(look.found)}. It would be in a file that others may "
+                "read, so nothing was written. Leave it out, and let the rollout read it where the "
+                "task runs, from an environment variable, for example."
+            )
+        waiting = sorted(look.names)
+        for name in waiting:
+            value = vars(main)[name]
+            look = _Look(name)
+            if reason := _stays(look, value):
+                found.left[name] = reason
+            else:
+                found.values[name] = value
+                waiting += sorted(look.names - {*waiting})
+    if waiting:
         return found
     return None
+
+
+def _stays(look: _Look, value: object) -> str:
+    if isinstance(value, types.ModuleType):
+        return ""
+    try:
+        look.pickle(value)
+    except Exception as error:  # whatever the value's own __reduce__ raises
+        return f"it cannot be pickled ({type(error).__name__}: {error})"
+    if look.found:
+        return f"it holds what looks like a secret ({', '.join(look.found)})"
+    return ""
 
 
 def restore(names: ScriptNames) -> None:
@@ -159,86 +178,32 @@ def say_left(names: ScriptNames) -> None:
         )
 
 
-def _parts(thing: object) -> Iterator[object]:
-    if isinstance(thing, functools.partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, types.MethodType):
-        yield from (thing.__self__, thing.__func__)
-    elif isinstance(thing, types.FunctionType):
-        yield from (value for _, value in cells(thing))
-        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-        yield getattr(thing, "__wrapped__", None)
-    elif isinstance(thing, dict):
-        yield from thing.values()
-    elif isinstance(thing, list | tuple):
-        yield from thing
-    elif isinstance(thing, type):
-        if thing.__module__ == "__main__":
-            yield from thing.__bases__
-            for value in vars(thing).values():
-                yield from (value.fget, value.fset) if isinstance(value, property) else (value,)
-    elif isinstance(thing, staticmethod | classmethod):
-        yield thing.__func__
-    elif type(thing).__module__ == "__main__":
-        yield from (
-            (type(thing), *vars(thing).values()) if hasattr(thing, "__dict__") else (type(thing),)
-        )
-
-
-def _names(thing: object, main: types.ModuleType) -> Iterator[str]:
-    if isinstance(thing, types.FunctionType) and thing.__globals__ is vars(main):
-        for name in sorted(loaded_names(thing.__code__)):
-            if name in vars(main) and not (name.startswith("__") and name.endswith("__")):
-                yield name
-
-
-def _stays(name: str, value: object) -> str:
-    if isinstance(value, types.ModuleType):
-        return ""
-    try:
-        places = secrets_in(name, value)
-    except Exception as error:  # whatever the value's own __reduce__ raises
-        return f"it cannot be pickled ({type(error).__name__}: {error})"
-    if not places:
-        return ""
-    if places == [name]:
-        return "it looks like a secret"
-    return f"it holds what looks like a secret ({', '.join(places)})"
-
-
-# secrets in a pickle -----------------------------------------------------------------------------
-
-
-def secrets_in(name: str, value: object) -> list[str]:
-    """Returns the places of secrets in a pickle of this value, as words for a message.
-
-    Raises:
-        Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
-    """
-    import dill  # type: ignore[import-untyped]
-
-    look = _Look(name)
-    look.check(name, name, value)
-    with Path(os.devnull).open("wb") as nowhere:
-        pickler = dill.Pickler(nowhere)
-        pickler.persistent_id = look  # called with each object that is written
-        pickler.dump(value)
-    return look.found
-
-
 class _Look:
-    """Checks each object that is written, by the place where another one holds it."""
+    """Looks at each object that a pickle writes: for secrets, by the place where another object
+    holds it, and for the script's names that functions use.
+    """
 
     def __init__(self, name: str) -> None:
-        self.found: list[str] = []
+        self.found: dict[str, None] = {}
+        self.names: set[str] = set()
         self._name = name
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
         self._places: dict[int, str] = {}
-        self._classes: list[type] = []
-        self._functions: dict[int, types.FunctionType] = {}
         self._variables = environment_secrets(is_surely_secret)
 
-    def __call__(self, thing: Any) -> None:
+    def pickle(self, value: object) -> None:
+        """Raises:
+        Exception: it cannot be pickled; whatever a ``__reduce__`` raises.
+        """
+        import dill  # type: ignore[import-untyped]
+
+        self._check("", {self._name: value})
+        with Path(os.devnull).open("wb") as nowhere:
+            pickler = dill.Pickler(nowhere)
+            pickler.persistent_id = self._look  # called with each object that is written
+            pickler.dump(value)
+
+    def _look(self, thing: Any) -> None:
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
@@ -246,64 +211,49 @@ class _Look:
         if isinstance(thing, str | bytes | bytearray):
             self._check_text(place, thing)
         elif isinstance(thing, dict):
-            for cls in self._classes:  # dill writes a copy of its dict
-                if "__module__" in thing and all(
-                    vars(cls).get(key) is one for key, one in thing.items()
-                ):
-                    place = cls.__qualname__
             if thing.get("__name__") not in sys.modules:
-                self._check_all(place, thing)
+                self._check(place, thing)
         elif isinstance(thing, types.FunctionType):
-            self._functions[id(thing.__code__)] = thing
-        elif isinstance(thing, types.CodeType):  # of a function that is not written by its name
-            if function := self._functions.get(id(thing)):
-                for name, value in _variables(function):
-                    self.check(f"{function.__qualname__}({name}=)", name, value)
+            if not is_importable(thing):
+                self._check(thing.__qualname__, _variables(thing))
+            script = vars(sys.modules["__main__"])
+            if thing.__globals__ is script:
+                used = loaded_names(thing.__code__) & script.keys()
+                self.names |= {name for name in used if not name.startswith("__")}
         elif isinstance(thing, functools.partial):
             names = getattr(getattr(thing.func, "__code__", None), "co_varnames", ())
             given = dict(zip(names, thing.args, strict=False))
-            self._check_all("functools.partial", given | thing.keywords)
+            self._check("functools.partial", given | thing.keywords)
         elif isinstance(thing, Veil):
             self._places[id(thing.value)] = thing.name
         elif isinstance(thing, tuple) and hasattr(thing, "_asdict"):
-            self._check_all(type(thing).__qualname__, thing._asdict())
-        elif isinstance(thing, type):
-            self._classes.append(thing)
+            self._check(type(thing).__qualname__, thing._asdict())
         elif hasattr(thing, "__dict__"):
             self._places[id(vars(thing))] = type(thing).__qualname__
 
-    def check(self, place: str, name: str, value: object) -> None:
-        parts = [value]
-        if isinstance(value, list | tuple | set | frozenset):
-            parts += value
-        for part in parts:
-            self._places.setdefault(id(part), place)
-            if is_surely_secret(name, part):
-                self._find(place)
-
-    def _check_all(self, owner: str, values: Mapping[Any, object]) -> None:
+    def _check(self, owner: str, values: Mapping[Any, object]) -> None:
         for name, value in values.items():
-            if isinstance(name, str):
-                self.check(f"{owner}.{name}".lstrip("."), name, value)
+            parts = [value]
+            if isinstance(value, list | tuple | set | frozenset):
+                parts += value
+            place = f"{owner}.{name}".lstrip(".")
+            for part in parts:
+                self._places.setdefault(id(part), place)
+                if is_surely_secret(str(name), part):
+                    self.found[place] = None
 
     def _check_text(self, place: str, text: str | bytes | bytearray) -> None:
         if is_surely_secret("", text):
-            self._find(place)
+            self.found[place] = None
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")
         for name, value in self._variables.items():
             if value.encode() in text:
-                self._find(f"the value of the environment variable {name}")
-
-    def _find(self, place: str) -> None:
-        if place not in self.found:
-            self.found.append(place)
+                self.found[f"the value of the environment variable {name}"] = None
 
 
-def _variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+def _variables(function: types.FunctionType) -> dict[str, object]:
     code = function.__code__
-    names = code.co_varnames[: code.co_argcount]
-    defaults = function.__defaults__ or ()
-    yield from zip(names[len(names) - len(defaults) :], defaults, strict=False)
-    yield from (function.__kwdefaults__ or {}).items()
-    yield from cells(function)
+    names = reversed(code.co_varnames[: code.co_argcount])
+    defaults = zip(names, reversed(function.__defaults__ or ()), strict=False)
+    return {**dict(defaults), **(function.__kwdefaults__ or {}), **dict(cells(function))}

@@ -26,14 +26,12 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.generation import script_names
-from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.generation.run_identity import (
     CodeIdentity,
     code_identity,
     code_of,
     run_identity,
 )
-from datatrove_ckpt.generation.script_names import secrets_in
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
 from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.output.folders import check_output_folder
@@ -49,8 +47,6 @@ from datatrove_ckpt.rollouts.interface import FIELDS
 
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.step_records import StepRecord
-
-_NEEDS_CHECKPOINTS = "{} kept with checkpoints; set checkpoints_local_dir."
 
 
 @dataclass(eq=False, repr=False)
@@ -98,14 +94,8 @@ class Step(PipelineStep):
         safe_log()
         check(Step, vars(self))
         self.form = form()
-        names = isinstance(self.config, Mapping) and "server_type" not in self.config
-        if not names and not hasattr(self.config, "server_type"):
-            kind = type(self.config).__name__
-            raise ConfigError(
-                f"config: takes an InferenceConfig(...), and not a {kind}{called_at()}."
-            )
         models = models_of(self.config)
-        if names:
+        if isinstance(self.config, Mapping):
             self.named_models = models
         self.config = next(iter(models.values()))
         self.output_writer = with_our_uploads(self.output_writer)
@@ -157,35 +147,23 @@ class Step(PipelineStep):
             )
         check_output_folder(self.output_writer, local)
         folder = Path(local).absolute()
-        answers = self.answers_from
-        if answers is not None and Path(answers).absolute() == folder:
-            raise ConfigError(
-                "answers_from: is this run's own checkpoints_local_dir. Name the checkpoints of "
-                "another run."
-            )
-        remote = self.checkpoints_remote_dir
-        if remote is None:
-            return
-        check_mirror(remote)
-        if Path(remote.removeprefix("file://")).absolute() == folder:
-            raise ConfigError(
-                "checkpoints_remote_dir: is the folder of the checkpoints itself, so it would be "
-                "no copy."
-            )
+        if self.checkpoints_remote_dir is not None:
+            check_mirror(self.checkpoints_remote_dir)
+        for name in ("answers_from", "checkpoints_remote_dir"):
+            other = str(getattr(self, name)).removeprefix("file://")
+            if Path(other).absolute() == folder:
+                raise ConfigError("is this run's own checkpoints_local_dir.", setting=name)
 
     def _check_without_checkpoints(self) -> None:
-        if any(model.provider_batches for model in self.models.values()):
-            raise ConfigError(_NEEDS_CHECKPOINTS.format("provider_batches: answers are"))
-        if self.on_document_error != "stop" or self.retry_dead_letters:
-            raise ConfigError(_NEEDS_CHECKPOINTS.format("on_document_error: dead letters are"))
-        if self.answers_from is not None:
-            raise ConfigError(
-                _NEEDS_CHECKPOINTS.format("answers_from: the answers that are used are")
-            )
-        if self.checkpoints_remote_dir is not None:
-            raise ConfigError(
-                "checkpoints_remote_dir: mirrors checkpoints_local_dir; set that, too."
-            )
+        given = {
+            "provider_batches": any(model.provider_batches for model in self.models.values()),
+            "on_document_error": self.on_document_error != "stop" or self.retry_dead_letters,
+            "answers_from": self.answers_from,
+            "checkpoints_remote_dir": self.checkpoints_remote_dir,
+        }
+        for name, value in given.items():
+            if value:
+                raise ConfigError("needs checkpoints_local_dir; set that, too.", setting=name)
 
     @property
     def models(self) -> dict[str, InferenceConfig]:
@@ -260,9 +238,8 @@ class Step(PipelineStep):
         ForkingPickler.register(cls, _for_process)
 
     def _note_code(self) -> None:
-        self._code_when_made = self.code()
-        made = self._code_when_made.made
-        if made is not None and made.left and self.checkpoints_local_dir is not None:
+        made = self.code().made
+        if made.left and self.checkpoints_local_dir is not None:
             logger.warning(
                 "rollout: a resume does not notice when these change: "
                 f"{'; '.join(made.left)}. They differ at each start or machine, or cannot be known."
@@ -272,13 +249,14 @@ class Step(PipelineStep):
         """Returns the code's part of the run's identity; functions pickled by value as they were
         then.
         """
-        return code_identity(
+        self._code_when_made = code_identity(
             self.rollout_fn,
             self.shared_context,
             getattr(self, "_code_when_made", None),
             self.output_writer,
             self.rollout_version,
         )
+        return self._code_when_made
 
     def __getstate__(self) -> dict[str, Any]:
         """Adds this process's description of the code, and the script's names that it uses.
@@ -286,19 +264,15 @@ class Step(PipelineStep):
         Raises:
             ConfigError: a file would hold a secret.
         """
-        state = {**self.__dict__, "_code_when_made": self.code()}
+        self.code()
+        state = {**self.__dict__}
         if not script_names.carries():
             return state
-        adapter = getattr(self.output_writer, "adapter", None)
-        if (
-            names := script_names.collect(self.rollout_fn, self.shared_context, adapter)
-        ) is not None:
-            state["_script_names"] = names
         held = {**self.__dict__}
         del held["_code_when_made"]  # hashes, under the names of what they stand for
+        names = script_names.collect(held)
         if names is not None:
-            held |= names.values
-        _refuse_secrets(held)
+            state["_script_names"] = names
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -350,18 +324,3 @@ def _for_process(step: Step) -> object:
     """Pickles a step for a worker process: through a pipe, without what the process already has."""
     with script_names.nothing_carried():
         return step.__reduce_ex__(2)
-
-
-def _refuse_secrets(state: dict[str, object]) -> None:
-    try:
-        with script_names.nothing_carried():
-            places = secrets_in("", state)
-    except Exception:  # the pickle itself says why it cannot be made
-        return
-    if places:
-        raise ConfigError(
-            "rollout, shared_context or config: what is pickled with the job holds "
-            f"what looks like a secret: {', '.join(places)}. It would be in a file that others may "
-            "read, so nothing was written. Leave it out, and let the rollout read it where the "
-            "task runs, from an environment variable, for example."
-        )

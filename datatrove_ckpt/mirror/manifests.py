@@ -359,7 +359,7 @@ class Versions:
         self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def remove(self, name: str) -> None:
-        self._store.remove(name)
+        self._store.delete(name)
 
     def put_object(self, name: str, data: bytes) -> Part:
         self._store.put(f"objects/{name}", data)

@@ -1,8 +1,9 @@
-"""Small objects below a URL, through fsspec. Only this module changes what is stored there.
+"""Objects below a URL, through fsspec. Only this module changes what is stored there.
 
-Each method of ``Effects`` is one effect: it happened or it did not, except ``put`` where a put is
-not atomic (local files; not S3), which a kill may cut. ``testing`` replaces ``effects`` to crash
-before or within any effect. Credentials come from the environment.
+``put``, ``create``, ``copy``, ``delete`` and ``delete_tree`` are one effect each: it happened or it
+did not, except ``put`` where a put is not atomic (local files; not S3), which a kill may cut.
+``testing`` replaces them to crash before or within any effect. Credentials come from the
+environment.
 
 On the Hugging Face hub a mirror lies in a bucket. ``HfFileSystem`` finds objects only in listings,
 which it caches and which may lag; so no known name is looked up there. A mirror in a repository can
@@ -14,14 +15,12 @@ from __future__ import annotations
 import errno
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 import fsspec
-from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
@@ -36,43 +35,6 @@ from datatrove_ckpt.common.retrying import (
     s3_code,
 )
 from datatrove_ckpt.errors import ConfigError
-
-
-class Effects:
-    def put(self, fs: AbstractFileSystem, path: str, data: bytes) -> None:
-        if _is_hub(fs):  # ``pipe_file`` would leave a copy in the temporary folder if it fails
-            _put_on_hub(fs, path, data)
-        else:
-            fs.pipe_file(path, data)
-
-    def put_file(self, fs: AbstractFileSystem, path: str, file: Path) -> None:
-        """Writes a file's content, which need not fit into memory, to the object."""
-        if _is_hub(fs):
-            _put_on_hub(fs, path, str(file))
-        else:
-            fs.put_file(str(file), path)
-
-    def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
-        """Copies an object; object stores do this without a transfer."""
-        fs.cp_file(source, target)
-
-    def delete(self, fs: AbstractFileSystem, path: str) -> None:
-        fs.rm_file(path)
-
-
-def _put_on_hub(fs: AbstractFileSystem, path: str, content: bytes | str) -> None:
-    from huggingface_hub import HfApi
-
-    _, owner, name, key = path.split("/", 3)
-    HfApi(endpoint=fs.endpoint).batch_bucket_files(f"{owner}/{name}", add=[(content, key)])
-
-
-def _is_hub(fs: AbstractFileSystem) -> bool:
-    return bool(fs.protocol == "hf")
-
-
-effects = Effects()
-"""Always used as ``object_store.effects``, so that a test can replace it."""
 
 
 @contextmanager
@@ -117,46 +79,40 @@ class ObjectStore:
             self._fs, root = url_to_fs(self.url, skip_instance_cache=apart, **options)
         no_bars_in_logs()
         self._root = root.rstrip("/")
+        self._is_hub = self._fs.protocol == "hf"
         self._streamed = {}
-        if _is_hub(self._fs):
+        if self._is_hub:
             self._streamed["block_size"] = 0  # else sizes are looked up in a listing first
 
-    def put(self, name: str, data: bytes) -> None:
-        with file_system_call():
-            if self._is_local and not Path(self._root).exists():  # it holds prompts and answers
-                Path(self._root).parent.mkdir(parents=True, exist_ok=True)
-                Path(self._root).mkdir(mode=0o700, exist_ok=True)
-            try:
-                effects.put(self._fs, self._path(name), data)
-            except OSError as error:
-                # After other errors the object may be whole; a removed part would count as damage.
-                if self._is_local and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    with suppress(OSError):
-                        effects.delete(self._fs, self._path(name))
-                raise
+    def put(self, name: str, content: bytes | Path) -> None:
+        """Writes the object, over any other. A file's content need not fit into memory."""
+        path = self._path(name)
+        if self._is_local:  # it holds prompts and answers
+            Path(self._root).mkdir(0o700, parents=True, exist_ok=True)
+        try:
+            with file_system_call():
+                self._write(path, content)
+        except OSError as error:
+            # After other errors the object may be whole; a removed part would count as damage.
+            if self._is_local and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                with suppress(OSError):
+                    self._fs.rm_file(path)
+            raise
 
-    def put_file(self, name: str, file: Path) -> None:
-        with file_system_call():
-            effects.put_file(self._fs, self._path(name), file)
+    def _write(self, path: str, content: bytes | Path) -> None:
+        if self._is_hub:  # ``pipe_file`` would leave a copy in the temporary folder if it fails
+            from huggingface_hub import HfApi
 
-    def get_file(self, name: str) -> Iterator[bytes]:
-        with file_system_call(), self._fs.open(self._path(name), "rb", **self._streamed) as file:
-            while block := file.read(_BLOCK):
-                yield block
-
-    def copy(self, name: str, to: str, data: bytes) -> None:
-        # It would list the folder first; the bucket already skips content that it has.
-        if _is_hub(self._fs):
-            self.put(to, data)
-            return
-        with file_system_call():
-            effects.copy(self._fs, self._path(name), self._path(to))
-
-    def remove(self, name: str) -> None:
-        with suppress(FileNotFoundError), file_system_call():
-            effects.delete(self._fs, self._path(name))
+            _, owner, name, key = path.split("/", 3)
+            api = HfApi(endpoint=self._fs.endpoint)
+            api.batch_bucket_files(f"{owner}/{name}", add=[(content, key)])
+        elif isinstance(content, Path):
+            self._fs.put_file(str(content), path)
+        else:
+            self._fs.pipe_file(path, content)
 
     def read(self, name: str, most: int) -> bytes | None:
+        """Returns the object's content; None if it is missing, or has more bytes than ``most``."""
         try:
             with file_system_call():
                 data = bytes(
@@ -174,8 +130,21 @@ class ObjectStore:
             return data
         return None
 
-    def names(self, folder: str = "") -> list[str]:
-        """Returns the names of the objects and folders directly in the folder.
+    def blocks(self, name: str) -> Iterator[bytes]:
+        """Yields the object's content. Raises FileNotFoundError."""
+        path = self._path(name)
+        try:
+            with file_system_call(), self._fs.open(path, "rb", **self._streamed) as file:
+                while block := file.read(_BLOCK):
+                    yield block
+        except OSError as error:
+            if http_status(error) == 404:
+                raise FileNotFoundError(f"{self.url}/{name}") from error
+            raise
+
+    def names(self, folder: str = "") -> dict[str, float]:
+        """Returns the names of the objects and folders directly in the folder, sorted, with the
+        times of their last writes, in Unix seconds of the store (infinity: not known).
 
         Raises:
             ConfigError: the bucket does not exist. Libraries report that as a missing file, too.
@@ -184,7 +153,7 @@ class ObjectStore:
         try:
             with file_system_call():
                 self._fs.invalidate_cache(path)
-                found = self._fs.ls(path, detail=False)
+                entries = self._fs.ls(path, detail=True)
         except FileNotFoundError as error:
             if lacks_bucket(error):
                 what = hub_refusal(error) or (
@@ -192,39 +161,39 @@ class ObjectStore:
                     "setting (on S3 also AWS_ENDPOINT_URL), and run the same command again"
                 )
                 raise ConfigError(f"checkpoints_remote_dir: {what}.") from error
-            return []
-        return sorted(str(entry).rstrip("/").rpartition("/")[2] for entry in found)
-
-    def times(self, folder: str = "") -> dict[str, float]:
-        """Returns when each object directly in the folder was written, in Unix seconds of the
-        store; else infinity.
-        """
-        path = self._path(folder)
-        try:
-            with file_system_call():
-                self._fs.invalidate_cache(path)
-                entries = self._fs.ls(path, detail=True)
-        except FileNotFoundError:
             return {}
-        return {str(entry["name"]).rpartition("/")[2]: _written_at(entry) for entry in entries}
+        times = {entry["name"].rstrip("/").rpartition("/")[2]: _time_of(entry) for entry in entries}
+        return dict(sorted(times.items()))
 
-    def below(self, folder: str) -> list[str]:
+    def copy(self, name: str, to: str, data: bytes) -> None:
+        """Copies an object, which object stores do without a transfer.
+
+        Args:
+            data: its content. Buckets of the hub get it again: they skip content that they have,
+                and a copy would list the folder first.
+        """
+        if self._is_hub:
+            self.put(to, data)
+            return
         with file_system_call():
-            self._fs.invalidate_cache()
-            found = self._fs.find(self._path(folder))
-        return [str(path).removeprefix(f"{self._root}/") for path in found]
+            self._fs.cp_file(self._path(name), self._path(to))
 
-    def remove_below(self, folder: str) -> None:
-        for name in self.below(folder):
-            self.remove(name)
-        if self._is_local:
-            shutil.rmtree(self._path(folder), ignore_errors=True)
+    def delete(self, name: str) -> None:
+        """A missing object is no error."""
+        with suppress(FileNotFoundError), file_system_call():
+            self._fs.rm_file(self._path(name))
+
+    def delete_tree(self, folder: str) -> None:
+        """Deletes all objects below the folder."""
+        with suppress(FileNotFoundError), file_system_call():
+            self._fs.invalidate_cache()
+            self._fs.rm(self._path(folder), recursive=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
 
-def _written_at(entry: Json) -> float:
+def _time_of(entry: Json) -> float:
     """Reads an entry of a listing; each file system has a name of its own for the time."""
     for key in ("uploaded_at", "LastModified", "updated", "last_modified", "mtime", "created"):
         value = entry.get(key)

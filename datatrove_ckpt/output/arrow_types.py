@@ -10,9 +10,10 @@ and lists of these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from datetime import datetime, time, timedelta
+from datetime import date, datetime, time, timedelta
 from functools import cache
 from itertools import chain
 from types import MappingProxyType
@@ -122,50 +123,106 @@ def holds(kind: DataType, values: Collection[Any]) -> bool:
 
     if _UUID in str(kind) and str(kind) != _UUID:
         return False  # Arrow makes no lists and structs of them from values
-    values = [value for value in values if value is not None]
-    python_types = set(map(type, values))
-    if pa.types.is_struct(kind):
-        names = {field.name for field in kind}
-        return python_types <= {dict} and all(
-            [names.issuperset(value) for value in values]
-            + [holds(field.type, [value.get(field.name) for value in values]) for field in kind]
-        )
-    if is_any_list(kind) and python_types <= {list}:
-        size = getattr(kind, "list_size", None)
-        if size is not None and any(len(value) != size for value in values):
-            return False
-        return holds(kind.value_type, [*chain.from_iterable(values)])
-    if python_types == {str} and is_text(kind):
-        return True
-    if python_types == {int} and pa.types.is_integer(kind):
-        limits = np.iinfo(kind.to_pandas_dtype())
-        return bool(limits.min <= min(values) and max(values) <= limits.max)
-    if python_types and python_types <= {int, float} and pa.types.is_float64(kind):
-        return all(abs(value) <= _EXACT_FLOATS for value in values if type(value) is int)
-    if python_types == {float} and pa.types.is_float32(kind):
-        numbers = np.array(values)
-        return bool(np.array_equal(numbers.astype(np.float32), numbers, equal_nan=True))
     try:
-        kept = pa.array([for_arrow(value, kind) for value in values], kind).to_pylist()
+        return not changed(kind, values)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):
         return False
-    return all(map(_is_same, values, kept))
 
 
-def _is_same(value: Any, kept: Any) -> bool:
-    if isinstance(value, dict) and isinstance(kept, dict):
-        return value.keys() <= kept.keys() and all(
-            _is_same(value.get(key), item) for key, item in kept.items()
-        )
-    if isinstance(value, list | tuple) and isinstance(kept, list | tuple):
-        return len(value) == len(kept) and all(map(_is_same, value, kept))
+def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> list[Any]:
+    """Returns values that a column of the type does not give back.
+
+    Args:
+        loosely: an equal value of another type is accepted (2.0 as an integer, midnight as a date),
+            and a shorter float.
+
+    Raises:
+        ArrowException, ValueError, TypeError, OverflowError: Arrow refuses a value.
+    """
+    from pyarrow import types
+
+    values = [value for value in values if value is not None]
+    column = to_arrow(kind, values)
+    python_types = set(map(type, values))
+    if python_types == {str} and is_text(kind):
+        return []
+    if python_types == {int} and types.is_integer(kind):
+        return []
+    if python_types == {float} and types.is_float64(kind):
+        return []
+    if python_types == {float} and types.is_float32(kind) and not loosely:
+        numbers = np.array(values)
+        if np.array_equal(column.to_numpy(), numbers, equal_nan=True):
+            return []
+        return values
+    if python_types == {list} and is_any_list(kind):
+        items = [*chain.from_iterable(values)]
+        return changed(kind.value_type, items, loosely)
+    return [
+        value
+        for value, kept in zip(values, column.to_pylist(), strict=True)
+        if not _is_same(value, kept, loosely)
+    ]
+
+
+def to_arrow(kind: DataType, values: list[Any]) -> Any:
+    """Returns an Arrow array of the values. Raises what Arrow raises."""
+    import pyarrow as pa
+
+    if has_other_form(kind):
+        values = [for_arrow(value, kind) for value in values]
+    return pa.array(values, kind)
+
+
+def _is_same(value: Any, kept: Any, loosely: bool) -> bool:
+    if isinstance(value, np.ndarray) and loosely:
+        if is_vector(value) and isinstance(kept[0], float):
+            return True
+        value = value.tolist()
+    if isinstance(kept, dict):
+        if not isinstance(value, dict):
+            return False
+        lost = [value[key] for key in value.keys() - kept.keys()]
+        if lost and not (loosely and lost == [None] * len(lost)):
+            return False
+        return all(_is_same(value.get(key), item, loosely) for key, item in kept.items())
+    if isinstance(value, dict) and loosely:
+        value = list(value.items())
+    if isinstance(value, _LISTS) and isinstance(kept, list | tuple):
+        pairs = zip(value, kept, strict=True)
+        return len(value) == len(kept) and all(_is_same(*pair, loosely) for pair in pairs)
     if isinstance(kept, UUID):
         return bool(str(value) == str(kept))
+    if type(value) is int and type(kept) is float:
+        return abs(value) <= _EXACT_FLOATS and value == kept
+    if loosely:
+        return _is_equal(value, kept)
     # pandas has subclasses of these.
     same_type = type(value) is type(kept) or any(
         isinstance(value, base) and isinstance(kept, base) for base in (datetime, timedelta)
     )
     return same_type and bool(value == kept or (value != value and kept != kept))
+
+
+def _is_equal(value: Any, kept: Any) -> bool:
+    if isinstance(value, float) and isinstance(kept, float):
+        return math.isinf(value) or not math.isinf(kept)
+    if hasattr(value, "item") and not hasattr(value, "__len__"):  # a number of numpy
+        value = value.item()
+    if isinstance(value, bool) != isinstance(kept, bool):
+        return False
+    if isinstance(value, str) and isinstance(kept, bytes):
+        return value.encode() == kept
+    if isinstance(kept, datetime) != isinstance(value, datetime):
+        value = _at_midnight(value)
+        kept = _at_midnight(kept)
+    return bool(value == kept) or (value != value and kept != kept)
+
+
+def _at_midnight(value: Any) -> Any:
+    if isinstance(value, date) and not isinstance(value, datetime):
+        return datetime.combine(value, time())
+    return value
 
 
 def for_arrow(value: Any, kind: DataType) -> Any:

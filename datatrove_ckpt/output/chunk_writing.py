@@ -34,13 +34,10 @@ shorter float.
 from __future__ import annotations
 
 import copy
-import datetime
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from datatrove.data import Document
 from datatrove.io import DataFolder
@@ -62,7 +59,7 @@ from datatrove_ckpt.output.arrow_types import (
     Row,
     Schema,
     Types,
-    is_vector,
+    changed,
     type_of,
     unite,
 )
@@ -79,11 +76,8 @@ from datatrove_ckpt.output.formats import PARQUET
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.parquet import Inspect, write_in_batches
+from datatrove_ckpt.output.parquet import ShownRows, omit_dictionaries
 from datatrove_ckpt.output.targets import make_target, remove_output
-
-_BATCH = 1000
-"""Rows. A writer with huge documents has a smaller ``batch_size``."""
 
 
 class ChunkWriting:
@@ -155,14 +149,12 @@ class ChunkWriting:
         return False
 
     def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
-        writer = self._copy(staged)
         types = ColumnTypes(self._given)
-        rows = (writer.adapter(self._decode(finished.document)) for finished in documents)
-        size = min(_BATCH, max(1, writer.batch_size))
-        batches = iter(lambda: list(islice(rows, size)), [])
+        rows = ShownRows(self._copy(staged), types.add)
         try:
-            for batch in batches:
-                types.add(batch)
+            for finished in documents:
+                rows(self._decode(finished.document))
+            rows.end()
             return types.schema()
         except CkptError:
             raise
@@ -190,6 +182,8 @@ class ChunkWriting:
             for finished in documents:
                 write(finished.document)
             finished = None
+            if isinstance(writer.adapter, ShownRows):
+                writer.adapter.end()
             writer.close()
             staged.close()
         except CkptError:
@@ -228,37 +222,44 @@ class ChunkWriting:
         )
 
     def _copy(
-        self, staged: StagedFiles | None, schema: Schema | None = None, inspect: Inspect = len
+        self,
+        staged: StagedFiles | None,
+        schema: Schema | None = None,
+        show: Callable[[list[Row]], object] | None = None,
     ) -> DiskWriter:
         """Returns a fresh copy of the user's writer, which writes to the staging folder.
 
         Args:
+            staged: None: only its adapter is used.
             schema: that of the chunk, if the writer has none.
-            inspect: gets each batch of rows before it is written. ``len`` changes nothing.
+            show: gets the rows in batches.
         """
         # A deep copy: writers keep counters, batches and open files. The user's writer has nothing
         # open.
         original = self._writer.output_mg
         fresh: DiskWriter = copy.deepcopy(self._writer, {id(original): staged or original})
         self._decode = decode_for(fresh)
-        if self._given:
-            own = [name for name in ("text", "id") if name in self._given]
-            fresh.adapter = partial(_with_empty_fields, own, fresh.adapter)
+        own = [name for name in ("text", "id") if name in self._given]
+        if own:
+            adapter = fresh.adapter
+
+            def with_empty_fields(document: Document) -> Row:
+                # datatrove's adapter leaves them out, and the files of a table have equal columns.
+                row: Row = adapter(document)
+                return {name: getattr(document, name) for name in own} | row
+
+            fresh.adapter = with_empty_fields
+        if staged is None or not PARQUET.is_written_by(fresh):
+            return fresh
         if schema is not None:
             fresh.schema = schema
-            write_in_batches(fresh, inspect, plain_vectors=True)
-        elif PARQUET.is_written_by(fresh):
-            write_in_batches(fresh, partial(check_rows, schema=fresh.schema), plain_vectors=False)
+            if "fixed_size_list" in str(schema):
+                omit_dictionaries(fresh)
+        elif fresh.schema is not None:
+            show = partial(check_rows, schema=fresh.schema)
+        if fresh.schema is not None:
+            fresh.adapter = ShownRows(fresh, show)
         return fresh
-
-
-def _with_empty_fields(
-    names: Collection[str], adapter: Callable[[Document], Row], document: Document
-) -> Row:
-    """Returns the row with an empty text or id, which datatrove's adapter leaves out, of the
-    columns that the input has: the files of a table have equal columns.
-    """
-    return {name: getattr(document, name) for name in names} | adapter(document)
 
 
 class _NotWritten(Exception):
@@ -518,10 +519,6 @@ class RankColumns:
         return new
 
 
-_SAFE = {"double": float, "string": str, "large_string": str, "bool": bool}
-"""Values of these types need no look at each."""
-
-
 def check_rows(rows: list[Row], schema: Schema) -> None:
     """Raises NotUnited for rows that do not fit.
 
@@ -529,77 +526,16 @@ def check_rows(rows: list[Row], schema: Schema) -> None:
     """
     for field in schema:
         values = [row.get(field.name) for row in rows]
-        if not _are_safe(values, field.type):
-            for value, kept in zip(values, _kept(values, field), strict=True):
-                _check(value, kept, field, field.name)
-
-
-def _are_safe(values: Collection[object], kind: DataType) -> bool:
-    return set(map(type, values)) == {_SAFE.get(str(kind))}
-
-
-def _kept(values: list[object], field: Field) -> list[Any]:
-    import pyarrow as pa
-
-    try:
-        kept: list[object] = pa.array(values, field.type).to_pylist()
-    except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
-        if len(values) > 1:
-            for value in values:
-                _kept([value], field)
-        raise NotUnited(
-            field.name, field.type, f"{_name(values[0], field.name)} ({safe_text(error)})"
-        ) from error
-    return kept
-
-
-def _check(value: Any, kept: Any, field: Field, column: str) -> None:
-    import pyarrow as pa
-
-    kind = field.type
-    if value is None:
-        if not field.nullable:
-            raise NotUnited(column, f"{kind} not null", "without a value")
-    elif not pa.types.is_nested(kind):
-        if not _is_same(value, kept, pa.types.is_floating(kind)):
-            raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
-    elif pa.types.is_map(kind):
-        pairs = value.items() if isinstance(value, dict) else value
-        for (key, item), (kept_key, kept_item) in zip(pairs, kept, strict=True):
-            _check(key, kept_key, kind.key_field, f"{column}[key]")
-            _check(item, kept_item, kind.item_field, f"{column}[value]")
-    elif pa.types.is_struct(kind) and isinstance(value, dict):
-        for inner in kind:
-            _check(value.get(inner.name), kept[inner.name], inner, f"{column}.{inner.name}")
-        for key in value.keys() - kept.keys():
-            if value[key] is not None:
-                raise NotUnited(f"{column}.{key}", "missing", _name(value[key], column))
-    elif not isinstance(kept, list):
-        raise NotUnited(column, kind, f"{_name(value, column)} (it would change)")
-    elif is_vector(value) and kind.value_type in (pa.float32(), pa.float64()):
-        return
-    elif not _are_safe(value, kind.value_type):
-        for item, kept_item in zip(value, kept, strict=True):
-            _check(item, kept_item, kind.value_field, f"{column}[]")
-
-
-def _is_same(value: object, kept: Any, rounded: bool) -> bool:
-    """``rounded``: a float may lose digits."""
-    if rounded and isinstance(value, float):
-        return math.isinf(value) or not math.isinf(kept)
-    if hasattr(value, "item") and not hasattr(value, "__len__"):  # a number of numpy
-        value = value.item()
-    if isinstance(value, bool) != isinstance(kept, bool):
-        return False
-    if isinstance(value, str) and isinstance(kept, bytes):
-        return value.encode() == kept
-    return bool(_with_time(value) == _with_time(kept)) or (value != value and kept != kept)
-
-
-def _with_time(value: object) -> object:
-    if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
-        return datetime.datetime.combine(value, datetime.time())
-    return value
+        if not field.nullable and any(value is None for value in values):
+            raise NotUnited(field.name, f"{field.type} not null", "without a value")
+        try:
+            lost = changed(field.type, values, loosely=True)
+        except (ValueError, TypeError, OverflowError) as error:  # as Arrow's own are
+            found = f"{_name(values[0], field.name)} ({safe_text(error)})"
+            raise NotUnited(field.name, field.type, found) from error
+        if lost:
+            found = f"{_name(lost[0], field.name)} (it would change)"
+            raise NotUnited(field.name, field.type, found)
 
 
 def _name(value: object, column: str) -> str:

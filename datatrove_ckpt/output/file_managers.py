@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import io
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import fsspec.compression
 import fsspec.utils
@@ -18,7 +18,6 @@ from datatrove.io import OutputFileManager
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.arrow_types import Row
 
 _BUFFER_BYTES = 1 << 20
 
@@ -78,18 +77,8 @@ class StagedFiles(OutputFileManager):  # type: ignore[misc]
         files.disk.remove_tree(self.folder)
 
 
-class _RowFile(Protocol):
-    def add(self, row: Row) -> None: ...
-    def close(self) -> None: ...
-
-
 class OutputStream:
-    """An open file as a writer sees it: binary or text, compressed or not.
-
-    ``table`` writes rows to it, and is closed before it.
-    """
-
-    table: _RowFile | None = None
+    """An open file as a writer sees it: binary or text, compressed or not."""
 
     def __init__(self, path: Path, filename: str, manager: StagedFiles) -> None:
         self._file = files.HashedFile(path)
@@ -108,12 +97,6 @@ class OutputStream:
     def close(self) -> None:
         if self._filename in self._manager.finished:
             return
-        if self.table is not None:
-            try:
-                self.table.close()
-            except BaseException:
-                self.abandon()
-                raise
         self._stream.close()
         if not self._buffered.closed:  # gzip and zstd do not close the stream below them
             self._buffered.close()

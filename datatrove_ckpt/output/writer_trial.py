@@ -17,11 +17,10 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.output.arrow_types import Row, Schema, Types
-from datatrove_ckpt.output.chunk_writing import ColumnTypes, infers_schema
+from datatrove_ckpt.output.arrow_types import Row, Schema, Types, to_arrow
+from datatrove_ckpt.output.chunk_writing import ColumnTypes
 from datatrove_ckpt.output.documents import decode_for, is_usual
 from datatrove_ckpt.output.formats import JSONL, PARQUET
-from datatrove_ckpt.output.parquet import record_batch
 
 
 class _InMemory:
@@ -80,10 +79,7 @@ class WriterTrial:
         """
         writer = self._writer
         try:
-            if self.is_quick:
-                self._try_row(data)
-            else:
-                self._try_all(data)
+            self._try(data)
         except Exception as error:
             raise DocumentNotSerializable(
                 f"Document {safe_repr(doc_id)} holds a value that {type(writer).__name__} cannot "
@@ -99,26 +95,23 @@ class WriterTrial:
         copied: DiskWriter = copy.deepcopy(self._writer, {id(files): _InMemory(files.mode)})
         return copied, decode_for(copied)
 
-    def _try_row(self, data: bytes) -> None:
+    def _try(self, data: bytes) -> None:
         copied, decode = self._copied
-        row = copied.adapter(decode(data))
-        if JSONL.is_written_by(self._writer):
-            copied._write(row, io.BytesIO(), "")
-            return
-        record_batch([row], self._schema(copied, row), len)
+        if not self.is_quick:
+            copied, decode = self._copy()
+        document = decode(data)
+        if PARQUET.is_written_by(copied):
+            row = copied.adapter(document)
+            for field in self._schema(row):
+                to_arrow(field.type, [row.get(field.name)])
+        elif self.is_quick:
+            copied._write(copied.adapter(document), io.BytesIO(), "")
+        else:
+            copied.write(document, rank=0, chunk_index="00000")
 
-    def _schema(self, writer: DiskWriter, row: Row) -> Schema:
-        if not infers_schema(writer):
-            return writer.schema
+    def _schema(self, row: Row) -> Schema:
+        if self._writer.schema is not None:
+            return self._writer.schema
         types = ColumnTypes(self._given)
         types.add([row])
         return types.schema()
-
-    def _try_all(self, data: bytes) -> None:
-        copied, decode = self._copy()
-        document = decode(data)
-        if infers_schema(copied):
-            copied.schema = self._schema(copied, copied.adapter(document))
-        copied.write(document, rank=0, chunk_index="00000")
-        if type(copied) is ParquetWriter:  # another writer's end may be a commit on the hub
-            copied.close()

@@ -16,11 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process.screen import exit_now
 
 # Seconds between two cancellations of the tasks that are left at the end.
@@ -33,7 +33,12 @@ _Arguments = TypeVarTuple("_Arguments")
 
 
 def run(main: Awaitable[_Result]) -> _Result:
-    """Does ``asyncio.run`` on the best loop."""
+    """Does ``asyncio.run`` on the best loop, also where this thread runs a loop already."""
+    with _outer_loop_waits():
+        return _run(main)
+
+
+def _run(main: Awaitable[_Result]) -> _Result:
     interruptions: list[KeyboardInterrupt] = []
 
     async def catch_interruption() -> _Result:
@@ -74,18 +79,28 @@ def run(main: Awaitable[_Result]) -> _Result:
     return result
 
 
-def refuse_nested(what: str) -> None:
-    """Raises:
-    ConfigError: this thread already runs an event loop, as in a notebook, and ``what`` runs
-        another.
+@contextmanager
+def _outer_loop_waits() -> Iterator[None]:
+    """Lets this thread run another loop while the loop that it runs, as in a notebook, stands
+    still.
+
+    A thread would get no signals. The four functions are those that asyncio's page "Extending"
+    offers to loops and tasks of others.
     """
-    if asyncio._get_running_loop() is not None:
-        raise ConfigError(
-            f"{what} was called inside a running event loop (a notebook, or an async function), "
-            "where it cannot run another one: call `await runner.run_async(documents, rank, "
-            "world_size)` there, with the InferenceRunner and what its reader yields, or start "
-            "the pipeline from a script."
-        )
+    outer = asyncio._get_running_loop()
+    if outer is None:
+        yield
+        return
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.tasks._leave_task(outer, task)
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+        if task is not None:
+            asyncio.tasks._enter_task(outer, task)
 
 
 def _poll_of(runner: asyncio.Runner) -> int:

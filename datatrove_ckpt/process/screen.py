@@ -16,7 +16,7 @@ import select
 import sys
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -72,22 +72,14 @@ class RankProgress(NamedTuple):
         """
         return self.unit is not None or self.work[0] > 0
 
-    @property
-    def sized_in(self) -> str | None:
-        """The unit of its size; None if the size is not known, or 0."""
-        if self.size:
-            return self.unit
-        return None
-
 
 class _Work(NamedTuple):
-    """The work of this command so far. ``share``: sum over its ranks, each from 0 to 1."""
+    """The work of this command so far."""
 
     at: float
     documents: float
     requests: float
     tokens: float
-    share: float
 
 
 class RunProgress:
@@ -109,20 +101,18 @@ class RunProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ranks = ranks
+        self.documents = documents
+        self.work = [0, 0, 0]  # documents, requests, tokens
         self._clock = clock
         self._complete = complete
-        self.documents = documents
         self._at_work: dict[int, RankProgress] = {}
         self._done: set[int] = set()
-        self._elsewhere: set[int] = set()  # complete ranks that another process ran
         self._with_input = ranks  # the ranks from this one on have no input
+        self._elsewhere = complete  # complete ranks that never reported, and have an input
         self._ended = 0  # the other complete ranks
-        self._ended_sizes = Counter[str | None]()  # by unit
+        self._ended_size = 0
         # When each rank was first at work, and its share then.
         self._begun: dict[int, tuple[float, float]] = {}
-        self.work = [0, 0, 0]  # documents, requests, tokens
-        self._gained = 0.0
-        self._shares: dict[int, float] = {}
         self._samples = deque([self._sample()])
         self._newest_at = clock()  # when something was finished or answered
 
@@ -131,14 +121,14 @@ class RunProgress:
             return
         last = self._at_work.get(rank)
         self._at_work[rank] = progress
-        before = (0, 0, 0)
-        if last is not None and last.attempt == progress.attempt:
-            before = last.work
-        else:
-            self._begun.pop(rank, None)
         self.documents += progress.documents
+        before = (0, 0, 0)
         if last is not None:
             self.documents -= last.documents
+            if last.attempt == progress.attempt:
+                before = last.work
+            else:
+                self._begun.pop(rank, None)
         if progress.tasks is not None:
             self._with_input = min(self._with_input, progress.tasks)
         grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
@@ -146,22 +136,11 @@ class RunProgress:
         if any(grown):
             self._newest_at = self._clock()
         share = progress.share
-        if share is not None:
-            before_share = share
-            if progress.documents == progress.work[0]:
-                before_share = 0.0
-            self._gain(rank, share, before_share)
-            # A server that starts or fails to answer shows no pace.
-            if progress.is_outage or self._begun.get(rank, (0.0, share))[1] == share:
-                self._begun[rank] = self._clock(), share
-
-    def _gain(self, rank: int, share: float, before: float) -> None:
-        """Counts a share. Includes the share ``before`` the first report, because short tasks
-        report seldom.
-        """
-        known = self._shares.get(rank, before)
-        self._shares[rank] = max(known, share)
-        self._gained += self._shares[rank] - known
+        # A server that starts or fails to answer shows no pace.
+        if share is not None and (
+            progress.is_outage or self._begun.get(rank, (0.0, share))[1] == share
+        ):
+            self._begun[rank] = self._clock(), share
 
     def complete(self, rank: int, documents: int = 0) -> None:
         """Marks a rank as complete.
@@ -173,13 +152,11 @@ class RunProgress:
         self._done.add(rank)
         last = self._at_work.pop(rank, None)
         if last is None:
-            self._elsewhere.add(rank)
+            self._elsewhere += rank < self._with_input
             self.documents += documents
         elif rank < self._with_input:
             self._ended += 1
-            self._ended_sizes[last.sized_in] += last.size or 0
-        if rank < self._with_input:
-            self._gain(rank, 1.0, 0.0)
+            self._ended_size += last.size or 0
 
     def is_complete(self, rank: int) -> bool:
         return rank in self._done
@@ -187,7 +164,7 @@ class RunProgress:
     def sample(self) -> None:
         now = self._clock()
         # Time in which servers start, or none answers, is no time at work.
-        if not (self._gained or any(self.work)) or len(self._outages) == len(self._at_work) > 0:
+        if not any(self.work) or len(self._outages) == len(self._at_work) > 0:
             self._samples = deque([self._sample()])
         if now - self._samples[-1].at < _SAMPLE_SECONDS:
             return
@@ -196,8 +173,7 @@ class RunProgress:
             self._samples.popleft()
 
     def _sample(self) -> _Work:
-        documents, requests, tokens = self.work
-        return _Work(self._clock(), documents, requests, tokens, self._gained)
+        return _Work(self._clock(), *self.work)
 
     def rates(self, seconds: float = _RATE_SECONDS) -> _Work:
         """Returns the work per second in the last seconds."""
@@ -216,24 +192,18 @@ class RunProgress:
         A rank that has not begun counts as large as the average of the others.
         """
         reading = self._reading
-        complete = self._complete_elsewhere
+        complete = min(self._elsewhere, self._with_input)
         number = self._ended + len(reading)
-        if not number:
-            return complete / self.ranks or None
-        units = {*self._ended_sizes, *(one.sized_in for one in reading)}
-        if len(units) == 1 and None not in units:
-            sizes = [one.size or 0 for one in reading]
-            done = float(self._ended_sizes.total())
-        else:  # taken for equal
-            sizes = [1] * len(reading)
-            done = float(self._ended)
-        mean = (done + sum(sizes)) / number
-        for one, size in zip(reading, sizes, strict=True):
+        done = float(self._ended_size)
+        total = self._ended_size + sum(one.size or 0 for one in reading)
+        for one in reading:
             if one.share is None:
                 return None
-            done += one.share * size
-        ranks = max(self._with_input, complete + number)
-        return min(1.0, (done + complete * mean) / (mean * ranks))
+            done += one.share * (one.size or 0)
+        if not total:
+            return complete / self.ranks or None
+        mean = total / number
+        return min(1.0, (done / mean + complete) / max(self._with_input, complete + number))
 
     @property
     def _reading(self) -> list[RankProgress]:
@@ -243,20 +213,15 @@ class RunProgress:
         ]
 
     @property
-    def _complete_elsewhere(self) -> int:
-        complete = self._complete + sum(rank < self._with_input for rank in self._elsewhere)
-        return min(complete, self._with_input)
-
-    @property
     def seconds_left(self) -> float | None:
         """Seconds left at the rate of the last ten minutes, at least those of the slowest rank.
 
         None if unknown, in an outage, and once nothing has been answered for longer than that.
         """
         share = self.share
-        if share is None or self._outages:
+        if not share or self._outages:
             return None
-        pace = self.rates(_TIME_LEFT_SECONDS).share / self._with_input
+        rest = self.documents * (1.0 - share) / share
         now = self._clock()
         ranks = []
         for rank, one in self._at_work.items():
@@ -265,7 +230,8 @@ class RunProgress:
             # The first answers are no pace.
             if moved > 0 and now - at >= _RATE_SECONDS:
                 ranks.append((1.0 - before - moved) * (now - at) / moved)
-        return time_left(1.0 - share, pace, now - self._newest_at, ranks)
+        pace = self.rates(_TIME_LEFT_SECONDS).documents
+        return time_left(rest, pace, now - self._newest_at, ranks)
 
     @property
     def _outages(self) -> list[RankProgress]:
@@ -274,7 +240,7 @@ class RunProgress:
     @property
     def state(self) -> str:
         """Names a server outage, or the common state of all ranks at work."""
-        if not self._at_work and self._done == self._elsewhere:
+        if not (self._at_work or self._ended):
             return "starting"
         outages = self._outages
         if outages:
@@ -296,50 +262,48 @@ class RunProgress:
         share = self.share
         if share is None:
             return ""
-        if self._ended + len(self._reading) < self._with_input - self._complete_elsewhere:
+        if self._ended + len(self._reading) + self._elsewhere < self._with_input:
             return f"~{percent(share)}"
         return percent(share)
 
-    def parts(self) -> list[tuple[int, str]]:
-        """Returns the other texts with weights: a narrow terminal drops the highest weights
-        first.
-        """
+    def parts(self) -> list[str]:
+        """Returns the other texts, the most important first: a narrow terminal drops the last."""
         rates = self.rates()
         left = self.seconds_left
-        parts = [(0, plural(self.documents, "doc"))]
-        if self.ranks > 1:
-            parts.append((2, f"{self._complete + len(self._done)}/{self.ranks} tasks"))
-        parts.append((1, f"{rates.documents:.1f} doc/s"))
-        parts.append((4, f"{rates.requests:.1f} req/s"))
-        parts.append((3, f"{rates.tokens:.0f} tok/s"))
+        parts = [plural(self.documents, "doc")]
         in_flight = sum(progress.in_flight for progress in self._at_work.values())
         if in_flight and not self.work[0]:
-            parts.append((0, f"{plural(in_flight, 'request')} in flight"))
-        if left is not None:
-            parts.append((1, f"{duration(left)} left"))
+            parts.append(f"{plural(in_flight, 'request')} in flight")
         if self.state:
-            parts.append((0, self.state))
-        return parts
+            parts.append(self.state)
+        parts.append(f"{rates.documents:.1f} doc/s")
+        if left is not None:
+            parts.append(f"{duration(left)} left")
+        if self.ranks > 1:
+            parts.append(f"{self._complete + len(self._done)}/{self.ranks} tasks")
+        return [*parts, f"{rates.tokens:.0f} tok/s", f"{rates.requests:.1f} req/s"]
 
     def line(self) -> str:
-        texts = [text for _, text in self.parts()]
+        parts = self.parts()
         if self.head:
-            texts.insert(0, f"{self.head} of the input")
-        return ", ".join(texts)
+            parts.insert(0, f"{self.head} of the input")
+        return ", ".join(parts)
 
 
 def bar(progress: RunProgress, columns: int) -> str:
     parts = progress.parts()
     head = progress.head
-    share = progress.share
-    for least in (5, 4, 3, 2, 1):
-        tail = ", ".join(text for weight, text in parts if weight < least)
-        room = columns - 1 - len(head) - len(tail) - len(" || ")
-        if room >= _LEAST_CELLS or (share is None and room >= 0):
-            break
-    if share is not None and room >= _LEAST_CELLS:
-        tail = f"|{filled_cells(share, min(room, _MOST_CELLS))}| {tail}"
+    room = columns - 1 - len(head)
     if head:
+        room -= _LEAST_CELLS + len(" || ")
+    while len(parts) > 1 and len(", ".join(parts)) > room:
+        parts.pop()
+    tail = ", ".join(parts)
+    room += _LEAST_CELLS - len(tail)
+    if head and room >= _LEAST_CELLS:
+        cells = filled_cells(progress.share or 0.0, min(room, _MOST_CELLS))
+        tail = f"{head} |{cells}| {tail}"
+    elif head:
         tail = f"{head} {tail}"
     return tail[: columns - 1]
 

@@ -41,10 +41,6 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ConfigError: a name is not a signal.
     """
-    if isinstance(names, str):
-        raise ConfigError(
-            f"drain_signals: must be a list of names such as {list(SIGNALS)}; it is {names!r}."
-        )
     for name in names:
         if name not in signal.Signals.__members__:
             raise ConfigError(

@@ -104,12 +104,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def __init__(
         self,
         data_folder: DataFolderLike,
-        *,
+        *arguments: Any,
         shuffle_seed: int | None = None,
         path_columns: bool = False,
-        **options: object,
+        **options: Any,
     ) -> None:
-        super().__init__(data_folder, **options)
+        super().__init__(data_folder, *arguments, **options)
         check_no_secrets(self.data_folder, "data_folder")
         refuse_variables("data_folder", self.data_folder.path)
         if isinstance(self.paths_file, str):

@@ -5,18 +5,16 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Literal
+from typing import Any
 
 from datatrove.data import DocumentsPipeline
-from datatrove.io import DataFileLike, DataFolderLike
+from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
 
-from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import refuse_pointer
-from datatrove_ckpt.readers.positions import Adapter, Row
 
 _END = "\0end of the file"
 """A row after the last one, which an open quote takes into its cell."""
@@ -43,22 +41,11 @@ class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     def __init__(
         self,
         data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        compression: Literal["infer", "gzip", "zstd"] | None = "infer",
-        limit: int = -1,
-        skip: int = 0,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        adapter: Adapter | None = None,
-        text_key: str = "text",
-        id_key: str = "id",
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
+        *arguments: Any,
         path_columns: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(**datatrove_arguments(locals(), "path_columns"))
+        super().__init__(data_folder, *arguments, **options)
         self.path_columns = path_columns
 
     def read_file(self, filepath: str) -> DocumentsPipeline:

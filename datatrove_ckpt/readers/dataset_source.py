@@ -30,7 +30,7 @@ from datatrove_ckpt.common.retrying import http_status
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.input_errors import explain_hub_error
 from datatrove_ckpt.readers.inputs import Inputs, fingerprint
-from datatrove_ckpt.readers.tables import take_rows
+from datatrove_ckpt.readers.table_files import take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa

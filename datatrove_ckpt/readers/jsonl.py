@@ -18,19 +18,19 @@ import base64
 import codecs
 import io
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import IO, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import IO, Any, ClassVar, TypeVar
 
+import numpy as np
 import orjson
 from datatrove.data import Document
-from datatrove.io import DataFileLike, DataFolderLike
+from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import (
     DocumentError,
@@ -38,13 +38,16 @@ from datatrove_ckpt.errors import (
     InputError,
 )
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
-from datatrove_ckpt.readers.positions import PLAIN_INTEGER, Adapter, FilePosition, FileRead, Row
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead, Row
 
-_BLOCK = 2**20
+PART_BYTES = 2**20
+"""The size of a part, up to the rest of its last line. Counts depend on it."""
+_SKIP_BYTES = 2**20
 _HEAD = 2**16
 _WITH_HEAD = 1
 _LOGGED = 5
@@ -75,25 +78,11 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     def __init__(
         self,
         data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        compression: Literal["infer", "gzip", "zstd"] | None = "infer",
-        limit: int = -1,
-        skip: int = 0,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        adapter: Adapter | None = None,
-        text_key: str | None = "text",
-        id_key: str = "id",
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
-        add_file_path: bool = True,
-        shuffle_seed: int | None = None,
-        path_columns: bool = False,
+        *arguments: Any,
         stop_on_bad_line: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(**datatrove_arguments(locals(), "stop_on_bad_line"))
+        super().__init__(data_folder, *arguments, **options)
         self.stop_on_bad_line = stop_on_bad_line
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
@@ -201,6 +190,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
         return Skipped.DAMAGED
 
+    def open_file(self, name: str) -> LineBlocks:
+        return LineBlocks(self, name)
+
     def codec(self, name: str) -> str | None:
         return codec_of(name, self.compression)
 
@@ -263,7 +255,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             return head
         left = offset - len(head)
         while left > 0:
-            left -= len(_read_exactly(file, min(left, _BLOCK), name))
+            left -= len(_read_exactly(file, min(left, _SKIP_BYTES), name))
         return head
 
 
@@ -309,11 +301,14 @@ def _read_exactly(file: IO[bytes], count: int, name: str) -> bytes:
     return data
 
 
-def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
-    unfinished = b""
-    while block := file.read(_BLOCK):
-        block = unfinished + block
-        if not block.endswith(b"\n"):
+def _read_parts(file: IO[bytes], name: str) -> Iterator[bytes]:
+    """Yields the content from the file's place on, in parts that end with a line, or with the file.
+
+    Raises:
+        InputError: a line is too long.
+    """
+    while part := file.read(PART_BYTES):
+        if not part.endswith(b"\n"):
             rest = read_line(file)
             if len(rest) >= MAX_LINE_BYTES:
                 raise InputError(
@@ -321,10 +316,16 @@ def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
                     "the file is damaged, or no JSONL. Replace it by a complete copy, or move it "
                     "out of the folder."
                 )
-            block += rest
-        lines = block.splitlines(keepends=True)
+            part += rest
+        yield part
+
+
+def _line_blocks(file: IO[bytes], name: str) -> Iterator[list[bytes]]:
+    unfinished = b""
+    for part in _read_parts(file, name):
+        lines = (unfinished + part).splitlines(keepends=True)
         unfinished = b""
-        if not block.endswith(b"\n"):  # somebody may be writing it
+        if not part.endswith(b"\n"):  # somebody may be writing it
             unfinished = lines.pop()
         yield lines
     if unfinished:
@@ -344,3 +345,97 @@ def _read_late_line_end(file: IO[bytes], offset: int) -> bytes:
             length = 2
     file.seek(offset + length)
     return following[:length]
+
+
+class LineBlocks(BlockFile):
+    """A file as parts of about 1 MiB of whole lines.
+
+    The lines are counted once, and read again from the noted places. A row is a line that is not
+    blank, even if it is damaged, which only parsing shows. A compressed file stays open, so parts
+    in order are decompressed once.
+    """
+
+    def __init__(self, reader: JsonlReader, name: str) -> None:
+        self.name = name
+        self._reader = reader
+        self._is_plain = reader.codec(name) is None
+        self._stack = ExitStack()
+        self._file: IO[bytes] | None = None
+        self._at = 0  # offset in the content
+        self._last: tuple[int, list[bytes]] = (-1, [])  # number and lines of a part
+        self._part = b""
+
+    def count(self) -> FileIndex:
+        groups = []
+        start = 0
+        with self._reader.open_content(self.name) as file:
+            for part in _read_parts(file, self.name):
+                groups.append(Group(_count_lines(part), len(part), start))
+                start += len(part)
+        return FileIndex(tuple(groups), sequential=not self._is_plain)
+
+    def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> list[Row | None]:
+        """Reads rows of a part with all of their keys."""
+        number, start = self.part_of(first)
+        if self._last[0] != number:
+            with nullcontext() if self._is_plain else naming_damage(self.name):
+                self._last = (number, self._lines(number))
+        return [self._row(line, number) for line in self._last[1][start : start + rows]]
+
+    def let_go(self) -> None:
+        pass  # it keeps the lines of one part
+
+    def close(self) -> None:
+        self._stack.close()
+        self._file = None
+        self._last = (-1, [])
+        self._part = b""
+
+    def _lines(self, number: int) -> list[bytes]:
+        group = self.index.groups[number]
+        if self._file is None or (group.start < self._at and not self._is_plain):
+            self.close()
+            self._file = self._stack.enter_context(self._reader.open_content(self.name))
+            self._at = 0
+        if self._is_plain:
+            self._file.seek(group.start)
+        else:
+            while self._at < group.start:
+                skipped = len(self._file.read(min(_SKIP_BYTES, group.start - self._at)))
+                if not skipped:
+                    raise changed(self.name)
+                self._at += skipped
+        part = self._file.read(group.bytes)
+        self._at = group.start + len(part)
+        self._part = part
+        lines = _split(part)
+        # A line that was moved across the ends of a part shows, too.
+        is_whole = part.endswith(b"\n") or number == len(self.index.groups) - 1
+        if len(part) != group.bytes or len(lines) != group.rows or not is_whole:
+            raise changed(self.name)
+        return lines
+
+    def _row(self, line: bytes, number: int) -> Row | None:
+        try:
+            row = loads(line)
+            if type(row) is dict and "media" not in row:
+                return row
+        except orjson.JSONDecodeError:
+            pass
+        place = self.index.groups[number].start + self._part.find(line)
+        return self._reader.parse_row(line, self.name, f"@{place}")
+
+
+def _count_lines(part: bytes) -> int:
+    """Counts lines that are not blank: fast for most files, without blank lines and carriage
+    returns.
+    """
+    content = np.frombuffer(part, dtype=np.uint8)
+    firsts = content[np.flatnonzero(content[:-1] == ord("\n")) + 1]
+    if b"\r" in part or content[0] <= ord(" ") or (firsts <= ord(" ")).any():
+        return len(_split(part))
+    return len(firsts) + 1
+
+
+def _split(part: bytes) -> list[bytes]:
+    return [line for line in part.splitlines() if line and not line.isspace()]

@@ -82,7 +82,7 @@ class StepStats:
         """
         if not self._known:
             return None
-        return self._state(ended, map(_sum, self._earlier, self._now()))
+        return self._state(ended, self._sums())
 
     def _state(self, ended: bool, totals: Iterable[MetricStatsDict]) -> State:
         steps = zip(self._names(), map(_to_json, totals), strict=True)
@@ -99,24 +99,16 @@ class StepStats:
     def _totals(self, read: int) -> list[MetricStatsDict]:
         if self._ended and not read:
             return self._earlier
-        return list(map(_sum, self._earlier, self._now()))
+        return self._sums()
+
+    def _sums(self) -> list[MetricStatsDict]:
+        return [
+            earlier + step.stats.stats
+            for earlier, step in zip(self._earlier, self._steps, strict=True)
+        ]
 
     def _names(self) -> list[str]:
         return [step.stats.name for step in self._steps]
-
-    def _now(self) -> list[MetricStatsDict]:
-        return [step.stats.stats for step in self._steps]
-
-
-def _sum(earlier: MetricStatsDict, later: MetricStatsDict) -> MetricStatsDict:
-    if not earlier:
-        return later
-    both = dict(earlier)
-    for name, metric in list(later.items()):
-        if name in both:
-            metric = both[name] + metric
-        both[name] = metric
-    return MetricStatsDict(init=both)
 
 
 def _to_json(metrics: MetricStatsDict) -> State:

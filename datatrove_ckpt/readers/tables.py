@@ -1,4 +1,4 @@
-"""Parquet by row group and row, Arrow IPC by record batch and row.
+"""Readers of tables: Parquet by row group and row, Arrow IPC by record batch and row.
 
 A ``FilePosition`` is (group, rows of it, documents of the file so far). A group is a row group or a
 record batch. datatrove's default id counts documents with text, not rows. Groups before the
@@ -11,156 +11,67 @@ Rows become Python objects a thousand at a time, because a record batch may be a
 from __future__ import annotations
 
 from abc import abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from contextlib import closing
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
-import numpy.typing as npt
-from datatrove.io import DataFileLike, DataFolder, DataFolderLike
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import datatrove_arguments, retrying
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
-from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_names
+from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import list_input
-from datatrove_ckpt.readers.positions import Adapter, FilePosition, FileRead, ReadResult, Row
+from datatrove_ckpt.readers.positions import FilePosition, FileRead, ReadResult, Row
+from datatrove_ckpt.readers.table_files import (
+    ArrowBlocks,
+    ParquetBlocks,
+    TableFile,
+    refuse_equal_fields,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    Batch: TypeAlias = pa.RecordBatch | pa.Table
-
-
-Numbers = npt.NDArray[np.int64]
-
-
-def opened(folder: DataFolder, name: str) -> IO[bytes]:
-    with naming_hub_input(folder, name):
-        if folder.is_local():
-            return cast("IO[bytes]", folder.open(name, "rb"))
-        file: Any = retrying.READING.run(lambda: folder.open(name, "rb"), name)
-        return cast("IO[bytes]", RetryingFile(file, name))
-
-
-_FILE_MARK = b"ARROW1"
-_STREAM_MARK = b"\xff\xff\xff\xff"
-
-
-def map_or_open(folder: DataFolder, name: str) -> pa.NativeFile | IO[bytes]:
-    import pyarrow as pa
-
-    if not folder.is_local():
-        return opened(folder, name)
-    return pa.memory_map(folder.resolve_paths(name))
-
-
-def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
-    """Returns whether an opened file is an Arrow stream, as ``datasets`` writes it, and no file
-    with a footer.
-
-    Args:
-        stream: the reader's argument. It decides for the streams of old releases of Arrow, which
-            have no mark.
-
-    Raises:
-        InputError: the file is neither.
-    """
-    begin = file.read(len(_FILE_MARK))
-    file.seek(0)
-    if begin[:4] == _STREAM_MARK or (stream and begin != _FILE_MARK):
-        return True
-    if begin and not _FILE_MARK.startswith(begin):
-        raise InputError(
-            f"The input file {name!r} is no Arrow file: it begins with {begin!r}. If it was one, "
-            "replace it by a complete copy; else move it out of the input, or choose the files by "
-            "a pattern (*.arrow). Then run the same command again."
-        )
-    return False
-
-
-_Rows = TypeVar("_Rows", "pa.Table", "pa.RecordBatch")
-
-
-def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
-    """Takes rows by their numbers, also of types that pyarrow cannot take: string views, run-end
-    encoding.
-    """
-    import pyarrow as pa
-
-    numbers = pa.array(np.asarray(rows, dtype=np.int64))
-    try:
-        return table.take(numbers)
-    except pa.ArrowNotImplementedError:
-        columns = []
-        for column in table.columns:
-            if isinstance(column, pa.ChunkedArray):
-                column = column.combine_chunks()
-            try:
-                columns.append(column.take(numbers))
-            except pa.ArrowNotImplementedError:
-                columns.append(pa.array([column[int(row)].as_py() for row in rows], column.type))
-        return type(table).from_arrays(columns, schema=table.schema)
-
+    from datatrove_ckpt.readers.table_files import Batch
 
 _SCHEMAS_AT_ONCE = 16
-_CONVERTED_ROWS = 1000
-_SKIPPED_ROWS = 2**13
-_BATCH_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
-_BUFFER_BYTES = 2**20
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-
-
-@dataclass(eq=False)
-class RetryingFile:
-    _file: IO[bytes]
-    _name: str
-
-    def read(self, size: int = -1) -> bytes:
-        return bytes(retrying.READING.run(lambda: self._file.read(size), self._name))
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._file, name)
 
 
 class _TableReader(SeekingReader):
-    @contextmanager
-    def _opened(
-        self, name: str, open_file: Callable[[DataFolder, str], IO[bytes]] = opened
-    ) -> Iterator[IO[bytes]]:
-        with (
-            closing(open_file(self.data_folder, name)) as file,
-            naming_hub_input(self.data_folder, name),
-        ):
-            yield file
+    batch_size = 1000
+
+    @property
+    def _columns(self) -> list[str] | None:
+        return None
+
+    @abstractmethod
+    def open_file(self, name: str, forward: bool = False) -> TableFile:
+        """Opens a file. ``forward``: all of it is read, in its order."""
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
         names = list_input(self).names
         with ThreadPoolExecutor(_SCHEMAS_AT_ONCE) as threads:
             yield from zip(names, threads.map(self._schema, names), strict=True)
 
-    @abstractmethod
-    def _schema(self, name: str) -> pa.Schema: ...
+    def _schema(self, name: str) -> pa.Schema:
+        with closing(self.open_file(name)) as file:
+            return file.schema
 
-    @abstractmethod
-    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
-        """Yields from (group, row) on: group, number of the batch's first row in it, batch.
-
-        No batch spans two groups.
-        """
+    def _batches(self, name: str, place: tuple[int, int]) -> Iterator[tuple[int, int, Batch]]:
+        with (
+            naming_hub_input(self.data_folder, name),
+            naming_damage(name),
+            closing(self.open_file(name, forward=True)) as file,
+        ):
+            refuse_equal_fields(file.schema, name)
+            yield from file.forward(place, self.batch_size, self._columns, self._file_extent)
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         group, row, number = file_position or (0, 0, 0)
-        for group, row, batch in self._batches(name, group, row):  # noqa: B020 (only the first position is needed)
-            refuse_equal_fields(batch.schema, name)
+        for group, row, batch in self._batches(name, (group, row)):  # noqa: B020 (only the first position is needed)
             documents: list[ReadResult] = []
             with self.track_time("batch"):
                 for data in _python_rows(batch, name):
@@ -231,19 +142,6 @@ def _without_form(field: pa.Field, name: str, error: Exception) -> InputError:
     )
 
 
-def refuse_equal_fields(fields: Iterable[pa.Field], file: str, above: str = "") -> None:
-    columns = list(fields)
-    refuse_equal_names([column.name for column in columns], file, above)
-    for column in columns:
-        kind = column.type
-        inner = map(kind.field, range(kind.num_fields))
-        refuse_equal_fields(inner, file, f"{above}{column.name}.")
-
-
-def _fitting(most: int, rows: int, size: int) -> int:
-    return max(1, min(most, rows * _BATCH_BYTES // max(1, size)))
-
-
 class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``ParquetReader``, with its arguments and a position on each document.
 
@@ -254,80 +152,16 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
 
     format = "parquet"
 
-    def __init__(
-        self,
-        data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        limit: int = -1,
-        skip: int = 0,
-        batch_size: int = 1000,
-        read_metadata: bool = True,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        adapter: Adapter | None = None,
-        text_key: str | None = "text",
-        id_key: str = "id",
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
-        shuffle_seed: int | None = None,
-        path_columns: bool = False,
-    ) -> None:
-        super().__init__(**datatrove_arguments(locals()))
-
-    @contextmanager
-    def _open(self, name: str) -> Iterator[pq.ParquetFile]:
-        import pyarrow.parquet as pq
-
-        # Without a buffer, a row group's column is one request to a remote file.
-        size = _BUFFER_BYTES if self.data_folder.is_local() else 0
-        # Pre-buffering, pyarrow's default since 26, would always read whole columns of a row group.
-        options = {"buffer_size": size, "pre_buffer": False}
-        with (
-            naming_damage(name),
-            self._opened(name) as file,
-            pq.ParquetFile(file, **options) as parquet_file,
-        ):
-            yield parquet_file
-
     @property
     def _columns(self) -> list[str] | None:
         if self.read_metadata:
             return None
         return [self.text_key or "text", self.id_key]
 
-    def _schema(self, name: str) -> pa.Schema:
-        with self._open(name) as file:
-            return file.schema_arrow
-
-    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
-        with self._open(name) as file:
-            groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-            counts = [one.num_rows for one in groups]
-            self._file_extent.set_groups(counts)
-            starts = [0, *accumulate(counts)]
-            first = starts[group] + row
-            group = bisect_right(starts, first) - 1
-            place = starts[group]
-            # Large ones pass `first` faster.
-            most = max(self.batch_size, _SKIPPED_ROWS) if first > place else self.batch_size
-            sizes = [
-                _fitting(most, one.num_rows, one.total_byte_size)
-                for one in groups[group:]
-                if one.num_rows
-            ]
-            # All groups in one call, so a batch may span some: a call for each tiny group is slow.
-            following = range(group, len(groups))
-            for batch in file.iter_batches(min(sizes, default=most), following, self._columns):
-                end = place + batch.num_rows
-                begin = max(first, place)
-                while begin < end:
-                    number = bisect_right(starts, begin) - 1
-                    stop = min(end, starts[number + 1], begin + self.batch_size)
-                    yield number, begin - starts[number], batch.slice(begin - place, stop - begin)
-                    begin = stop
-                place = end
+    def open_file(self, name: str, forward: bool = False) -> ParquetBlocks:
+        if forward and not self.data_folder.is_local():
+            return ParquetBlocks(self.data_folder, name, buffer=0)  # fewer requests
+        return ParquetBlocks(self.data_folder, name)
 
 
 class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignore]
@@ -343,75 +177,5 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     format = "ipc"
     _order_options = (*SeekingReader._order_options, "stream")
 
-    def __init__(
-        self,
-        data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        limit: int = -1,
-        skip: int = 0,
-        stream: bool = False,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        adapter: Adapter | None = None,
-        text_key: str | None = "text",
-        id_key: str = "id",
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
-        shuffle_seed: int | None = None,
-        path_columns: bool = False,
-    ) -> None:
-        super().__init__(**datatrove_arguments(locals()))
-
-    def _schema(self, name: str) -> pa.Schema:
-        import pyarrow as pa
-
-        with naming_damage(name), self._opened(name, map_or_open) as file:
-            if is_stream(file, name, self.stream):
-                with pa.ipc.open_stream(file) as stream:
-                    return stream.schema
-            with pa.ipc.open_file(file) as reader:
-                return reader.schema
-
-    def _groups(self, name: str, first: int) -> Iterator[tuple[int, Batch]]:
-        """Yields the record batches from the ``first`` on, each after its number."""
-        import pyarrow as pa
-
-        with naming_damage(name), self._opened(name, map_or_open) as file:
-            extent = self._file_extent
-            if is_stream(file, name, self.stream):
-                extent.starts = [0.0]
-                with pa.ipc.open_stream(file) as stream:
-                    for number, batch in enumerate(stream):
-                        extent.starts.append(file.tell() / max(1.0, extent.size))
-                        extent.lengths[number] = batch.num_rows
-                        if number >= first:
-                            yield number, batch
-                    _check_end_of_stream(file)
-                return
-            with pa.ipc.open_file(file) as reader:
-                count = reader.num_record_batches
-                extent.starts = [number / max(1, count) for number in range(count + 1)]
-                for number in range(first, count):
-                    batch = reader.get_batch(number)
-                    extent.lengths[number] = batch.num_rows
-                    yield number, batch
-
-    def _batches(self, name: str, group: int, row: int) -> Iterator[tuple[int, int, Batch]]:
-        for number, batch in self._groups(name, group):
-            size = _fitting(_CONVERTED_ROWS, batch.num_rows, batch.nbytes)
-            for start in range(row if number == group else 0, batch.num_rows, size):
-                yield number, start, batch.slice(start, size)
-
-
-def _check_end_of_stream(file: IO[bytes]) -> None:
-    """Raises EOFError where pyarrow sees nothing: at a stream cut between two batches, and before a
-    second stream.
-    """
-    if file.read(1):
-        raise EOFError("other bytes follow the end of its stream")
-    size = file.tell()
-    file.seek(max(0, size - len(_END_OF_STREAM)))
-    if file.read() != _END_OF_STREAM:
-        raise EOFError("the end of its stream is missing")
+    def open_file(self, name: str, forward: bool = False) -> ArrowBlocks:
+        return ArrowBlocks(self.data_folder, name, self.stream)

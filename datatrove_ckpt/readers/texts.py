@@ -6,16 +6,14 @@ size and fingerprint.
 
 from __future__ import annotations
 
-from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import datatrove_arguments
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES
-from datatrove_ckpt.readers.positions import FilePosition, FileRead, Row
+from datatrove_ckpt.readers.positions import FilePosition, FileRead
 
 
 class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
@@ -31,23 +29,6 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     compression = "infer"
     codec = JsonlReader.codec
     open_content = JsonlReader.open_content
-
-    def __init__(
-        self,
-        data_folder: DataFolderLike,
-        paths_file: DataFileLike | None = None,
-        limit: int = -1,
-        skip: int = 0,
-        file_progress: bool = False,
-        doc_progress: bool = False,
-        default_metadata: Row | None = None,
-        recursive: bool = True,
-        glob_pattern: str | None = None,
-        shuffle_files: bool = False,
-        add_file_path: bool = True,
-        shuffle_seed: int | None = None,
-    ) -> None:
-        super().__init__(**datatrove_arguments(locals()))
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         self._file_extent.per = self._file_extent.size

@@ -14,13 +14,12 @@ endpoint may ignore the field.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import check_value, one_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
@@ -51,41 +50,31 @@ class InvalidAnswer(ValueError):
     """No answer to a request had the form that was asked for."""
 
 
-@dataclass(frozen=True)
-class AnswerForm:
-    """What an answer must be: one of the three."""
+class AnswerForm(NamedTuple):
+    """What an answer must be.
 
-    json_schema: JsonObject | None
-    regex: str | None
-    choice: list[str] | None
+    Attributes:
+        kind: json_schema, regex or choice; "": anything.
+        value: of the setting of this name.
+    """
 
-    @property
-    def kind(self) -> str | None:
-        given = [
-            name for name in ("json_schema", "regex", "choice") if getattr(self, name) is not None
-        ]
-        if not given:
-            return None
-        if len(given) > 1:
-            raise ConfigError(
-                f"{given[0]}: is set together with {given[1]}; an answer has one form."
-            )
-        return given[0]
+    kind: str
+    value: Any
 
     def check(self) -> None:
         """Raises ConfigError if no answer could have this form, or a package is missing."""
         if self.kind == "json_schema":
-            _validator(orjson.dumps(self.json_schema))
+            _validator(orjson.dumps(self.value))
         elif self.kind == "regex":
             try:
-                re.compile(self.regex or "")
+                re.compile(self.value)
             except re.error as error:
                 raise ConfigError(
-                    f"regex: {self.regex!r} is not a regular expression: {error}."
+                    f"regex: {self.value!r} is not a regular expression: {error}."
                 ) from None
         elif self.kind == "choice":
-            texts = self.choice or []
-            if not texts or not all(isinstance(one, str) and one.strip() for one in texts):
+            texts = self.value
+            if not texts or not all(map(str.strip, texts)):
                 raise ConfigError(f"choice: {texts!r} is not a list of texts.")
             if len({one.strip() for one in texts}) < len(texts):
                 raise ConfigError(f"choice: {texts!r} has a text twice.")
@@ -96,14 +85,12 @@ class AnswerForm:
         Raises:
             ConfigError: the engine has none for it.
         """
-        known = (*_WITH_FIELDS, "openai", "none")
-        if engine not in known:
-            raise ConfigError(f"engine: {engine!r} is not one of {', '.join(known)}.")
-        if self.kind is None or engine == "none":
+        check_value("engine", one_of([*_WITH_FIELDS, "openai", "none"]), engine)
+        if not self.kind or engine == "none":
             return {}
         if engine == "openai":
             engine = "endpoint"
-        found = ENGINES[engine].form_fields(self.kind, getattr(self, self.kind))
+        found = ENGINES[engine].form_fields(self.kind, self.value)
         if isinstance(found, str):
             raise ConfigError(
                 f"{self.kind}: {found}, or set engine: none, so that answers are only checked."
@@ -122,11 +109,11 @@ class AnswerForm:
 
     def _problem(self, text: str) -> str:
         if self.kind == "json_schema":
-            return _problem(_validator(orjson.dumps(self.json_schema)), text)
-        if self.kind == "regex" and re.fullmatch(self.regex or "", text) is None:
-            return f"it does not match the regular expression {self.regex}"
-        if self.kind == "choice" and text not in [one.strip() for one in self.choice or []]:
-            return f"it is not one of {', '.join(self.choice or [])}"
+            return _problem(_validator(orjson.dumps(self.value)), text)
+        if self.kind == "regex" and re.fullmatch(self.value, text) is None:
+            return f"it does not match the regular expression {self.value}"
+        if self.kind == "choice" and text not in [one.strip() for one in self.value]:
+            return f"it is not one of {', '.join(self.value)}"
         return ""
 
 

@@ -212,12 +212,8 @@ def sum_usage(usages: Iterable[dict[str, object] | None]) -> dict[str, object]:
     for usage in usages:
         for name, value in (usage or {}).items():
             before = total.get(name)
-            if isinstance(value, dict) and isinstance(before, dict):
-                total[name] = sum_usage([before, value])
-            elif isinstance(value, dict):
-                total[name] = sum_usage([value])
-            elif isinstance(value, (int, float)) and isinstance(before, (int, float)):
-                total[name] = before + value
-            elif isinstance(value, (int, float)):
-                total[name] = value
+            if isinstance(value, dict):
+                total[name] = sum_usage([before if isinstance(before, dict) else None, value])
+            elif isinstance(value, int | float):
+                total[name] = value + (before if isinstance(before, int | float) else 0)
     return total

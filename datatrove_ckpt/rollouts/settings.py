@@ -208,16 +208,20 @@ class OneRequest(WholeText):
         super().__post_init__()
 
     @property
-    def _is_free(self) -> bool:
-        return self.json_schema is None and self.regex is None and self.choice is None
-
-    @property
     def form(self) -> AnswerForm:
-        return AnswerForm(self.json_schema, self.regex, self.choice)
+        forms = ("json_schema", "regex", "choice")
+        given = [name for name in forms if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigError(
+                f"{given[0]}: is set together with {given[1]}; an answer has one form."
+            )
+        for name in given:
+            return AnswerForm(name, getattr(self, name))
+        return AnswerForm("", None)
 
     def _fit(self, config: InferenceConfig) -> None:
         super()._fit(config)
-        if self.form.kind is not None:
+        if self.form.kind:
             if config.engine.is_canned:
                 self.form_for = CANNED
             else:
@@ -252,7 +256,7 @@ class OneRequest(WholeText):
         return left
 
     def _params(self) -> Payload:
-        if self._is_free or self.form_for == CANNED:
+        if not self.form.kind or self.form_for == CANNED:
             return super()._params()
         return {**super()._params(), **self.form.fields(self.form_for or self.engine or "none")}
 
@@ -262,11 +266,9 @@ class OneRequest(WholeText):
         Raises:
             InvalidAnswer: there is none.
         """
-        if self._is_free or self.form_for == CANNED:
+        if not self.form.kind or self.form_for == CANNED:
             return await generate(payload)
-        return await self._ask_until(
-            self._read, str(self.form.kind), self.show_error, generate, payload
-        )
+        return await self._ask_until(self._read, self.form.kind, self.show_error, generate, payload)
 
     def value_of(self, result: object) -> object:
         value = super().value_of(result)

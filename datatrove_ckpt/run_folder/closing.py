@@ -43,7 +43,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
         f"{plural(again.read, 'dead letter')}: {again.read - again.dead} succeeded, "
         f"{again.dead} still dead"
     )
-    idle = job.ranks - len({number for number, done in job.committed if done.read})
+    idle = job.ranks - len(job.known)
     work = ""
     if again.read:
         work = f" Retried {retried}."
@@ -101,10 +101,9 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: st
 def _attempts(job: JobSums) -> str:
     """Returns what all attempts sent, with a space before it; "" if nothing was repeated."""
     sent = job.numbers.work
-    ranks = len(job.committed)  # with retries
-    attempts = max(ranks, job.numbers.number_of_attempts)
+    attempts = max(job.parts, job.numbers.number_of_attempts)
     again = sent.retries + sent.resent
-    if not sent.sent or (attempts == ranks and not again):
+    if not sent.sent or (attempts == job.parts and not again):
         return ""
     at_least = job.numbers.at_least
     were = "were"

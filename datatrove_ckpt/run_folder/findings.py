@@ -211,7 +211,9 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
     is_retry = step.retry_dead_letters
     found = compare_job(folder, identity, None if len(ranks) == plan.tasks else ranks, is_retry)
     if step.checkpoints_remote_dir:
-        found.join(compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry))
+        others = compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry)
+        found.by_rank |= others.by_rank
+        found.empty += others.empty
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
         _refuse_changes(found, runner, folder, kept, len(ranks))
@@ -394,7 +396,7 @@ def check_output_of_run(
 
     def add(rank: RankLedger) -> None:
         if rank.number < tasks:
-            job.add(rank)
+            job.add_rank(rank)
 
     try:  # all, before any file is called unknown
         commits = {

@@ -109,10 +109,10 @@ def _read_claims(state: RunState, place: Place) -> None:
     from datatrove_ckpt.claims.claims import (
         claimants,
         given_up,
-        open_reader,  # fsspec is slow to import
+        open_store,  # fsspec is slow to import
     )
 
-    store = open_reader(f"{folder.rstrip('/')}/claims")
+    store = open_store(f"{folder.rstrip('/')}/claims")
     finished = {rank.rank for rank in state.ranks if rank.state == "finished"}
     for worker in claimants(store):
         left = [rank for rank in worker.ranks if rank not in finished]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from datatrove.data import Document
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.output.documents import document_of
-from datatrove_ckpt.output.formats import JSONL, format_of_file
 from datatrove_ckpt.run_folder.documents import output_files, read_rows
+from datatrove_ckpt.run_folder.export import dataset
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.where import open_place
 
@@ -41,11 +41,11 @@ class RunOutput:
     def to_dataset(self) -> datasets.Dataset:
         """Returns a dataset of the files, which may be larger than the memory."""
         with open_place(self._run_folder) as place:
-            files = [folder.resolve_paths(path) for folder, path, _ in output_files(place)]
-        known = None
-        if files:
-            known = format_of_file(files[0])
-        return (known or JSONL).dataset(files)
+            return dataset(place)
+
+    def push_to_hub(self, repository: str, **options: Any) -> None:
+        """Uploads the dataset. ``options``: of ``datasets.Dataset.push_to_hub``, as ``private``."""
+        self.to_dataset().push_to_hub(repository, **options)
 
     @property
     def counts(self) -> DocumentCounts:

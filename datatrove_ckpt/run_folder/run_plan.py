@@ -152,10 +152,7 @@ class RunPlan:
         """
         for parent, own in zip(parents, self.identities, strict=True):
             changes = compare(parent, own)
-            lines = "".join(
-                f"  {change.field}: {change.shown_old} -> {change.shown_new}\n"
-                for change in changes
-            )
+            lines = "".join(f"  {line}\n" for change in changes for line in change.lines)
             if lines:
                 raise CheckpointMismatch(
                     "The worker processes have other code or values than the process that started "

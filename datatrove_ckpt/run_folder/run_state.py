@@ -31,19 +31,17 @@ from datatrove_ckpt.checkpoint.history import (
     Wait,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
-from datatrove_ckpt.checkpoint.ledger import RankLedger, few
+from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, few
 from datatrove_ckpt.checkpoint.numbers import (
-    DocumentCounts,
     Rates,
     RunNumbers,
-    WorkCounts,
-    sum_delivered,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.claims.claims import Claimant
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.common.time_left import time_left
+from datatrove_ckpt.common.work_counts import WorkCounts
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.
@@ -218,20 +216,12 @@ class RunState:
 
     @property
     def together(self) -> Totals:
-        """Returns sums with retries; a document that a retry has written is not dead."""
-        again = replace(
-            self.retried,
-            unfinished=DocumentCounts(),
-            unfinished_chunks=0,
-            dead_letters=Counter(),
-            exact=True,
-        )
-        sums = sum((self.totals, again), RunNumbers())
-        found = replace(self.totals, **sums.fields())
-        if self.retries:
-            found.counts = sum_delivered(
-                (rank.rank, rank.counts) for rank in (*self.ranks, *self.retries)
-            )
+        """Returns sums with retries."""
+        job = JobSums()
+        for rank in self.ranks + self.retries:
+            job.add(rank.root, rank.rank, rank)
+        again = self.retried
+        found = replace(self.totals, **job.numbers.fields())
         found.states = found.states + again.states
         found.rates += again.rates
         found.as_of = found.as_of or again.as_of
@@ -477,9 +467,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.need_attention("damaged", str(ledger.damage))
         return rank
     recent = ledger.history
-    rank.last_commit = ledger.last_commit
-    if rank.is_copy:
-        rank.last_commit = ledger.sums.at
+    rank.last_commit = ledger.sums.at
     rank.attempts = recent.attempts
     last = recent.last
     # Otherwise more is done than that line shows.

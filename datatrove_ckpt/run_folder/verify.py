@@ -175,7 +175,7 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
     report = Report(place.folder, command)
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
-        report.sums.add(rank)
+        report.sums.add_rank(rank)
         report.add(_check_rank(report, rank))
         rank.commits = {}  # there may be millions
     report.output = output or find_output(place, report.ranks)
@@ -333,9 +333,7 @@ def _check_settings(report: Report) -> Iterator[Problem]:
                 continue
             changes = compare(usual.run, RunIdentity(rank.settings))
             if not _values(change._asdict() for change in changes) <= _values(report.accepted):
-                differences = "; ".join(
-                    f"{one.field}: {one.shown_old} -> {one.shown_new}" for one in changes
-                )
+                differences = "; ".join(line for one in changes for line in one.lines)
                 message = (
                     f"was run with settings that differ from task {usual.number}: {differences}."
                 )

@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint import files, numbers
 from datatrove_ckpt.checkpoint.history import parse_line
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
 from datatrove_ckpt.checkpoint.lines import whole_lines
-from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.mirror.object_store import ObjectStore
 
 EFFECTS = (
     "make_dir",
@@ -40,8 +40,8 @@ EFFECTS = (
     "commit",
 )
 """The names of the effects on disk: methods of ``files.Disk``."""
-REMOTE_EFFECTS = ("put", "put_file", "copy", "delete")
-"""The names of the effects on a remote: methods of ``object_store.Effects``."""
+REMOTE_EFFECTS = ("put", "copy", "delete", "delete_tree")
+"""The names of the effects on a remote: methods of ``ObjectStore``."""
 
 Arguments = tuple[Any, ...]
 """The arguments of an effect.
@@ -79,13 +79,6 @@ class WatchedDisk(files.Disk):
             return result
 
 
-class WatchedRemote(object_store.Effects):
-    """A remote whose effects have one order with those of a disk, and crash with it."""
-
-    def __init__(self, disk: WatchedDisk) -> None:
-        self.disk = disk
-
-
 def path_of(args: Arguments) -> Path:
     """Returns the path that an effect changes: its last path, which for a rename is the target."""
     return next(argument for argument in reversed(args) if isinstance(argument, Path))
@@ -97,15 +90,13 @@ def _on_disk(name: str) -> Callable[..., int | None]:
     )
 
 
-def _on_remote(name: str) -> Callable[..., None]:
-    effect = getattr(object_store.Effects, name)
-    return lambda self, *args: self.disk.happen(name, args, args[1], partial(effect, self, *args))
+def _on_remote(name: str, disk: WatchedDisk) -> Callable[..., int | None]:
+    effect = getattr(ObjectStore, name)
+    return lambda *args: disk.happen(name, args, args[1], partial(effect, *args))
 
 
 for _name in EFFECTS:
     setattr(WatchedDisk, _name, _on_disk(_name))
-for _name in REMOTE_EFFECTS:
-    setattr(WatchedRemote, _name, _on_remote(_name))
 
 
 class CrashingDisk(WatchedDisk):
@@ -147,7 +138,7 @@ class CrashingDisk(WatchedDisk):
         if name == "write" and self._torn:
             files.Disk.write(self, args[0], memoryview(args[1])[: len(args[1]) // 2], args[2])
         if name == "put" and self._torn:
-            object_store.Effects().put(args[0], args[1], args[2][: len(args[2]) // 2])
+            tear(*args)
         self.crashed_at = label
         copy_tree(self._folder, self.snapshot)
         raise SimulatedCrash(label)
@@ -158,6 +149,12 @@ class CrashingDisk(WatchedDisk):
         """
         copy_tree(self.snapshot, self._folder)
         yield "killed"
+
+
+def tear(store: ObjectStore, name: str, content: bytes | Path) -> None:
+    """Leaves half of what ``ObjectStore.put`` would write."""
+    if isinstance(content, bytes):
+        store._write(store._path(name), content[: len(content) // 2])
 
 
 def copy_tree(source: Path, target: Path) -> None:
@@ -173,15 +170,16 @@ def disk_in_place(disk: files.Disk) -> Iterator[None]:
     """
     before = files.disk
     files.disk = disk
-    effects = object_store.effects
-    if isinstance(disk, CrashingDisk):
-        object_store.effects = WatchedRemote(disk)
     try:
-        with suppress(SimulatedCrash):
-            yield
+        with ExitStack() as stack:
+            if isinstance(disk, CrashingDisk):
+                for name in REMOTE_EFFECTS:
+                    effect = _on_remote(name, disk)
+                    stack.enter_context(patch.object(ObjectStore, name, effect))
+            with suppress(SimulatedCrash):
+                yield
     finally:
         files.disk = before
-        object_store.effects = effects
         disk.close()
 
 

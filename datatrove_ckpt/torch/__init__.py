@@ -6,8 +6,8 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
     topology.py, order.py
                     which worker reads which positions of an epoch; which row stands at which
                     position
-    index.py, blocks.py, block_file.py
-                    the rows of an input by number; the input as blocks of rows; a file as blocks
+    index.py, blocks.py
+                    the rows of an input by number; the input as blocks of rows
     states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and what they share with ReaderDataset

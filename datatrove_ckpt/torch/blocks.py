@@ -16,23 +16,19 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
-import datatrove_ckpt.torch.block_file as block_file
+import datatrove_ckpt.readers.jsonl as jsonl
+from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
+from datatrove_ckpt.readers.positions import Row
+from datatrove_ckpt.readers.table_files import ParquetBlocks
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
-from datatrove_ckpt.torch.block_file import (
-    ArrowBlocks,
-    BlockFile,
-    FileIndex,
-    LineBlocks,
-    ParquetBlocks,
-    Rows,
-)
 from datatrove_ckpt.torch.row_counts import RowCounts
 from datatrove_ckpt.torch.unified import Unified
 
@@ -124,9 +120,24 @@ class BlockInput:
             CheckpointMismatch: the file has changed since its rows were counted.
         """
         rows = self._file(block.file).read(block.first, block.rows, columns)
-        if self._unified is None or isinstance(rows, list):
+        if isinstance(rows, list):
+            return self._of_columns(rows, columns, self.names[block.file])
+        if self._unified is None:
             return rows
         return self._unified.apply(rows, self.names[block.file])
+
+    def _of_columns(
+        self, rows: list[Row | None], columns: Sequence[str] | None, name: str
+    ) -> list[Row | None]:
+        if columns is None:
+            return rows
+        if not self._keys.issuperset(columns):
+            # Keys that no line of the first block has are refused. Later blocks may lack a key that
+            # few lines have.
+            found = {key: None for row in rows if row for key in row}
+            check_columns([*found, *self._keys.difference(found)], columns, name)
+            self._keys.update(columns)
+        return [row and {column: row.get(column) for column in columns} for row in rows]
 
     def unify(self, columns: Sequence[str] | None) -> None:
         """Gives rows of all files the same types, in these columns: see ``Unified``."""
@@ -177,14 +188,12 @@ class BlockInput:
     @property
     def _kind(self) -> str:
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        return f"{self._reader.format}/{options}/{block_file.GROUP_BYTES}"
+        return f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
 
     def _index_file(self, number: int) -> FileIndex:
-        file = self._open(number, None)
-        file.close()
-        return replace(
-            file.index, schema=self._schemas.setdefault(file.index.schema, file.index.schema)
-        )
+        with closing(self._reader.open_file(self.names[number])) as file:
+            index = file.count()
+        return replace(index, schema=self._schemas.setdefault(index.schema, index.schema))
 
     def _size_in_memory(self) -> int:
         """Returns the size of rows in memory, in quarters of their file size, from a sample of
@@ -201,31 +210,28 @@ class BlockInput:
     def _size_in_file(self, number: int) -> int:
         group = next(group for group in self._index[number].groups if group.rows)
         in_file = max(1, group.bytes)
-        file = self._open(number, self._index[number])
-        rows = file.read(
-            0, min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file)), None
-        )
-        file.close()
+        with closing(self._open(number)) as file:
+            rows = file.read(
+                0, min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file))
+            )
         return -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows)))
 
     def _file(self, number: int) -> BlockFile:
         if self._process != os.getpid():  # a fork shares the offsets of these files with its parent
             self._opened = OrderedDict()
             self._process = os.getpid()
-        file = self._opened.pop(number, None) or self._open(number, self._index[number])
+        file = self._opened.pop(number, None) or self._open(number)
         self._opened[number] = file
         if len(self._opened) > _OPEN_FILES:
             self._opened.popitem(last=False)[1].close()
         return file
 
-    def _open(self, number: int, known: FileIndex | None) -> BlockFile:
-        reader = self._reader
-        name = self.names[number]
-        if isinstance(reader, JsonlReader):
-            return LineBlocks(reader, name, known, self._keys)
-        if isinstance(reader, ParquetReader):
-            return ParquetBlocks(reader.data_folder, name, known, self._size)
-        return ArrowBlocks(reader.data_folder, name, known, reader.stream)
+    def _open(self, number: int) -> BlockFile:
+        file = self._reader.open_file(self.names[number])
+        if isinstance(file, ParquetBlocks):
+            file.size = self._size
+        file.use(self._index[number])
+        return file
 
 
 def _in_threads(call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
@@ -247,7 +253,7 @@ def _bytes_of(table: pa.Table) -> int:
 def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:
     for file, index in enumerate(files):
         first = 0
-        for rows, in_file in index.groups:
+        for rows, in_file, _ in index.groups:
             in_memory = in_file * size // 4
             count = min(rows, max(-(-rows // MAX_ROWS), -(-in_memory // MAX_BYTES)))
             for part in range(count):

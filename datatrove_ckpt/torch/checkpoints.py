@@ -108,7 +108,6 @@ Writer = Callable[[Path], object]
 _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
-_CHECK_SECONDS = 24 * 3600.0  # between two checks of the steps that are kept
 _CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
@@ -195,11 +194,9 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
-        self._checking = _Task(asynchronous)
-        self._checked_at: float | None = None
         self._curve_at = time.monotonic()
         self._snapshot = StateSnapshot()
-        self._manifests = dict[StepName, Manifest]()
+        self._damaged = set[StepName]()
         self._copied = StepName(-1, 0)
         self._pause = 0.0
         self._write_seconds = 0.0
@@ -269,7 +266,7 @@ class TrainingCheckpoints:
         Raises ``failure`` if ``raises`` is set.
         """
         self._writing.join()
-        if self._wait_for_copy() and self._copies and self._manifests:
+        if self._wait_for_copy() and self._copies and self._not_copied is not None:
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
         if self._steps.is_locked:
@@ -444,7 +441,7 @@ class TrainingCheckpoints:
                 return
         contents: Contents = {}
         if self._is_owner:
-            if not self._manifests:
+            if not self._steps.names():
                 self._warn_of_first(numbers, own_input)
             known = self._restored_input
             if loader is not None and known is not None and known[0] == step:
@@ -574,18 +571,17 @@ class TrainingCheckpoints:
                 self._not_saved = None
                 return
             self._steps.write(name, contents, metrics, {"save": save})
-            manifest = self._steps.publish(name)
+            self._publish(name)
             self._write_seconds = time.monotonic() - began
-            self._manifests[name] = manifest
             self._note(
                 "saved",
                 name,
-                bytes=size_of(manifest),
+                bytes=size_of(self._steps.manifest(name)),
                 pause_seconds=self._pause,
                 write_seconds=self._write_seconds,
             )
             self._not_saved = None
-            self._remove_old(self._manifests)
+            self._remove_old()
         except Exception as error:
             self._failed(name, error)
             return
@@ -593,50 +589,41 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
         if time.monotonic() - self._curve_at > _CURVE_SECONDS:
             self._write_curve()
-        if not self._checking.is_running and self._is_check_due():
-            self._checked_at = time.time()
-            self._checking.start(self._check_kept)
+
+    def _publish(self, name: StepName) -> None:
+        self._steps.publish(name)
+        self._damaged.discard(name)
+
+    @property
+    def _manifests(self) -> dict[StepName, Manifest]:
+        """Those of the steps in the folder that were not found damaged."""
+        found = self._steps.manifests()
+        return {name: found[name] for name in found.keys() - self._damaged}
 
     def _write_curve(self) -> None:
         with suppress(Exception):  # the next save names the full disk
             self._history.write_curve()
         self._curve_at = time.monotonic()
 
-    def _is_check_due(self) -> bool:
-        """A training that is started again each day checks its steps, too."""
-        if self._checked_at is None:
-            oldest = min(manifest["at"] for manifest in self._manifests.values())
-            self._checked_at = max(self._history.last("checked"), oldest)
-        return time.time() - self._checked_at > _CHECK_SECONDS
-
-    def _check_kept(self) -> None:
-        """Finds steps whose files a disk has changed."""
-        for name in sorted(self._manifests):
-            try:
-                self._steps.check(name)
-            except Exception as error:
-                if name in self._manifests:  # it was not removed
-                    logger.error(f"{name} is damaged: {error}")
-                    self._note("damaged", name, error=str(error))
-        self._note("checked", self._last)
-
     def _begin(self, name: StepName) -> None:
         """Begins a save. On a full disk, first removes steps that it would remove in any case."""
         if not self._is_owner:
             return
         with suppress(Exception):  # of no step, max raises
-            newest = max(self._manifests)
-            if shutil.disk_usage(self._steps.folder).free < size_of(self._manifests[newest]):
-                self._remove_old({**self._manifests, name: {"metrics": {}}}, newest)
+            there = self._manifests
+            newest = max(there)
+            if shutil.disk_usage(self._steps.folder).free < size_of(there[newest]):
+                self._remove_old({name: {"metrics": {}}}, newest)
         self._steps.begin(name)
 
     def _remove_old(
-        self, manifests: Mapping[StepName, Manifest], newest: StepName | None = None
+        self, coming: Mapping[StepName, Manifest] | None = None, newest: StepName | None = None
     ) -> None:
+        there = self._manifests
+        manifests = {**there, **(coming or {})}
         kept = self._keep.kept(_metrics(manifests)) | {max(manifests), self._copied, newest}
-        for name in [name for name in self._manifests if name not in kept]:
+        for name in there.keys() - kept:
             self._steps.remove(name)
-            del self._manifests[name]
 
     @property
     def _copies(self) -> bool:
@@ -644,36 +631,37 @@ class TrainingCheckpoints:
 
     def _upload(self) -> None:
         """Copies the newest step, then older ones that stay for long."""
-        while True:
-            name = max(self._manifests)
-            try:
+        name = self._last
+        try:
+            while True:
                 there, incomplete = self._steps.remote_manifests()
                 self._steps.refuse_others(there)
-                manifests = dict(self._manifests)
-                wanted = {*self._lasting.kept(_metrics(manifests)), max(manifests)}
-                missing = [each for each in wanted if there.get(each) != manifests[each]]
+                here = self._manifests
+                name = max(here)
+                wanted = {*self._lasting.kept(_metrics(here)), name}
+                missing = [each for each in wanted if there.get(each) != here[each]]
                 if not missing:
-                    self._not_copied = None
-                    return
+                    break
                 name = self._copied = max(missing)
                 self._steps.own_remote()
                 self._steps.upload(name)
-                self._not_copied = None
-            except Exception as error:
-                why = f"{name} is not copied to {self._steps.url}: {failure_line(error)}"
-                self._not_copied = StorageFailed(why)
-                logger.error(f"{why}. The next save tries again.")
-                self._note("not copied", name, error=str(error))
-                return
-            there[name] = manifests[name]
-            gone = (incomplete - {name}) | left_behind(there)
-            staying = {one: manifest for one, manifest in there.items() if one not in gone}
-            kept = self._keep.kept(_metrics(staying)) | {max(staying)}
-            try:
-                for one in gone | (staying.keys() - kept):
-                    self._steps.remove_remote(one)
-            except Exception as error:
-                logger.warning(f"Old steps stay in {self._steps.url}: {error}")
+                self._remove_copies({**there, name: here[name]}, incomplete - {name})
+            self._not_copied = None
+        except Exception as error:
+            why = f"{name} is not copied to {self._steps.url}: {failure_line(error)}"
+            self._not_copied = StorageFailed(why)
+            logger.error(f"{why}. The next save tries again.")
+            self._note("not copied", name, error=str(error))
+
+    def _remove_copies(self, there: Mapping[StepName, Manifest], incomplete: set[StepName]) -> None:
+        gone = incomplete | left_behind(there)
+        staying = {name: there[name] for name in there.keys() - gone}
+        kept = self._keep.kept(_metrics(staying)) | {max(staying)}
+        try:
+            for name in gone | (staying.keys() - kept):
+                self._steps.remove_remote(name)
+        except Exception as error:
+            logger.warning(f"Old steps stay in {self._steps.url}: {error}")
 
     # restore -------------------------------------------------------------------------------------
 
@@ -765,7 +753,7 @@ class TrainingCheckpoints:
     def _best_last(self) -> list[StepName]:
         if self._best is None:
             raise ConfigError('"best": keep= has no Best(...), which names the metric.')
-        manifests = dict(self._manifests)
+        manifests = self._manifests
         if self._copies:
             manifests = self._steps.remote_manifests()[0] | manifests
         for name in left_behind(manifests):
@@ -799,13 +787,12 @@ class TrainingCheckpoints:
         self._newest = next(reversed(names), self._last)
         for name in reversed(choose(names)):
             damage = self._damage(name)
-            while not damage and self._differs(name):
-                damage = self._damage(name, differs=True)
             if not damage:
+                self._damaged.discard(name)
                 self._steps.training = self._steps.manifest(name)["training"]
                 return name, passed
             passed.append(f"{name}: {damage}")
-            self._manifests.pop(name, None)
+            self._damaged.add(name)
             if self._ranks.rank == 0:
                 logger.warning(f"{name} is passed over: {damage}")
         if not passed:
@@ -820,10 +807,9 @@ class TrainingCheckpoints:
         with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
             self._steps.lock()
             self._unlock_unless_claimed()
-        for name in self._steps.names():
-            with suppress(CheckpointCorrupt):
-                self._manifests[name] = self._steps.manifest(name)
-                self._steps.training = self._manifests[name]["training"]
+        manifests = self._steps.manifests()
+        if manifests:
+            self._steps.training = manifests[max(manifests)]["training"]
         return self._listed()
 
     def _listed(self) -> list[StepName]:
@@ -837,15 +823,19 @@ class TrainingCheckpoints:
             logger.warning(why)
             return names
 
-    def _differs(self, name: StepName) -> bool:
-        """Returns whether nodes made the step apart, as one that was lost and is back."""
-        manifests = self._ranks.together(partial(self._steps.manifest, name))
-        return len({manifest.get("save") for manifest in manifests}) > 1
-
-    def _damage(self, name: StepName, differs: bool = False) -> str:
+    def _damage(self, name: StepName) -> str:
         """Returns why a folder's copy of the step cannot be used."""
-        found = self._ranks.together(partial(self._own_damage, name, differs))
-        return next(filter(None, found), "")
+        differs = False
+        while True:
+            found = self._ranks.together(partial(self._own_damage, name, differs))
+            damage = next(filter(None, found), "")
+            if damage:
+                return damage
+            # Nodes may have made the step apart, as one that was lost and is back.
+            manifests = self._ranks.together(partial(self._steps.manifest, name))
+            differs = len({manifest.get("save") for manifest in manifests}) > 1
+            if not differs:
+                return ""
 
     def _own_damage(self, name: StepName, differs: bool) -> str:
         """Fetches a copy that is missing or differs from the remote.
@@ -855,23 +845,19 @@ class TrainingCheckpoints:
         """
         if not self._is_owner:
             return ""
+        damage = "It is not the same save on all nodes."
         try:
-            try:
-                if differs:
-                    raise CheckpointCorrupt("It is not the same save on all nodes.")
-                self._steps.check(name)
-            except CheckpointCorrupt as damaged:
-                if self._steps.store is None:
-                    return str(damaged)
+            if not differs:
+                damage = self._steps.damage(name)
+            if damage and self._steps.store is not None:
                 self._steps.lock()
-                try:
-                    READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
-                except CheckpointCorrupt as error:
-                    return f"{damaged} {error}"
-            self._manifests[name] = self._steps.manifest(name)
+                READING.run(partial(self._steps.fetch, name), f"{name} cannot be fetched")
+                return ""
+        except CheckpointCorrupt as error:
+            return f"{damage} {error}"
         except Exception as error:
             raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
-        return ""
+        return damage
 
     def _load(
         self,
@@ -1026,7 +1012,10 @@ class TrainingCheckpoints:
         self._steps.back_to = old.step
         if self._is_owner:
             self._uploading.join()
-            self._replace_newer(new)
+            self._publish(new)
+            for name in self._steps.names():
+                if is_left_behind(name, new):
+                    self._steps.remove(name)
             self._not_saved = None
             if self._copies:
                 self._uploading.start(self._upload)
@@ -1043,13 +1032,6 @@ class TrainingCheckpoints:
         manifest = self._steps.manifest(old)
         contents: Contents = {file: blocks(source / file) for file in manifest["files"]}
         self._steps.write(new, contents | changed, manifest["metrics"], back)
-
-    def _replace_newer(self, new: StepName) -> None:
-        self._manifests[new] = self._steps.publish(new)
-        for name in self._steps.names():
-            if is_left_behind(name, new):
-                self._steps.remove(name)
-                self._manifests.pop(name, None)
 
 
 _not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()

@@ -36,7 +36,7 @@ from datatrove_ckpt.common.formatting import parse_bytes
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.readers.tables import Numbers
+from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.blocks import FilesReader
 from datatrove_ckpt.torch.index import Index, InputRow, RowSource, json_row
 from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
@@ -355,8 +355,6 @@ class ReaderDataset(StatefulIterable):
             raise ConfigError(
                 f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}."
             )
-        if isinstance(columns, str):
-            raise ConfigError(f"columns must be a list, such as [{columns!r}].")
         if not isinstance(reader, FilesReader):
             raise ConfigError(
                 f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "

@@ -26,10 +26,10 @@ from xxhash import xxh3_64_hexdigest
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
-from datatrove_ckpt.readers.tables import Numbers, take_rows
-from datatrove_ckpt.torch.block_file import Rows
+from datatrove_ckpt.readers.table_files import Numbers, take_rows
 from datatrove_ckpt.torch.blocks import Block, BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
 

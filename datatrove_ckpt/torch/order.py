@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
-from datatrove_ckpt.readers.tables import Numbers
+from datatrove_ckpt.readers.table_files import Numbers
 
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.blocks import Block

@@ -24,10 +24,10 @@ from loguru import logger
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.readers.block_file import FileIndex, Group
 from datatrove_ckpt.readers.inputs import Inputs
-from datatrove_ckpt.torch.block_file import FileIndex, Group
 
-_VERSION = 2
+_VERSION = 3
 _SAVE_SECONDS = 30.0
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 """Names that file systems have for the time of the last change."""
@@ -97,9 +97,8 @@ class RowCounts:
         found = self._files.get(self._inputs.names[number])
         with suppress(KeyError, TypeError, ValueError):
             if found and found["key"] == self.key(number):
-                groups = zip(found["rows"], found["bytes"], strict=True)
-                parts = tuple(Group(int(rows), int(size)) for rows, size in groups)
-                return FileIndex(parts, bool(found["sequential"]), b64decode(found["schema"]))
+                groups = tuple(Group(*group) for group in found["groups"])
+                return FileIndex(groups, found["sequential"], b64decode(found["schema"]))
         return None
 
     def put(self, number: int, index: FileIndex) -> None:
@@ -108,8 +107,7 @@ class RowCounts:
             return
         entry = {
             "key": key,
-            "rows": [group.rows for group in index.groups],
-            "bytes": [group.bytes for group in index.groups],
+            "groups": [list(group) for group in index.groups],
             "sequential": index.sequential,
             "schema": b64encode(index.schema).decode(),
         }

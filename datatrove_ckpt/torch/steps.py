@@ -27,6 +27,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     check_files,
     opened,
     read_manifest,
+    readable,
     sealed,
     size_and_hash,
     step_names,
@@ -124,13 +125,13 @@ class Steps:
         name: StepName,
         contents: Contents,
         metrics: dict[str, float],
-        of: Manifest | None = None,
+        of: Manifest,
     ) -> None:
         """Completes the staged step: hashes and syncs its files, writes the contents, and writes
         the manifest last.
 
         Args:
-            of: what the manifest has in place of the usual; all of it, if this is a copy.
+            of: what the manifest has in place of the usual.
         """
         staging = self.folder / f".saving-{name}"
         entries = dict[str, Entry]()
@@ -147,18 +148,20 @@ class Steps:
             "rollbacks": name.rollbacks,
             "back_to": self.back_to,
         }
-        manifest |= {"at": time.time(), "metrics": metrics, **(of or {}), "files": entries}
+        manifest |= {"at": time.time(), "metrics": metrics, **of, "files": entries}
+        self._complete(staging, manifest)
+
+    def _complete(self, staging: Path, manifest: Manifest) -> None:
         files.disk.write_new(staging / MANIFEST, [sealed(manifest)], files.PUBLIC_FILE)
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             files.disk.sync_dir(folder)
 
-    def publish(self, name: StepName) -> Manifest:
+    def publish(self, name: StepName) -> None:
         staging = self.folder / f".saving-{name}"
         old = self._set_aside(name, "old")
         files.disk.rename(staging, self.folder / str(name))
         files.disk.sync_dir(self.folder)
         files.disk.remove_tree(old)
-        return self.manifest(name)
 
     def remove(self, name: StepName) -> None:
         files.disk.remove_tree(self._set_aside(name, "removed"))
@@ -179,10 +182,20 @@ class Steps:
         """Raises what ``read_manifest`` raises."""
         return read_manifest(self.folder, name)
 
-    def check(self, name: StepName) -> None:
-        """Raises what ``check_files`` and ``check_training`` raise."""
-        check_files(self.folder, name)
-        self.check_training(self.manifest(name), str(self.folder / str(name)))
+    def manifests(self) -> dict[StepName, Manifest]:
+        return readable(self.names(), self.manifest)
+
+    def damage(self, name: StepName) -> str:
+        """Returns why the step in the folder cannot be used; "": it is whole.
+
+        Raises what ``check_files`` and ``check_training`` raise, but CheckpointCorrupt.
+        """
+        try:
+            check_files(self.folder, name)
+            self.check_training(self.manifest(name), str(self.folder / str(name)))
+        except CheckpointCorrupt as error:
+            return str(error)
+        return ""
 
     def check_training(self, manifest: Manifest, where: str) -> None:
         """Raises CheckpointCorrupt if a step is of another training."""
@@ -211,9 +224,9 @@ class Steps:
     # remote --------------------------------------------------------------------------------------
 
     def upload(self, name: StepName) -> None:
-        self._remote.remove(f"{name}/{MANIFEST}")
+        self._remote.delete(f"{name}/{MANIFEST}")
         for file in self.manifest(name)["files"]:
-            self._remote.put_file(f"{name}/{file}", self.folder / str(name) / file)
+            self._remote.put(f"{name}/{file}", self.folder / str(name) / file)
         self._remote.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
 
     def remote_names(self) -> list[StepName]:
@@ -223,22 +236,14 @@ class Steps:
 
     def remote_manifests(self) -> tuple[dict[StepName, Manifest], set[StepName]]:
         """Returns the manifests of complete steps, and the names of incomplete ones."""
-        found = dict[StepName, Manifest]()
-        incomplete = set[StepName]()
-        for name in self.remote_names():
-            try:
-                found[name] = self.remote_manifest(name)
-            except CheckpointCorrupt:
-                incomplete.add(name)
-        return found, incomplete
+        names = self.remote_names()
+        found = readable(names, self.remote_manifest)
+        return found, set(names) - found.keys()
 
     def remote_manifest(self, name: StepName) -> Manifest:
         """Raises CheckpointCorrupt if the manifest is missing or damaged."""
         data = self._remote.read(f"{name}/{MANIFEST}", 64 << 20)
-        where = f"{self.url}/{name}/{MANIFEST}"
-        if data is None:
-            raise CheckpointCorrupt(f"{where} is missing.")
-        return opened(data, where, name)
+        return opened(data, f"{self.url}/{name}/{MANIFEST}", name)
 
     def refuse_others(self, there: dict[StepName, Manifest]) -> None:
         """Raises ConfigError if a step in the remote is of another training."""
@@ -268,21 +273,21 @@ class Steps:
         try:
             for file, entry in manifest["files"].items():
                 files.disk.make_dirs((staging / file).parent)
-                if _write(staging / file, self._remote.get_file(f"{name}/{file}")) != entry:
+                if _write(staging / file, self._remote.blocks(f"{name}/{file}")) != entry:
                     raise CheckpointCorrupt(
                         f"{self.url}/{name}/{file} has not the bytes it was saved with."
                     )
-        except Exception as error:
+            self._complete(staging, manifest)
+        except FileNotFoundError as error:
+            raise CheckpointCorrupt(f"{self.url}/{name} lacks a file: {error}.") from error
+        else:
+            self.publish(name)
+        finally:
             self.abandon(name)
-            if isinstance(error, FileNotFoundError):
-                raise CheckpointCorrupt(f"{self.url}/{name} lacks a file: {error}.") from error
-            raise
-        self.write(name, {}, {}, manifest)
-        self.publish(name)
 
     def remove_remote(self, name: StepName) -> None:
-        self._remote.remove(f"{name}/{MANIFEST}")
-        self._remote.remove_below(str(name))
+        self._remote.delete(f"{name}/{MANIFEST}")
+        self._remote.delete_tree(str(name))
 
 
 def _release(lock: files.Lock, pid: int) -> None:

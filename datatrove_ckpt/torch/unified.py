@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.errors import ConfigError, InputError
-from datatrove_ckpt.torch.block_file import check_columns
+from datatrove_ckpt.readers.block_file import check_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -236,8 +236,6 @@ SHAPES = {
 
 TYPES = {
     "path": type(PurePosixPath(".")),
-    "optional": type(Optional[int]),
-    "union": type(int | None),
     "zip": zipfile.Path,
     "set": type(WORDS),
     "pattern": type(re.compile("a")),

@@ -11,6 +11,7 @@ _ROUTES = [
     (method, kind, re.compile(f"^{pattern}$"))
     for method, kind, pattern in (
         ("GET", "whoami", r"/api/whoami-v2"),
+        ("POST", "card-check", r"/api/validate-yaml"),
         ("POST", "job-run", _JOB),
         ("GET", "job-list", _JOB),
         ("GET", "job-inspect", _JOB + r"/(?P<id>\w+)"),

@@ -34,8 +34,9 @@ from datatrove_ckpt.errors import (
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
-from datatrove_ckpt.mirror import mirror, object_store
+from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
+from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
@@ -72,16 +73,18 @@ def expected():
         return outputs(Path(folder) / "output")
 
 
-class Refusing(object_store.Effects):
-    """A remote that refuses what has this in its path."""
+PUT = ObjectStore.put
 
-    def __init__(self, error, part=""):
-        self._error, self._part = error, part
 
-    def put(self, fs, path, data):
-        if self._part in path:
-            raise self._error
-        super().put(fs, path, data)
+def refusing(error, part=""):
+    """Puts to a remote that refuses names with this part."""
+
+    def put(store, name, content):
+        if part in name:
+            raise error
+        PUT(store, name, content)
+
+    return put
 
 
 UNREACHABLE = Mock(side_effect=ConnectionError("no route to host"))
@@ -195,7 +198,7 @@ def test_without_a_node_and_without_a_mirror_to_read_the_run_is_refused(
     job, monkeypatch, log, server
 ):
     job.run_until("text 4 again")
-    monkeypatch.setattr(object_store.ObjectStore, "names", UNREACHABLE)
+    monkeypatch.setattr(ObjectStore, "names", UNREACHABLE)
     job.run(server)
     assert any("Could not read the mirror" in line and "Continuing with" in line for line in log)
     job.lose_the_node()
@@ -471,7 +474,7 @@ def test_what_another_node_published_before_its_first_version_belongs_to_the_run
 ):
     job.run_until("text 4")
     with monkeypatch.context() as patched:
-        patched.setattr(object_store, "effects", Refusing(ConnectionError("503"), "/generation-"))
+        patched.setattr(ObjectStore, "put", refusing(ConnectionError("503"), "generation-"))
         job.on_another_node().run(server)
     assert outputs(job.folder / "output") == expected
     server.asked.clear()
@@ -480,7 +483,7 @@ def test_what_another_node_published_before_its_first_version_belongs_to_the_run
     assert outputs(job.folder / "output") == expected
 
 
-class OwnedLate(object_store.Effects):
+class OwnedLate:
     """A remote that lets no process own it until one publishes, or waits before it does."""
 
     def __init__(self, folder, monkeypatch):
@@ -495,11 +498,11 @@ class OwnedLate(object_store.Effects):
 
         monkeypatch.setattr(mirror.RemoteMirror, "_wait_for_look", noted)
 
-    def put(self, fs, path, data):
-        if "/claim-" in path:
+    def put(self, store, name, content):
+        if name.startswith("claim-"):
             until(lambda: self._waits.is_set() or self._is_published())
             self.was_published |= self._is_published()
-        super().put(fs, path, data)
+        PUT(store, name, content)
 
     def _is_published(self):
         return len(outputs(self._folder)) > 1
@@ -510,37 +513,36 @@ def test_a_node_that_took_a_task_over_owns_its_mirror_before_it_publishes(
 ):
     job.run_until("text 4")
     late = OwnedLate(job.folder / "output", monkeypatch)
-    monkeypatch.setattr(object_store, "effects", late)
+    monkeypatch.setattr(ObjectStore, "put", lambda *given: late.put(*given))
     job.on_another_node().run(server)
     assert not late.was_published
     assert outputs(job.folder / "output") == expected
 
 
-class FailingOnce(object_store.Effects):
+class FailingOnce:
     """A remote that refuses the first version once, and the second one always."""
 
     def __init__(self):
         self.refused = False
 
-    def put(self, fs, path, data):
-        name = path.rpartition("/")[2]
+    def put(self, store, name, content):
         if name.startswith("generation") and (not self.refused or "-00000001-" not in name):
             self.refused = True
             raise ConnectionError("503")
-        super().put(fs, path, data)
+        PUT(store, name, content)
 
 
 # mirroring ---------------------------------------------------------------------------------------
 
 
-class Hanging(object_store.Effects):
+class Hanging:
     """A remote that never answers."""
 
     def __init__(self):
         self.hangs = threading.Event()
         self.release = threading.Event()
 
-    def put(self, fs, path, data):
+    def put(self, store, name, content):
         self.hangs.set()
         self.release.wait(1200)
         raise ConnectionError("after a long time")
@@ -551,7 +553,8 @@ def test_a_first_version_that_failed_once_is_written_before_any_object(
 ):
     """Objects without any version would be taken for damage."""
     with monkeypatch.context() as failing:
-        failing.setattr(object_store, "effects", FailingOnce())
+        once = FailingOnce()
+        failing.setattr(ObjectStore, "put", lambda *given: once.put(*given))
         with FakeServer() as server:
             job.run(server, mirror_seconds=0.01)
     assert any("ConnectionError: 503" in line for line in log)
@@ -577,7 +580,7 @@ def test_output_is_published_while_the_mirror_does_not_say_whose_it_is(
             )
         )
         # In this order: no slow look of before may count as one without an answer.
-        monkeypatch.setattr(object_store.ObjectStore, "names", UNREACHABLE)
+        monkeypatch.setattr(ObjectStore, "names", UNREACHABLE)
         monkeypatch.setattr(mirror, "_LOOK_SECONDS", 0.2)
         server.release()
         running.join(300)
@@ -592,7 +595,7 @@ def test_a_bucket_that_does_not_exist_ends_the_run_instead_of_mirroring_nothing_
     job, monkeypatch
 ):
     missing = FileNotFoundError("The specified bucket does not exist")  # as fsspec reports it
-    monkeypatch.setattr(object_store, "effects", Refusing(missing))
+    monkeypatch.setattr(ObjectStore, "put", refusing(missing))
     with FakeServer(hold_after=3) as server:  # it ends although the run could go on for ever
         with pytest.raises(
             ConfigError,
@@ -612,15 +615,16 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
 ):
     """Without one, the next node would take the output for another job's."""
 
-    class Full(object_store.Effects):
-        def put(self, fs, path, data):
-            super().put(fs, path, data[: len(data) // 2])
-            raise OSError(errno.ENOSPC, "No space left on device", path)
+    write = ObjectStore._write
+
+    def full(store, path, content):
+        write(store, path, content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device", path)
 
     policy("STORAGE", patience=0.2)
     server._delay = lambda payload, times: until(lambda: "No space left" in "".join(log)) or 0.0
     with monkeypatch.context() as patch:
-        patch.setattr(object_store, "effects", Full())
+        patch.setattr(ObjectStore, "_write", full)
         patch.setattr(mirror, "STOP_SECONDS", 0.1)
         with pytest.raises(
             StorageFailed,
@@ -636,9 +640,11 @@ def test_no_output_appears_before_the_first_version_and_a_full_folder_keeps_no_p
 
 
 def test_an_object_that_may_not_be_replaced_stays(tmp_path, monkeypatch):
-    store = object_store.ObjectStore(str(tmp_path))
+    store = ObjectStore(str(tmp_path))
     store.put("job.json", b"whole")
-    monkeypatch.setattr(object_store, "effects", Refusing(PermissionError("Permission denied")))
+    monkeypatch.setattr(
+        ObjectStore, "_write", Mock(side_effect=PermissionError("Permission denied"))
+    )
     with pytest.raises(PermissionError):
         store.put("job.json", b"new")
     assert store.read("job.json", 9) == b"whole"
@@ -657,7 +663,7 @@ def test_a_mirror_that_was_given_up_takes_no_ownership_any_more(job, monkeypatch
         return snapshot
 
     monkeypatch.setattr(OpenCheckpoint, "snapshot", late)
-    monkeypatch.setattr(object_store.Effects, "put", lambda self, fs, path, data: put.append(path))
+    monkeypatch.setattr(ObjectStore, "put", lambda self, name, content: put.append(name))
     policy("STORAGE", patience=0.2)
     with (
         FakeServer(delay=lambda payload, times: float(not asked.wait(300))) as server,
@@ -717,7 +723,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
         until(lambda: len(mirrored) == 2)
         restore(f"{job.remote}/00000", job.folder / "scratch")
         assert answered(job.folder / "scratch") == up_to("text 1 again")
-        monkeypatch.setattr(object_store, "effects", hanging)
+        monkeypatch.setattr(ObjectStore, "put", lambda *given: hanging.put(*given))
         server.release()
         running.join(300)
         assert not running.is_alive()

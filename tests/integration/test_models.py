@@ -260,7 +260,7 @@ def test_a_yaml_file_names_models(job, command):
     ("override", "said"),
     [
         ("judge.tpp=2", 'pipeline[1] InferenceRunner.config.judge: unknown key "tpp"'),
-        ("judge.gpus=-1", "gpus: must be >= 0; it is -1"),
+        ("judge.gpus=-1", "gpus: -1 is not a whole number >= 0"),
     ],
 )
 def test_a_mistake_in_a_model_is_one_line(job, command, override, said):

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget
 from tests.yaml_jobs import endpoint, job_yaml, write_job
@@ -157,7 +157,7 @@ def test_a_mirror_that_cannot_be_read_costs_no_file_that_another_node_has_writte
     before = cluster.files()
     with monkeypatch.context() as patched:
         unreachable = Mock(side_effect=ConnectionError("no route to host"))
-        patched.setattr(object_store.ObjectStore, "names", unreachable)
+        patched.setattr(ObjectStore, "names", unreachable)
         error = cluster("a", "run", code=1).error
     assert "mirror could not be read, keep them until it can be" in error
     said = command("verify", cluster.disk("a"), code=1)

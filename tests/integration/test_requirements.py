@@ -113,7 +113,7 @@ def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused, ke
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number of tokens, 1 or more."),
+        ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number >= 1."),
         ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),
         ({"stream": True}, ".stream: answers are read as a whole; remove it."),
     ],
@@ -148,6 +148,6 @@ def test_a_mirror_in_the_checkpoints_themselves_is_refused(tmp_path, server, pla
     """It would be no copy, and a run would say nothing of it."""
     with pytest.raises(
         ConfigError,
-        match="checkpoints_remote_dir: is the folder of the checkpoints itself, so it would be",
+        match="checkpoints_remote_dir: is this run's own",
     ):
         runner(tmp_path, server, checkpoints_remote_dir=place.format(tmp_path / "checkpoints"))

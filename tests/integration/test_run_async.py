@@ -2,15 +2,16 @@
 
 import asyncio
 import inspect
+import os
+import signal
 import threading
 
 import pytest
 from datatrove.pipeline.inference import run_inference as theirs
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, documents, run_job, runner
+from tests.jobs import ask, documents, rows, run_job, runner
 from tests.patience import until_async
 
 
@@ -121,20 +122,42 @@ async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tm
     assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
 
 
-def test_run_and_the_executors_run_are_refused_inside_a_running_loop(tmp_path, server):
-    """As in a notebook's cell.
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_run_works_inside_a_running_loop(tmp_path, server, loop):
+    """As in a notebook's cell, whose loop stands still meanwhile."""
+    factory = pytest.importorskip("uvloop").new_event_loop if loop == "uvloop" else None
+    step = runner(tmp_path / "step", server)
+    pipeline = [documents(2), runner(tmp_path / "executor", server)]
+    executor = LocalPipelineExecutor(pipeline, logging_dir=str(tmp_path / "logs"))
 
-    A coroutine that nobody awaits would be a warning, and so an error here.
-    """
+    async def cell():
+        ours = asyncio.current_task()
+        step.run(documents(2))
+        executor.run()
+        await asyncio.sleep(0)
+        assert asyncio.current_task() is ours
 
-    async def main(run):
-        with pytest.raises(ConfigError, match=r"await runner.run_async\("):
-            run()
+    with asyncio.Runner(loop_factory=factory) as outer:
+        outer.run(cell())
+    for name in ("step", "executor"):
+        assert len(rows(tmp_path / name)) == 2
 
-    step = runner(tmp_path, server)
-    executor = LocalPipelineExecutor([documents(2), step], logging_dir=str(tmp_path / "logs"))
-    before = list(tmp_path.rglob("*"))
-    asyncio.run(main(executor.run))
-    asyncio.run(main(lambda: step.run(documents(2))))
-    assert list(tmp_path.rglob("*")) == before
-    assert not server.payloads
+
+async def test_a_signal_drains_a_run_inside_a_running_loop(tmp_path):
+    """A cell that is interrupted raises KeyboardInterrupt; run again, it does the rest."""
+
+    async def rollout(document, generate):
+        answer = await ask(document, generate)
+        if server.asked.total() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as Jupyter's kernel does
+    with FakeServer() as server:
+        step = runner(tmp_path, server, rollout, config={"max_concurrent_documents": 1})
+        with pytest.raises(KeyboardInterrupt):
+            step.run(documents(3))
+        assert server.asked.total() == 1
+        step.run(documents(3))
+        assert set(server.asked.values()) == {1}
+    assert len(rows(tmp_path)) == 3

@@ -182,26 +182,19 @@ MISTAKES = (
     "--max-completion-tokens=8",
     "--base-url=http://x",
     "--tensor-parallel-size=4",
-    "--n=3",
-    "--choice=yes,no",
     "--json-schema=@nowhere.json",
     "--json-schema=@documents/a.jsonl",
     "--run-folder",
     "--limit --prompt x",
-    "--dryrun",
-    "--sampel 5",
     "b.jsonl c.jsonl",
     "--prompt.x=1",
     "--top-k 5",
-    "--response-format '{type: json_object}'",
     "--carried-parts 2",
     "--rollout words.tell --prompt null --max-chars 9",
     "--rollout ./words.py:tell --prompt null",
     "--rollout words.py --prompt null",
     "--choice 'Sport, News'",
     "--json-schema schema.json",
-    "--json-schema @nowhere.json",
-    "--json-schema @job.yaml",
     "--monitoring '{port: 9}'",
 )
 
@@ -248,8 +241,8 @@ def test_what_cannot_work_is_one_line(capsys):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"prompt": {"text": None}}, "prompt: is a mapping, no text. Put it in quotes"),
-        ({"input": ["documents/a.jsonl"]}, "input: takes one path; several files are a pattern"),
+        ({"prompt": {"text": None}}, "prompt: .* is not a text"),
+        ({"input": ["documents/a.jsonl"]}, "input: .* is not a text"),
         ({"input": "https://user:word@b c/x.jsonl"}, r"b c cannot be listed"),
         ({"input": None}, 'job.yaml: missing key "input"'),
     ],
@@ -814,7 +807,7 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
         command(*run, code=1)
         fails.clear()
         given(rows + rows)
-        assert "standard input differs from runs/x/input/stdin.jsonl" in command(*run, code=2).error
+        assert "differ from runs/x/input/stdin.jsonl" in command(*run, code=2).error
         given(b"")
         command(*run)
         given(rows)
@@ -829,13 +822,6 @@ def test_a_parameter_with_a_typing_error_is_named_before_a_request(command, log)
     command("run", "job.yaml", "--dry-run", "--generation-params={max_tokenz: 5}")
     (warning,) = [line for line in log if line.startswith("WARNING")]
     assert "'max_tokenz' is not one that we know, did you mean \"max_tokens\"?" in warning
-
-
-def test_a_schema_is_read_from_a_file():
-    schema = {"type": "object", "required": ["a"]}
-    Path("schema.json").write_text(json.dumps(schema, indent=1))
-    found = expanded("--json-schema=@schema.json")["runner"]["rollout_fn"]["init_args"]
-    assert found["json_schema"] == schema
 
 
 def test_a_retry_without_a_dead_letter_says_so(command, server):

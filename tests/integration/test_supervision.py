@@ -192,8 +192,8 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
         assert (
             run.servers.supervisors[0].restarts,
-            run.client.stats.resent,
-            run.client.stats.retries,
+            run.client.sender.work.resent,
+            run.client.sender.work.retries,
         ) == (
             1,
             3,
@@ -349,7 +349,7 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
 async def test_a_dead_engine_behind_a_running_process_is_restarted(what):
     async with running(config()) as run:
         assert await run.texts([run.ask(what)]) == [what]
-        assert (run.servers.supervisors[0].restarts, run.client.stats.resent) == (1, 1)
+        assert (run.servers.supervisors[0].restarts, run.client.sender.work.resent) == (1, 1)
 
 
 async def test_a_server_that_dies_too_often_ends_the_run_with_its_last_words():
@@ -381,7 +381,7 @@ async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(
         await until_async(lambda: sum(asked().values()) == 6)
         open_gate()
         assert {(await task).text.split()[0] for task in tasks} == {str(alive)}
-        assert run.client.stats.resent == 2
+        assert run.client.sender.work.resent == 2
 
 
 @pytest.mark.slow

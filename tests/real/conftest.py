@@ -1,9 +1,11 @@
 """Fixtures of the tests of training loops."""
 
+from pathlib import Path
+
 import pytest
 from loguru import logger
 
-from datatrove_ckpt.mirror import object_store
+from datatrove_ckpt.mirror.object_store import ObjectStore
 
 
 @pytest.fixture
@@ -18,13 +20,14 @@ def warned():
 @pytest.fixture
 def before_copy(monkeypatch):
     """``before_copy(call)`` calls it before each file is copied to a remote."""
-    put_file = object_store.Effects.put_file
+    put = ObjectStore.put
 
     def replace(call):
-        def put(effects, fs, path, file):
-            call()
-            put_file(effects, fs, path, file)
+        def watched(store, name, content):
+            if isinstance(content, Path):
+                call()
+            put(store, name, content)
 
-        monkeypatch.setattr(object_store.Effects, "put_file", put)
+        monkeypatch.setattr(ObjectStore, "put", watched)
 
     return replace

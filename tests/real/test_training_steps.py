@@ -139,13 +139,13 @@ def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_p
     with opened(tmp_path) as training:
         assert training.restore(model=model) == 50
         evaluator = opened(tmp_path)
-        check = evaluator._steps.check
+        damage = evaluator._steps.damage
 
         def check_during_a_save(name):
             training.save(60, model=model)
-            check(name)
+            return damage(name)
 
-        monkeypatch.setattr(evaluator._steps, "check", check_during_a_save)
+        monkeypatch.setattr(evaluator._steps, "damage", check_during_a_save)
         assert evaluator.restore(30, model=model_of(0), weights_only=True) == 30
     events = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
     assert [event["event"] for event in events][-2:] == ["restored", "saved"]
@@ -174,39 +174,6 @@ def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch
         assert saved.failure is None
         assert not saved.maybe_save(103, model=model)
     assert saved.steps() == [102]
-
-
-def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatch, warned):
-    with opened(tmp_path) as saved:
-        saved.save(10, model=model_of(1))
-        file = Path(tmp_path, "step-00000010/states/model.pt")
-        file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
-        assert warned == []
-        monkeypatch.setattr(module, "_CHECK_SECONDS", 0.0)
-        saved.save(20, model=model_of(1))
-    assert "step-00000010 is damaged: " in warned[0]
-    assert "has not the bytes it was saved with" in warned[0]
-    assert len(warned) == 1
-
-
-def test_kept_steps_of_a_training_that_is_started_each_day_are_checked(
-    tmp_path, monkeypatch, warned
-):
-    keep = Last(1) | Every(10)
-    with opened(tmp_path, keep=keep) as saved:
-        saved.save(10, model=model_of(1))
-        saved.save(11, model=model_of(1))
-    file = Path(tmp_path, "step-00000010/states/model.pt")
-    file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
-    now = time.time()
-    for day in (0.5, 1.2, 1.7, 2.4):
-        moment = now + day * 86400
-        monkeypatch.setattr(module.time, "time", lambda moment=moment: moment)
-        with opened(tmp_path, keep=keep) as saved:
-            saved.restore()
-            saved.save(round(10 * day) + 12, model=model_of(1))
-        found = [line for line in warned if "step-00000010 is damaged" in line]
-        assert len(found) == int(day)
 
 
 def test_a_state_that_grows_is_saved_as_it_is(tmp_path):

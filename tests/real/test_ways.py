@@ -205,7 +205,7 @@ async def test_a_text_that_is_too_long_for_llamacpp_is_refused_once():
                 await client.complete(
                     json.dumps({"input": text}).encode(), way_to("/v1/embeddings")
                 )
-        assert client.stats.retries == 0
+        assert client.sender.work.retries == 0
 
 
 @needs_weights

@@ -12,8 +12,9 @@ from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     JsonlReader,
+    jsonl,
 )
-from datatrove_ckpt.torch import block_file, blocks
+from datatrove_ckpt.torch import blocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from tests.unit.tables import reader_of, write_table
 
@@ -32,8 +33,8 @@ SIZES = [40, 0, 25, 35]
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "MAX_ROWS", 6)
-    monkeypatch.setattr(block_file, "GROUP_BYTES", 1000)
-    monkeypatch.setattr(block_file, "_SKIP_BYTES", 300)
+    monkeypatch.setattr(jsonl, "PART_BYTES", 1000)
+    monkeypatch.setattr(jsonl, "_SKIP_BYTES", 300)
 
 
 def _tables():
@@ -181,7 +182,7 @@ ODD = [
 @pytest.mark.parametrize("size", [1, 64, 10_000])
 @pytest.mark.parametrize("lines", [ODD, ODD[::-1], [b"\n", b'{"text": "x"}', b"\n"]])
 def test_a_row_is_a_line_that_is_not_blank(tmp_path, monkeypatch, size, lines):
-    monkeypatch.setattr(block_file, "GROUP_BYTES", size)
+    monkeypatch.setattr(jsonl, "PART_BYTES", size)
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
     found = BlockInput(JsonlReader(tmp_path.as_posix()))

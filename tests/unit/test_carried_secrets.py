@@ -109,7 +109,7 @@ def test_what_holds_a_secret_stays_behind_and_what_only_sounds_like_one_does_not
     assert sorted(found.left) == LEFT
     assert sorted(found.values) == ["EOS_TOKEN", "Fine", "PROMPT", "SPECIAL"]
     assert "Settings.password, Settings.url" in found.left["Settings"]
-    assert "default(token=)" in found.left["default"]
+    assert "default.token" in found.left["default"]
     assert "Client.api_key" in found.left["client"]
     pickled = dill.dumps(step_of(tmp_path, script.rollout))
     assert [secret for secret in SECRETS if secret.encode() in pickled] == []
@@ -120,10 +120,10 @@ ROLLOUTS = {
     "object": (lambda script: script.Client(api_key="objapikey123456"), "Client.api_key"),
     "class": (
         lambda script: functools.partial(script.plain, settings=script.Settings),
-        "Settings.password",
+        "password",
     ),
-    "default": (lambda script: script.asks, "asks(api_key=)"),
-    "closure": (lambda script: script.make("objapikey123456"), "make.<locals>.rollout(api_key=)"),
+    "default": (lambda script: script.asks, "asks.api_key"),
+    "closure": (lambda script: script.make("objapikey123456"), "make.<locals>.rollout.api_key"),
     "partial": (
         lambda script: functools.partial(script.plain, api_key="objapikey123456"),
         "functools.partial.api_key",

@@ -27,7 +27,7 @@ from datatrove_ckpt.claims.claims import (
     claimants,
     given_up,
     new_owner,
-    open_reader,
+    open_store,
 )
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.errors import CheckpointLocked
@@ -342,7 +342,7 @@ def test_a_process_without_claims_sees_who_has_which_ranks_and_changes_nothing(j
     before = sorted(tmp_path.rglob("*"))
     reader = ObjectClaims(f"file://{tmp_path}/claims", "", 0.0)
     if isinstance(first.store, DiskClaims):
-        reader = open_reader(str(tmp_path / "claims"))
+        reader = open_store(str(tmp_path / "claims"))
     at_work = [claimant for claimant in claimants(reader) if claimant.is_alive]
     assert sorted(claimant.ranks for claimant in at_work) == [[], [0, 1]]
     assert {claimant.process for claimant in at_work} == {
@@ -527,14 +527,14 @@ class Objects:
         self.content[name] = data, self.now
         self._changed()
 
-    def remove(self, name):
+    def delete(self, name):
         self.content.pop(name, None)
         self._changed()
 
     def read(self, name, most):
         return self.content.get(name, (None, 0.0))[0]
 
-    def times(self, folder=""):
+    def names(self, folder=""):
         """Those of some changes ago."""
         seen = self._listings[-1 - self.lag] if self.lag < len(self._listings) else {}
         found = {name.rpartition("/")[::2]: at for name, at in seen.items()}

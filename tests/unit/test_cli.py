@@ -118,7 +118,7 @@ def test_where_text_is_taken_a_value_of_the_command_line_is_that_text(run, overr
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not a whole number.'),
+        ("--executor.tasks=many", 'executor LocalPipelineExecutor: tasks: "many" is not a whole number >= 1.'),
         ("--pipeline.2.config.api_key=hunter2",
          "--pipeline.2.config.api_key: other users can see command lines; export the key and name "
          "its variable in api_key_env."),

@@ -13,12 +13,12 @@ import zlib
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from email.utils import formatdate
-from types import SimpleNamespace
 
 import orjson
 import pytest
 
 from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CkptError,
@@ -196,7 +196,8 @@ class Outcome:
                 self.result = await client.complete(BODY)
             except CkptError as error:
                 self.result = error
-            self.stats = client.stats
+            self.client = client
+            self.work = client.sender.work
 
 
 def fails(fault, is_due=lambda: True):
@@ -348,7 +349,7 @@ def test_a_server_that_refuses_every_request_is_asked_once(status):
         "the endpoint's URL" if status < 401 else "",
     ):
         assert word in str(outcome.result)
-    assert outcome.stats.errors == {f"HTTP {status}": 1}
+    assert outcome.work.errors == {f"HTTP {status}": 1}
     assert len(outcome.server.requests) == 1
 
 
@@ -413,10 +414,10 @@ def test_what_may_pass_is_tried_again():
         outcome = Outcome(reply, GOOD)
         assert outcome.result == HI, name
         counts = (
-            outcome.stats.requests,
-            outcome.stats.retries,
-            outcome.stats.answers,
-            outcome.stats.in_flight,
+            outcome.work.sent,
+            outcome.work.retries,
+            outcome.client.answers,
+            outcome.client.in_flight,
         )
         assert counts == (2, 1, 1, 0), name
         assert 0 <= outcome.sleeps[0] <= 0.5
@@ -435,9 +436,9 @@ def test_a_request_that_met_a_closed_port_was_not_sent():
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         async with client_of(config(), [url], None, sleep=open_port) as client:
             assert await client.complete(BODY) == HI
-            stats = client.stats
-            assert (stats.requests, stats.retries, len(raw.requests)) == (1, 0, 1)
-            assert stats.errors == {"connection": 1}
+            work = client.sender.work
+            assert (work.sent, work.retries, len(raw.requests)) == (1, 0, 1)
+            assert work.errors == {"connection": 1}
         listeners[0].close()
         await asyncio.gather(*raw.handlers)
 
@@ -461,7 +462,7 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     assert "set accept_null_finish_reason to true" in str(outcome.result)
     # A server that is stopping has a minute to be away, and all that time nothing is believed.
     assert 60 <= sum(outcome.sleeps) < 600
-    assert outcome.stats.answers == 0
+    assert outcome.client.answers == 0
 
 
 def html(body):
@@ -654,7 +655,7 @@ async def test_failures_of_a_sick_server_are_no_mark_while_another_one_answers()
     ],
 )
 def test_at_most_one_document_of_100_and_19_in_a_row_are_at_fault(finished, at_fault, may_blame):
-    sender = Sender(work=SimpleNamespace(documents=finished))
+    sender = Sender(work=WorkCounts(documents=finished))
     sender.at_fault.update(at_fault)
     assert sender.may_blame == may_blame
 
@@ -946,8 +947,8 @@ async def test_large_answers_that_arrive_at_one_time_share_a_limit_and_all_are_a
     async with talking(large) as (_, client, _):
         answers = await asyncio.gather(*(client.complete(BODY) for _ in range(8)))
         assert [len(str(one.text)) for one in answers] == [20_000] * 8
-        assert client.stats.errors == {"connection": client.stats.retries}
-        assert client.stats.retries >= 1
+        assert client.sender.work.errors == {"connection": client.sender.work.retries}
+        assert client.sender.work.retries >= 1
     # The oldest may be whole beside what the limit holds.
     assert 20_000 < max(held) <= 50_000 + len(body)
     assert LargeAnswer._sizes == {}
@@ -977,7 +978,7 @@ async def test_a_cancelled_request_gives_its_slot_back():
         await server.arrived.acquire()
         stuck.cancel()
         await asyncio.gather(stuck, return_exceptions=True)
-        assert client.stats.in_flight == 0
+        assert client.in_flight == 0
         assert (await client.complete(BODY)).text == "hi"
 
 
@@ -1014,7 +1015,7 @@ async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():
         client.servers.mark_up(target, HiddenUrl(second), Secret("new"))
         assert (await asking).text == "right"
         assert b"Bearer new" in new.requests[0][0]
-        assert (client.stats.resent, client.stats.retries) == (1, 0)
+        assert (client.sender.work.resent, client.sender.work.retries) == (1, 0)
 
 
 async def test_a_server_that_failed_and_was_restarted_takes_requests_at_once():
@@ -1056,4 +1057,4 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         await client.servers.disconnect(target)
         client.servers.mark_up(target, HiddenUrl(second), None)
         assert (await asking).text == "right"
-        assert (client.stats.answers, client.stats.resent, client.stats.cancelled) == (1, 1, 0)
+        assert (client.answers, client.sender.work.resent, client.cancelled) == (1, 1, 0)

@@ -17,8 +17,9 @@ from datatrove_ckpt.checkpoint.history import (
     thinned,
 )
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.generation import progress
 from tests.histories import History, read_history
 

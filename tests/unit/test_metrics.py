@@ -31,7 +31,7 @@ LONG = 3600.0  # seconds: however busy the machine is
 def buckets(*values):
     found = Buckets()
     for value in values:
-        found.count(value)
+        found.add(value)
     return found
 
 

@@ -141,7 +141,7 @@ def script(tmp_path, monkeypatch):
 def test_the_names_that_a_function_of_the_script_uses_are_found(script):
     found = script_names.collect(functools.partial(script.rollout))
     assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
-    assert found.left["API_KEY"] == "it looks like a secret"
+    assert found.left["API_KEY"] == "it holds what looks like a secret (API_KEY)"
     assert (
         found.left["SETTINGS"]
         == "it holds what looks like a secret (SETTINGS.headers.Authorization)"

@@ -73,8 +73,8 @@ COMPRESS = {
 )
 def _blocks(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(jsonl, "_BLOCK", request.param)
-        monkeypatch.setattr(tables, "_CONVERTED_ROWS", 3)
+        monkeypatch.setattr(jsonl, "PART_BYTES", request.param)
+        monkeypatch.setattr(tables._TableReader, "batch_size", 3)
 
 
 def rows(count, first=0):

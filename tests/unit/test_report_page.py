@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-from datatrove_ckpt.run_folder.report.page import Chart, Page, Table
+from datatrove_ckpt.run_folder.report.page import chart, page, table
 
 START = 1_790_000_000.0
 INTERVALS = 160
@@ -46,28 +46,25 @@ class Reader(HTMLParser):
 
 def a_page(word="plain"):
     """A page with everything on it, ``word`` in each place that takes a name."""
-    quiet = [None if 40 <= index < 44 else float(index) for index in range(INTERVALS)]
+    values = [float(index) for index in range(INTERVALS)]
     edges = [START + 60 * index for index in range(INTERVALS + 1)]
-    fields = {
-        "where": word,
-        "model": word,
-        "state": "running",
-        "tone": "good",
-        "made_at": START + 60 * INTERVALS,
-        "version": "1.0",
-        "age": word,
-        "sums": [("documents", "123,456"), ("left", word)],
-        "charts": [
-            Chart("Documents", edges, {"documents": quiet}),
-            Chart("Errors", edges, {word: quiet}),
+    return page(
+        where=word,
+        model=word,
+        state="running",
+        made_at=START + 60 * INTERVALS,
+        age=word,
+        sums=[("documents", "123,456"), ("left", word)],
+        sections=[
+            chart("Documents", edges, {"documents": values}),
+            chart("Errors", edges, {word: values}),
+            table(word, (word, "documents#"), [[word, "1,000"]] * 8, word),
         ],
-        "tables": [Table(word, (word, "documents#"), [[word, "1,000"]] * 8, word)],
-    }
-    return Page(**fields)
+    )
 
 
 def test_the_page_has_each_part_loads_nothing_and_runs_nothing():
-    source = a_page().html()
+    source = a_page()
     read = Reader(source)
     for text in ("123,456", "Documents", "Errors", "1,000"):
         assert text in read.text
@@ -86,10 +83,10 @@ def test_the_page_has_each_part_loads_nothing_and_runs_nothing():
 
 
 def test_a_hostile_name_is_text_in_every_place():
-    plain, hostile = Reader(a_page().html()), Reader(a_page(word=HOSTILE).html())
+    plain, hostile = Reader(a_page()), Reader(a_page(word=HOSTILE))
     assert [tag for tag, _ in hostile.found] == [tag for tag, _ in plain.found]
     assert [sorted(one) for _, one in hostile.found] == [sorted(one) for _, one in plain.found]
     assert hostile.text.count("<script>alert(1)</script>") > 8
     assert "\x00" not in hostile.text
     assert "\u202e" not in hostile.text
-    a_page(word="\ud800 lone surrogate").html().encode()
+    a_page(word="\ud800 lone surrogate").encode()

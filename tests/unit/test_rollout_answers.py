@@ -111,8 +111,8 @@ def test_each_engine_gets_its_own_fields(settings, server_type, fields):
             "regex: engines have different fields for it, and behind server_type 'endpoint'",
         ),
         ({"choice": ["a", "b"]}, "endpoint", "choice: engines have different fields for it"),
-        ({"engine": "vlm"}, "vllm", "engine: 'vlm' is not one of llamacpp, "),
-        ({"engine": "canned"}, "vllm", "engine: 'canned' is not one of llamacpp, "),
+        ({"engine": "vlm"}, "vllm", 'engine: "vlm" is not one of llamacpp, '),
+        ({"engine": "canned"}, "vllm", 'engine: "canned" is not one of llamacpp, '),
         (
             {"regex": "a"},
             "llamacpp",

@@ -310,7 +310,7 @@ def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):
 
 @pytest.mark.parametrize("dimensions", [0, -1])
 def test_a_vector_has_a_number_of_its_own(dimensions):
-    with pytest.raises(ConfigError, match=f"dimensions: must be >= 1; it is {dimensions}"):
+    with pytest.raises(ConfigError, match=f"dimensions: {dimensions} is not a whole number >= 1"):
         EmbedRollout(dimensions=dimensions)
 
 

@@ -125,7 +125,6 @@ class World:
         router = self.router
         at_servers = [*self.held.values()]
         assert router.in_flight == len(at_servers) <= router._limit
-        assert sum(sender.in_flight for sender in self.senders) == len(at_servers)
         assert router.waiting == len(self.waiting) == len(self.tasks) - len(at_servers)
         waiting = [request for request in self.waiting if not request.is_quarantined]
         orders = [_order(request) for request in waiting if not request.body]

@@ -7,7 +7,7 @@ import pytest
 from loguru import logger
 
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch.block_file import LineBlocks
+from datatrove_ckpt.readers.jsonl import LineBlocks
 from datatrove_ckpt.torch.blocks import BlockInput
 from datatrove_ckpt.torch.row_counts import RowCounts
 
@@ -23,13 +23,13 @@ def cache(tmp_path, monkeypatch):
 def counted(monkeypatch):
     """The files whose lines were counted."""
     names = []
-    count = LineBlocks._count
+    count = LineBlocks.count
 
     def spied(self):
-        names.append(self._name)
+        names.append(self.name)
         return count(self)
 
-    monkeypatch.setattr(LineBlocks, "_count", spied)
+    monkeypatch.setattr(LineBlocks, "count", spied)
     return names
 
 

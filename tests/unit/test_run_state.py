@@ -8,11 +8,13 @@ import pytest
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.history import Silence, Wait
 from datatrove_ckpt.checkpoint.ledger import JobSums
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RunNumbers, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import RunNumbers
 from datatrove_ckpt.cli.status import describe
+from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.run_folder.closing import _attempts
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.report.page import gather
+from datatrove_ckpt.run_folder.report.page import escaped, report_page
+from datatrove_ckpt.run_folder.topics import topics
 from datatrove_ckpt.run_folder.where import Place
 from tests.rank_folders import (
     HERE,
@@ -180,7 +182,7 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
 def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
     numbers = RunNumbers(number_of_attempts=2, uncertain=uncertain, work=sent)
-    job = JobSums(ranks=1, committed=[(0, DocumentCounts())], numbers=numbers)
+    job = JobSums(ranks=1, parts=1, numbers=numbers)
     assert _attempts(job) == (
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
         "completion tokens paid that no document has."
@@ -214,9 +216,11 @@ def test_the_sums_of_a_run(tmp_path, running):
     assert totals.working_seconds == 11 * MIN
     assert totals.work.requests == (100 + 60 + 60) * 2
     assert (totals.in_flight, totals.number_of_attempts) == (8, 3)
+    page = report_page(state)
     printed = list(describe(state))
-    for topic, text in gather(state).sums[2:]:
-        assert f"  {topic:<10} {text}" in printed, "the report shows what status prints"
+    for topic, text in topics(state):
+        assert f"  {topic:<10} {text}" in printed
+        assert escaped(text) in page, "the report shows what status prints"
 
 
 def test_the_run_tells_its_number_of_ranks_and_only_else_the_yaml_file(tmp_path):

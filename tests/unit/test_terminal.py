@@ -62,7 +62,8 @@ def test_tasks_without_input_are_no_part_of_the_percentage(clock):
     clock.now += 10
     for number in range(3):
         progress.update(number, rank(50, 50)._replace(tasks=4))
-    assert progress.line().startswith("~37.5 % of the input, 150 docs, 1/20 tasks")
+    assert progress.line().startswith("~37.5 % of the input, 150 docs, ")
+    assert "1/20 tasks" in progress.line()
     progress.update(3, rank(50, 50)._replace(tasks=4))
     assert progress.head == "50.0 %"
 
@@ -197,7 +198,7 @@ def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal):
     with terminal.streams(), Screen(RunProgress(2, clock=clock), 120, clock):
         report = reporter()
         report(0, at(50))
-        assert terminal.read() == ["~25.0 % |██▌       | 50 docs, 0/2 tasks, 0.0 doc/s, 0 tok/s"]
+        assert terminal.read() == ["~25.0 % |██▌       | 50 docs, 0.0 doc/s, 0/2 tasks, 0 tok/s"]
         clock.now += 1
         report(1, at(100))
         assert terminal.read()[0].startswith("75.0 % |")

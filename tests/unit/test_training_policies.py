@@ -98,9 +98,9 @@ def test_the_short_forms_are_policies(given, moment):
         (lambda: save_policy(EverySteps(5), 500, None, None), "save= says all"),
         (lambda: save_policy(None, 500, None, 60.0), "mtbf_seconds"),
         (lambda: keep_policy(Last(3), None, None, None, "accuracy"), "keep= says all"),
-        (lambda: keep_policy(None, 0, None, None, None), "count: must be >= 1"),
-        (lambda: EverySteps(0), "steps: must be >= 1"),
-        (lambda: EverySeconds(-1), "seconds: must be"),
+        (lambda: keep_policy(None, 0, None, None, None), "count: 0 is not a whole number >= 1"),
+        (lambda: EverySteps(0), "steps: 0 is not a whole number >= 1"),
+        (lambda: EverySeconds(-1), "seconds: -1 is not auto or a number"),
     ],
 )
 def test_no_argument_overrides_another_and_mistakes_are_named(make, message):

@@ -240,7 +240,7 @@ def paced_store(monkeypatch):
 
         return call
 
-    for name in ("put", "copy", "remove", "read", "names"):
+    for name in ("put", "copy", "delete", "read", "names"):
         monkeypatch.setattr(ObjectStore, name, paced(getattr(ObjectStore, name)))
     yield
     MemoryFileSystem.store.clear()

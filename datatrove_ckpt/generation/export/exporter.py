@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,6 +46,9 @@ def _name_of(runner: Step) -> str:
     return name
 
 
+_ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}
+
+
 @dataclass(eq=False)
 class Exports:
     """What the step's ``monitoring`` asks for. Only after ``check_monitoring``."""
@@ -59,7 +61,6 @@ class Exports:
 
     def __post_init__(self) -> None:
         self._stack = ExitStack()
-        self._end = ""
         self._started_at = time.time()
         config = self.step.monitoring
         if config.metrics_port is None:
@@ -81,41 +82,29 @@ class Exports:
 
         progress = self.history.progress()
         self.checkpoint.fill_in(progress)
-        if self._end:
+        if self.history.end is not None:
             progress.in_flight = progress.waiting = progress.in_work = 0
-            state = self._end
+            state = _ENDS[self.history.end.why]
         elif self.shutdown.is_requested:
             state = "stopping"
         elif self.history.clients:
             state = "running"
         else:
             state = "starting"
-        spread = self.history.spread()
-        host = socket.gethostname()
-        job = job_id() or ""
         return RankNow(
             _name_of(self.step),
             self.rank,
-            host,
-            job,
+            socket.gethostname(),
+            job_id() or "",
             self._started_at,
             state,
             progress,
-            spread,
+            self.history.spread(),
         )
 
-    @contextmanager
-    def ending(self, completed: bool) -> Iterator[None]:
-        """Wraps the end of the attempt, and closes the exports after it."""
+    def close(self) -> None:
+        """Ends the exports, after the history's last line."""
         try:
-            yield
-            if completed:
-                self._end = "done"
-            elif self.shutdown.is_requested:
-                self._end = "stopped"
-        finally:
-            self._end = self._end or "failed"
-            try:
-                self._stack.close()
-            except Exception as error:
-                logger.warning(f"monitoring: could not be ended: {error_text(error)}.")
+            self._stack.close()
+        except Exception as error:
+            logger.warning(f"monitoring: could not be ended: {error_text(error)}.")

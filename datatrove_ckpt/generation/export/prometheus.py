@@ -28,7 +28,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import Buckets, Progress, Spread
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, WorkCounts
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.common.work_counts import WorkCounts
 
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
@@ -39,11 +40,8 @@ STATES = ("starting", "running", "stopping", "done", "stopped", "failed")
 """``stopping`` drains; the last three are ends."""
 
 
-class Histogram(NamedTuple):
-    """A Prometheus histogram: upper bounds, each with its number of values, and the values' sum."""
-
-    buckets: list[tuple[str, float]]
-    sum: float
+Histogram = tuple[list[tuple[str, float]], float]
+"""Upper bounds, each with its number of values, and the values' sum."""
 
 
 class Metric(NamedTuple):
@@ -102,16 +100,13 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
         count * (buckets.lower(bucket) + buckets.lower(bucket + 1)) / 2
         for bucket, count in buckets.items()
     )
-    return Histogram(found, sum(middles) / divisor)
+    return found, sum(middles) / divisor
 
 
 def metrics(rank: RankNow) -> tuple[Metric, ...]:
     """Returns all metrics of a rank, in the same order for each rank."""
-    return *_of_documents(rank), *_of_requests(rank), *_histograms(rank.spread)
-
-
-def _of_documents(rank: RankNow) -> tuple[Metric, ...]:
     progress = rank.progress
+    own = progress.own
     done = progress.documents
     return (
         Metric(
@@ -158,7 +153,7 @@ def _of_documents(rank: RankNow) -> tuple[Metric, ...]:
             CounterMetricFamily,
             "documents_total",
             "Documents that this attempt has finished.",
-            progress.own.documents,
+            own.documents,
         ),
         Metric(
             GaugeMetricFamily,
@@ -166,13 +161,6 @@ def _of_documents(rank: RankNow) -> tuple[Metric, ...]:
             "Documents that rollouts work on now.",
             progress.in_work,
         ),
-    )
-
-
-def _of_requests(rank: RankNow) -> tuple[Metric, ...]:
-    progress = rank.progress
-    own = progress.own
-    return (
         Metric(
             CounterMetricFamily,
             "requests_total",
@@ -232,28 +220,23 @@ def _of_requests(rank: RankNow) -> tuple[Metric, ...]:
             "Restarts of model servers in this attempt.",
             own.restarts,
         ),
-    )
-
-
-def _histograms(spread: Spread) -> tuple[Metric, ...]:
-    return (
         Metric(
             HistogramMetricFamily,
             "request_duration_seconds",
             "Time from sending a request to its answer.",
-            _histogram(spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
+            _histogram(rank.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
         ),
         Metric(
             HistogramMetricFamily,
             "request_prompt_tokens",
             "Prompt tokens of each answer.",
-            _histogram(spread.prompt_tokens, 18),
+            _histogram(rank.spread.prompt_tokens, 18),
         ),
         Metric(
             HistogramMetricFamily,
             "request_completion_tokens",
             "Completion tokens of each answer.",
-            _histogram(spread.completion_tokens, 18),
+            _histogram(rank.spread.completion_tokens, 18),
         ),
     )
 
@@ -265,7 +248,7 @@ def families(ranks: Sequence[RankNow]) -> Iterator[Family]:
         family = kind(PREFIX + name, text, labels=(*RANK_LABELS, *labels))
         for rank, (_, _, _, values, _) in zip(ranks, same, strict=True):
             of_rank = (rank.run, str(rank.rank))
-            if isinstance(values, Histogram):
+            if isinstance(values, tuple):
                 family.add_metric(of_rank, *values)
             elif isinstance(values, Mapping):
                 for own, value in values.items():

@@ -55,9 +55,8 @@ import asyncio
 import contextvars
 import math
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from loguru import logger
 
@@ -131,35 +130,6 @@ def hang_after(longest: float) -> float:
         longest: its longest silence so far.
     """
     return max(120.0, 6 * longest)
-
-
-@dataclass(slots=True)
-class ClientStats:
-    """Counters of one client.
-
-    Attributes:
-        requests: attempts sent.
-        retries: failed attempts whose request was sent again.
-        resent: attempts that were lost with their server, and whose request was sent again.
-        without_reason: answers without a finish_reason.
-        pausing: requests that wait for their next attempt.
-        cancelled: attempts that their rollout, or the end of the event loop, cancelled.
-        errors: attempts without an answer, by kind.
-    """
-
-    requests: int = 0
-    retries: int = 0
-    resent: int = 0
-    answers: int = 0
-    without_reason: int = 0
-    in_flight: int = 0
-    pausing: int = 0
-    cancelled: int = 0
-    errors: Counter[str] = field(default_factory=Counter, compare=False)
-
-    @property
-    def lost(self) -> int:
-        return self.retries + self.resent
 
 
 class Outage:
@@ -490,6 +460,11 @@ class CompletionClient:
 
     Args:
         sleep: replaces ``asyncio.sleep`` between attempts.
+
+    Attributes:
+        without_reason: number of answers without a finish_reason.
+        pausing: requests that wait for their next attempt.
+        cancelled: attempts that their rollout, or the end of the event loop, cancelled.
     """
 
     def __init__(
@@ -501,7 +476,7 @@ class CompletionClient:
     ) -> None:
         self.servers = servers
         self.sender = sender or Sender()
-        self.stats = ClientStats()
+        self.answers = self.without_reason = self.in_flight = self.pausing = self.cancelled = 0
         self.outage = servers.outage
         self.way = usual_way(servers.config)
         self._config = servers.config
@@ -522,7 +497,7 @@ class CompletionClient:
 
     @property
     def waiting(self) -> int:
-        return self._router.waiting_of(self.sender) + self.stats.pausing
+        return self._router.waiting_of(self.sender) + self.pausing
 
     async def complete(
         self, body: AnyBody, way: Way | None = None, request: Request | None = None
@@ -542,6 +517,7 @@ class CompletionClient:
         """
         way = way or self.way
         request = request or Request(self.sender)
+        work = self.sender.work
         began_at = self.outage.clock()
         answers = self.outage.answers
         clock: RequestClock | None = None
@@ -564,22 +540,20 @@ class CompletionClient:
                         f"This request was in flight at {len(request.deaths)} deaths of its "
                         f"server, the last time alone. Last cause: {request.deaths[-1].cause}"
                     ) from None
-                self.stats.resent += 1
-                self.stats.errors["server lost"] += 1
+                work.resent += 1
+                work.errors["server lost"] += 1
                 if request.is_shared and request.is_quarantined:
                     raise MustDivide from None
                 continue
             except (RequestRejected, ServerRefused) as error:
-                self.stats.errors[
-                    "refused" if error.status is None else f"HTTP {error.status}"
-                ] += 1
+                work.errors["refused" if error.status is None else f"HTTP {error.status}"] += 1
                 raise
             except RetryableError as error:
-                self.stats.errors[error.kind] += 1
-                self.stats.requests -= error.unsent
+                work.errors[error.kind] += 1
+                work.sent -= error.unsent
                 # A cluster stops our servers together with us.
                 if request.may_not_be_sent:
-                    self.stats.resent += 1
+                    work.resent += 1
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
                 failure = error
@@ -592,7 +566,7 @@ class CompletionClient:
                     delay = 0.0
             finally:
                 self._router.release(target, request)
-            self.stats.retries += not failure.unsent
+            work.retries += not failure.unsent
             if request.is_shared and clock.beside >= _DIVIDED_AFTER and not failure.server_is_well:
                 raise MustDivide
             await self._wait(delay, failure)
@@ -613,11 +587,11 @@ class CompletionClient:
             self.outage.show(str(failure))
 
     async def _pause(self, seconds: float) -> None:
-        self.stats.pausing += 1
+        self.pausing += 1
         try:
             await self._sleep(seconds)
         finally:
-            self.stats.pausing -= 1
+            self.pausing -= 1
 
     async def _attempt(
         self, target: Target, request: Request, body: AnyBody, way: Way
@@ -636,9 +610,8 @@ class CompletionClient:
         if transport.refusal:
             raise ServerRefused(transport.refusal)
         attempt = target.start_attempt(request)
-        stats = self.stats
-        stats.in_flight += 1
-        stats.requests += 1
+        self.in_flight += 1
+        self.sender.work.sent += 1
         try:
             answer = await self._send(target, transport, request, body, attempt.started_at, way)
         except (RetryableError, CkptError):
@@ -646,17 +619,17 @@ class CompletionClient:
                 raise
         except asyncio.CancelledError:
             if not attempt.lost or attempt.is_cancelled:
-                stats.cancelled += 1
+                self.cancelled += 1
                 raise
         finally:
             attempt.end()
             target.attempts.discard(attempt)
-            stats.in_flight -= 1
+            self.in_flight -= 1
         if attempt.lost:
             raise AttemptLost
         answer.seconds = time.monotonic() - attempt.started_at
-        stats.answers += 1
-        stats.without_reason += not answer.finish_reason
+        self.answers += 1
+        self.without_reason += not answer.finish_reason
         target.answers += 1
         self.outage.answered()
         return answer

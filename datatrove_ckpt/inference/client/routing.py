@@ -39,12 +39,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import xxhash
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.common.retrying import SERVER, Quota
+from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
@@ -100,19 +101,13 @@ server's name within the rank, its URL without secrets or None, and why it died 
 """
 
 
-class RankWork(Protocol):
-    """``documents``: how many a rank has finished."""
-
-    documents: int
-
-
 class Sender:
     """A rank that sends requests to servers which it may share with other ranks.
 
     Args:
         shutdown: the rank's. Once the rank stops, its requests are not sent any more.
         order: requests of the sender with the lowest order are sent first.
-        work: what the rank has done.
+        work: what the rank has done. Its clients count there what they send.
 
     Attributes:
         at_fault: numbers of documents whose requests fail while others are answered.
@@ -126,14 +121,13 @@ class Sender:
         shutdown: Shutdown | None = None,
         order: int = 0,
         on_server: OnServer | None = None,
-        work: RankWork | None = None,
+        work: WorkCounts | None = None,
     ) -> None:
         self.shutdown = shutdown or Shutdown()
         self.order = order
         self.on_server = on_server
-        self._work = work
+        self.work = work or WorkCounts()
         self.at_fault: set[int] = set()
-        self.in_flight = 0
         self.on_release: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_free: Callable[[], None] | None = None
@@ -144,9 +138,7 @@ class Sender:
 
         If they are more than 1 %, the server is at fault, which may fail at long prompts.
         """
-        if self._work is None:
-            return 1
-        return max(1, self._work.documents // 100)
+        return max(1, self.work.documents // 100)
 
     @property
     def may_blame(self) -> bool:
@@ -578,7 +570,6 @@ class Router:
         stage = _stage(target.load)
         target.add_in_flight(-1)
         self.in_flight -= 1
-        request.sender.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
         # No request that waits could be sent before. Only these changes may let one go.
@@ -664,7 +655,6 @@ class Router:
         self._prefixes.add(request.texts or (), target.bit)
         target.add_in_flight(1)
         self.in_flight += 1
-        request.sender.in_flight += 1
         return target
 
     def _room(self) -> Room:

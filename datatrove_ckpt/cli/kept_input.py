@@ -1,0 +1,120 @@
+"""Input that only this process has, kept as a file of the run folder, from which each start reads
+it: standard input, and objects of Python.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.identity import recorded_settings
+from datatrove_ckpt.common.formatting import safe_repr
+from datatrove_ckpt.errors import ConfigError
+
+_FOLDER = "input"
+
+
+def keep_lines(lines: Iterable[bytes], run_folder: Path, name: str) -> Path:
+    """Writes JSON lines, unless a run has begun with them.
+
+    Raises:
+        ConfigError: it has begun with other lines.
+    """
+    path = run_folder / _FOLDER / f"{name}.jsonl"
+    if not _has_begun_with(path):
+        files.disk.make_dirs(path.parent)
+        files.disk.replace(path, lines)
+        return path
+    with path.open("rb") as file:
+        is_equal = all(file.read(len(line)) == line for line in lines) and not file.read(1)
+    if not is_equal:
+        raise _differs(path)
+    return path
+
+
+def keep_rows(rows: object, run_folder: str | Path) -> Path:
+    """Writes a table as Parquet, with its types, or else texts or dictionaries as JSON lines,
+    unless a run has begun with them.
+
+    Args:
+        rows: a DataFrame of pandas or polars, a ``datasets.Dataset``, what else exports an Arrow
+            stream; or an iterable of texts or dictionaries, which are not held in memory.
+
+    Raises:
+        ConfigError: it is none of these, a row does not fit, or the run began with other rows.
+    """
+    if "://" in str(run_folder):
+        raise ConfigError(
+            "run(): input: rows of Python are kept in run_folder, which must be a folder of this "
+            f"machine; it is {run_folder}. Write the rows to a file, and give its path."
+        )
+    folder = Path(run_folder).expanduser()
+    is_series = hasattr(rows, "to_frame")
+    if hasattr(rows, "to_parquet") or (hasattr(rows, "__arrow_c_stream__") and not is_series):
+        return _keep_table(rows, folder)
+    if not isinstance(rows, Iterable) or isinstance(rows, Mapping | bytes):
+        raise ConfigError(
+            "run(): input: takes a path, a list or an iterator of texts or dictionaries, a "
+            f"DataFrame, or a dataset (one split); it is {type(rows).__name__}."
+        )
+    return keep_lines(_lines(rows), folder, "rows")
+
+
+def _lines(rows: Iterable[object]) -> Iterator[bytes]:
+    for number, row in enumerate(rows):
+        if isinstance(row, str):
+            row = {"text": row}
+        if not isinstance(row, Mapping):
+            raise ConfigError(
+                f"run(): input: row {number} is neither a text nor a dictionary: {safe_repr(row)}"
+            )
+        try:
+            yield json.dumps(dict(row)).encode() + b"\n"
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"run(): input: row {number} does not fit into JSON: {error}. A DataFrame, a "
+                "pyarrow.Table or a Dataset keeps its types."
+            ) from None
+
+
+def _keep_table(table: Any, run_folder: Path) -> Path:
+    path = run_folder / _FOLDER / "rows.parquet"
+    new = path.with_name(f"{path.name}.new")
+    files.disk.make_dirs(path.parent)
+    if hasattr(table, "reset_index"):  # an index without a name is the number of a row
+        table = table.reset_index(drop=set(table.index.names) == {None})
+    if hasattr(table, "to_parquet"):
+        table.to_parquet(new)
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        batches = pa.RecordBatchReader.from_stream(table)
+        with pq.ParquetWriter(new, batches.schema) as file:
+            for batch in batches:
+                file.write_batch(batch)
+    if not _has_begun_with(path):
+        files.disk.sync(new)
+        files.disk.rename(new, path)
+        files.disk.sync_dir(path.parent)
+        return path
+    is_equal = filecmp.cmp(new, path, shallow=False)
+    files.disk.remove(new)
+    if not is_equal:
+        raise _differs(path)
+    return path
+
+
+def _has_begun_with(path: Path) -> bool:
+    return path.exists() and recorded_settings(path.parent.parent / "checkpoints") != {}
+
+
+def _differs(path: Path) -> ConfigError:
+    return ConfigError(
+        f"input: its rows differ from {path}, with which the run has begun. Give the same rows, "
+        f"another run_folder, or {path} as the input."
+    )

@@ -1,0 +1,111 @@
+"""A file as parts that can be read alone, and the rows of a part, for each format.
+
+A reader of a pipeline reads a file forward, from any place, without an index. A training counts the
+rows of each part once (``count``), and reads rows by their numbers (``read``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.readers.inputs import misfit
+from datatrove_ckpt.readers.positions import Row
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Rows: TypeAlias = "pa.Table | list[Row | None]"
+"""Rows of a file: a table, or for JSONL dicts, and None for a damaged line."""
+
+
+class Group(NamedTuple):
+    """A row group, record batch, or other part of a file that can be read alone.
+
+    ``start``: its offset in the content, if reading it takes that.
+    """
+
+    rows: int
+    bytes: int
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FileIndex:
+    """The parts of one file.
+
+    Attributes:
+        groups: in the order of the file.
+        sequential: reading a part takes reading the earlier ones.
+        schema: Arrow's, serialized; empty for JSONL.
+    """
+
+    groups: tuple[Group, ...]
+    sequential: bool = False
+    schema: bytes = field(default=b"", compare=False)  # its bytes may change with pyarrow's version
+
+    @property
+    def rows(self) -> int:
+        return sum(group.rows for group in self.groups)
+
+
+class BlockFile(ABC):
+    name: str
+    index: FileIndex
+    expected: Sequence[int] = ()
+    """The parts that are read next, in their order."""
+
+    @abstractmethod
+    def count(self) -> FileIndex:
+        """Counts the rows of each part.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+
+    def use(self, index: FileIndex) -> None:
+        """Sets the index that ``read`` needs."""
+        self.index = index
+        self._firsts = [0, *accumulate(group.rows for group in index.groups)]
+
+    def part_of(self, row: int) -> tuple[int, int]:
+        number = bisect_right(self._firsts, row) - 1
+        return number, row - self._firsts[number]
+
+    @abstractmethod
+    def read(self, first: int, rows: int, columns: Sequence[str] | None = None) -> Rows:
+        """Reads rows of one part, from the ``first`` row of the file on.
+
+        Raises:
+            ConfigError: the file has no such column.
+            InputError: the file is damaged.
+            CheckpointMismatch: the file has changed since its rows were counted.
+        """
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Frees what makes the next part faster to read."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def check_columns(found: Sequence[str], wanted: Sequence[str] | None, name: str) -> None:
+    """Raises ConfigError if a file lacks a column, which pyarrow would leave out."""
+    if wanted is None:
+        return
+    missing = [column for column in wanted if column not in found]
+    if missing:
+        raise ConfigError(
+            f"The input file {name!r} has no column {', '.join(map(repr, missing))}. It has "
+            f"{', '.join(map(repr, found[:20]))}. Name columns that all files have."
+        )
+
+
+def changed(name: str) -> CheckpointMismatch:
+    return misfit(f"The input file {name!r} has changed since its rows were counted.")

@@ -1,0 +1,97 @@
+"""``datatrove-ckpt export``: one file of a whole run, or a repository."""
+
+import datetime
+import json
+from pathlib import Path
+
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+
+ROWS = [
+    {"id": str(n), "text": f'text "{n}",\n', "n": n, "tags": ["a", "é"], "day": "2026-01-02"}
+    for n in range(5)
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps(row) + "\n" for row in ROWS]
+    lines[3] = json.dumps({**ROWS[3], "more": 2**70}) + "\n"
+    Path("in.jsonl").write_text("".join(lines))
+    table = pa.Table.from_pylist([{**row, "day": datetime.date(2026, 1, 2)} for row in ROWS])
+    pq.write_table(table, "in.parquet")
+    return tmp_path
+
+
+@pytest.fixture
+def run(command, here):
+    def run(given="in.jsonl", *flags, **options):
+        with FakeServer() as server:
+            job = ["run", "--input", given, "--prompt", "{id}", "--endpoint", server.url]
+            command(*job, "--model=m", "--run-folder=x", "--records-per-chunk=2", *flags, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("given", ["in.jsonl", "in.parquet"])
+def test_a_csv_has_all_columns_and_rows_in_order(run, command, given):
+    run(given)
+    assert command("export", "x", "all.csv") == "5 documents in all.csv.\n"
+    table = pandas.read_csv("all.csv", dtype={"more": str})
+    assert table["text"].tolist() == [row["text"] for row in ROWS]
+    assert [json.loads(tags) for tags in table["tags"]] == [["a", "é"]] * 5
+    assert table["day"].tolist() == ["2026-01-02"] * 5
+    if given == "in.jsonl":
+        assert table["more"].tolist()[3] == str(2**70)
+
+
+def test_json_lines_are_those_of_the_files(run, command):
+    run("in.jsonl", "--output-format=jsonl.zst")
+    command("export", "x", "all.jsonl")
+    rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
+    assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
+    assert rows[3]["more"] == 2**70
+
+
+def test_parquet_keeps_the_types(run, command):
+    run("in.parquet")
+    command("export", "x", "all.parquet")
+    table = pq.read_table("all.parquet")
+    assert table["n"].to_pylist() == [0, 1, 2, 3, 4]
+    assert table.schema.field("day").type == pa.date32()
+    command("export", "x", "all.jsonl")
+    assert len(Path("all.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
+    refuse = "4"
+    with FakeServer(
+        status=lambda payload, times: 401 if payload["messages"][0]["content"] == refuse else None
+    ) as server:
+        job = ["run", "--input", "in.jsonl", "--prompt", "{id}", "--endpoint", server.url]
+        flags = ["--records-per-chunk=2", "--max-concurrent-documents=1"]
+        command(*job, "--model=m", "--run-folder=x", *flags, code=1)
+    assert "4 documents in all.csv. The run is not finished" in command("export", "x", "all.csv")
+    assert len(pandas.read_csv("all.csv")) == 4
+
+
+def test_what_cannot_be_written_is_one_line(run, command):
+    run()
+    assert "ends with none of .csv, .jsonl" in command("export", "x", "all.txt", code=2).error
+    command("export", "x", "all.csv")
+    assert "is there already" in command("export", "x", "all.csv", code=2).error
+    said = command("export", "x", "none/all.csv", code=1).error
+    assert "none/all.csv was not written: FileNotFoundError" in said
+
+
+def test_a_repository_gets_a_dataset(run, command, hub):
+    hub.create_repo("org/answers")
+    run("in.parquet")
+    assert "5 documents" in command("export", "x", "hf://datasets/org/answers")
+    (data,) = [name for name in hub.files("org/answers") if name.endswith(".parquet")]
+    assert data.startswith("data/train")

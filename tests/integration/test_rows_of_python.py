@@ -1,0 +1,128 @@
+"""``datatrove_ckpt.run(input=...)`` with what a program or a notebook has in memory."""
+
+import asyncio
+import datetime
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pandas
+import pyarrow as pa
+import pytest
+
+import datatrove_ckpt
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.testing import FakeServer
+
+datasets = pytest.importorskip("datasets")
+
+DAY = datetime.date(1066, 10, 14)
+COLUMNS = {"text": ["a", "b", "c"], "day": [DAY, None, DAY], "n": [2**63, 1, 0]}
+TABLE = pa.table(COLUMNS, pa.schema({"text": pa.string(), "day": pa.date32(), "n": pa.uint64()}))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(server, rows, **settings):
+    job = {"run_folder": "runs/x", "prompt": "{text}", "model": "m", "endpoint": server.url}
+    return datatrove_ckpt.run(input=rows, **{**job, **settings})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ["a", "b", "c"],
+        lambda: ({"text": text, "n": 2**70} for text in "abc"),
+        lambda: pandas.Series(["a", "b", "c"]),
+    ],
+    ids=["list", "generator", "Series"],
+)
+def test_texts_and_dictionaries_are_rows(server, make):
+    output = run(server, make())
+    assert [document.text for document in output] == ["a", "b", "c"]
+    run(server, make())
+    assert set(server.asked.values()) == {1}
+    with pytest.raises(ConfigError, match=r"differ from runs/x/input/rows.jsonl"):
+        run(server, ["a", "b"])
+    assert list(run(server, "runs/x/input/rows.jsonl")) == list(output)
+
+
+class Stream:
+    """As of polars, or DuckDB."""
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return TABLE.__arrow_c_stream__(requested_schema)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TABLE,
+        Stream,
+        lambda: datasets.Dataset(TABLE),
+        lambda: pandas.concat([frame() for _ in range(2)]).iloc[1:4].sort_values("text"),
+    ],
+    ids=["Table", "stream", "Dataset", "DataFrame"],
+)
+def test_tables_keep_their_types(server, make):
+    table = run(server, make(), max_concurrent_generations=1).to_dataset().data.table
+    assert table["text"].to_pylist() == COLUMNS["text"]
+    assert table.schema.field("n").type == pa.uint64()
+    assert table.schema.field("day").type == pa.date32()
+    assert "__index_level_0__" not in table.column_names
+    run(server, make())
+    assert set(server.asked.values()) == {1}
+    with pytest.raises(ConfigError, match=r"differ from runs/x/input/rows.parquet"):
+        run(server, TABLE.slice(1))
+
+
+def frame():
+    return TABLE.to_pandas(types_mapper=pandas.ArrowDtype)
+
+
+def test_a_named_index_is_a_column(server):
+    output = run(server, frame().set_index("n"))
+    assert [document.metadata["n"] for document in output] == COLUMNS["n"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"text": ["a"]}, "it is dict"),
+        (datasets.DatasetDict({"train": datasets.Dataset(TABLE)}), r"one split.*DatasetDict"),
+        (b"text", "it is bytes"),
+        (7, "it is int"),
+        ([["a"]], "row 0 is neither a text nor a dictionary"),
+        ([{"text": "a"}, {"text": "b", "day": DAY}], "row 1 does not fit into JSON: .*date"),
+        ([{"text": "a", "price": Decimal("1.5")}], "row 0 does not fit into JSON: .*Decimal"),
+    ],
+)
+def test_what_is_no_rows_is_refused(server, rows, message):
+    with pytest.raises(ConfigError, match=message):
+        run(server, rows)
+    assert not server.payloads
+    assert not list(Path("runs").rglob("*.jsonl"))
+
+
+def test_rows_that_were_wrong_before_the_first_request_may_change():
+    with pytest.raises(ConfigError):
+        datatrove_ckpt.run(input=["a"], run_folder="runs/x", prompt="{text}", model="m", endpoint=7)
+    with FakeServer() as server:
+        run(server, ["b"])
+    kept = Path("runs/x/input/rows.jsonl").read_text()
+    assert [json.loads(line) for line in kept.splitlines()] == [{"text": "b"}]
+
+
+def test_rows_are_for_a_run_folder_of_this_machine(server):
+    with pytest.raises(ConfigError, match="memory://x"):
+        run(server, ["a"], run_folder="memory://x")
+
+
+def test_a_cell_of_a_notebook_runs_a_job(server):
+    async def cell():
+        return run(server, ["a"]).to_pandas()
+
+    assert asyncio.run(cell())["text"].tolist() == ["a"]

@@ -17,7 +17,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import (
     JobChanges,
-    KeptRun,
+    RankWork,
     RunIdentity,
     compare,
     compare_kept,
@@ -138,12 +138,23 @@ def _compare(
     ]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
-        kept = {
-            rank: _kept(manifest)
+        manifests = {
+            rank: manifest
             for rank, manifest in zip(ranks, found, strict=True)
             if manifest is not None
         }
-    return job, compare_kept(kept, job, identity, only_tasks)
+
+    def work(rank: int) -> RankWork:
+        manifest = manifests[rank]
+        holds_work = bool(manifest.answers) or any(
+            name in (BATCHES, COMMITS) or is_journal(name) for name in manifest.files
+        )
+        # It is unknown whether a process works on the rank: the run is stopped before its output
+        # moves.
+        return RankWork(holds_work, manifest.finished, is_live=False)
+
+    runs = {rank: manifest.run for rank, manifest in manifests.items()}
+    return job, compare_kept(runs, work, job, identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:
@@ -174,11 +185,3 @@ def restore_advice(url: str, folder: Path, least: int = 0) -> str:
         f"away while no task runs (mv {shlex.quote(str(folder))} "
         f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
     )
-
-
-def _kept(manifest: Manifest) -> KeptRun:
-    holds_work = bool(manifest.answers) or any(
-        name in (BATCHES, COMMITS) or is_journal(name) for name in manifest.files
-    )
-    # It is unknown whether a process works on the rank: the run is stopped before its output moves.
-    return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished, lambda: False)

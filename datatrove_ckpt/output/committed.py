@@ -43,9 +43,9 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits, stamp_of
-from datatrove_ckpt.checkpoint.identity import read_run, recorded_output
+from datatrove_ckpt.checkpoint.identity import recorded_output
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, rank_numbers, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import file_system_call
@@ -444,8 +444,7 @@ def committed_files(writer: DiskWriter, root: Path) -> int:
 
 
 def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:
-    paths = (each.folder / RUN for each in ranks)
-    return recorded_output(root, (read_run(path) for path in paths if path.exists()))
+    return recorded_output(root)
 
 
 class OutputCheck:

@@ -50,7 +50,7 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     read_whole_commits,
 )
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, recorded_output
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import explained, seal
@@ -285,7 +285,7 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
         and (problem.root, problem.rank, problem.chunk_index) not in redone
     ]
     # Without an owner, or in another folder than the checkpoint's.
-    if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
+    if report.recorded != report.folder.resolve_paths("") or not is_owned(report):
         plan.foreign = [problem for problem in report.problems if problem.kind in REDO_KINDS]
     if logging_dir is not None:
         # An earlier repair without --logging-dir left the marker.
@@ -362,7 +362,7 @@ def check_output_folder(report: Report) -> None:
         raise ConfigError(
             f"--output: {report.output} belongs to the run in {other}. Nothing was changed."
         )
-    recorded = recorded_output_of(report)
+    recorded = report.recorded
     if (
         stands_elsewhere(recorded, report.folder)
         and other_run(report.checkpoints, recorded) is None
@@ -373,10 +373,6 @@ def check_output_folder(report: Report) -> None:
             f"out to repair the files there. If they were all moved to {report.output}, first "
             f"remove or rename {recorded}."
         )
-
-
-def recorded_output_of(report: Report) -> str:
-    return recorded_output(report.checkpoints, (rank.run for rank in report.ranks)) or report.output
 
 
 # Its effects --------------------------------------------------------------------------------------

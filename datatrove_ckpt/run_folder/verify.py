@@ -135,6 +135,11 @@ class Report:
                 self.problems.append(problem)
 
     @property
+    def recorded(self) -> str:
+        """The output folder of the last start."""
+        return recorded_output(self.checkpoints) or self.output
+
+    @property
     def accepted(self) -> list[Json]:
         """The changes that the user accepted."""
         runs = [rank.run for rank in self.ranks]
@@ -201,8 +206,7 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
     what = place.given[0]
     if place.config and place.output is not None:  # whatever the checkpoint says
         return str(get_datafolder(place.output).resolve_paths(""))
-    runs = [rank.run for rank in ranks if rank.run]
-    recorded = recorded_output(checkpoints, runs)
+    recorded = recorded_output(checkpoints)
     if recorded is not None:
         now = checkpoints.absolute().with_name("output")
         other = other_run(checkpoints, recorded)

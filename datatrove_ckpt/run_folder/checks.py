@@ -6,7 +6,6 @@ No rank's folder, lock or database is touched.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -215,18 +214,12 @@ def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Fi
     """Checks that the folder can be written, then runs ``tries``, each with the probe folder."""
     try:
         with probe_folder(folder) as probe:
-            yield _check_writable(folder, probe)
+            files.disk.replace(probe / "written", b"datatrove-ckpt")
+            made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
+            yield Finding("ok", "writable", f"{folder}{made}")
             yield from (attempt(probe) for attempt in tries)
     except (CheckpointError, OSError) as error:
         yield Finding("problem", "writable", f"{folder}: {error}")
-
-
-def _check_writable(folder: Path, probe: Path) -> Finding:
-    files.disk.replace(probe / "written", b"datatrove-ckpt")
-    made = f" (will be created in {probe.parent})"
-    if folder.is_dir():
-        made = ""
-    return Finding("ok", "writable", f"{folder}{made}")
 
 
 def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
@@ -309,27 +302,19 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
         return
     try:
         seconds = within(partial(probe_object, folder), url)
-        yield Finding(
-            "ok",
-            "reachable",
-            f"{url}: a small object was written in {duration(seconds)} and deleted.",
-        )
     except NotDeleted as error:
         if deletes:
-            yield Finding(
-                "problem", "reachable", f"{error} The mirror deletes old versions: allow it."
-            )
+            text = f"{error} The mirror deletes old versions: allow it."
+            yield Finding("problem", "reachable", text)
         else:
-            yield Finding(
-                "warning",
-                "reachable",
-                f"{error} A run deletes nothing there, so this is no problem.",
-            )
+            text = f"{error} A run deletes nothing there, so this is no problem."
+            yield Finding("warning", "reachable", text)
     except RemoteFailed as error:
-        advice = " Correct the address, the key or its permissions."
-        if hub_refusal(error):
-            advice = ""
+        advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
+    else:
+        text = f"{url}: a small object was written in {duration(seconds)} and deleted."
+        yield Finding("ok", "reachable", text)
 
 
 def within(function: Callable[[], T], place: str) -> T:
@@ -417,15 +402,14 @@ class FilesystemTraits(NamedTuple):
 def find_mount(path: Path, mounts: str) -> Mount | None:
     found = None
     for line in mounts.splitlines():
-        fields = [
-            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
-            for field in line.split(" ")
-        ]
-        if len(fields) < 4 or not path.is_relative_to(fields[1]):
+        fields = line.split(" ")
+        if len(fields) < 4:
             continue
-        mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
+        point = Path(fields[1].replace("\\040", " "))
+        mount = Mount(point, fields[2], fields[0], frozenset(fields[3].split(",")))
         # The later mount at a point counts.
-        if found is None or len(mount.point.parts) >= len(found.point.parts):
+        is_deeper = found is None or point.is_relative_to(found.point)
+        if is_deeper and path.is_relative_to(point):
             found = mount
     return found
 

@@ -57,7 +57,7 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.errors.names import name_copy, setting_name, step_place, use
+from datatrove_ckpt.errors.names import name_copy, setting_name, use
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
@@ -596,12 +596,6 @@ def _costs(config: InferenceConfig, sample: Sample) -> Finding:
     return Finding("ok", "costs", text, config.server_name("server"))
 
 
-def _refused(runner: RunnerPlan, what: str, error: CkptError) -> Finding:
-    """Returns the problem of a step, which a run names with its place in the pipeline."""
-    refusal = ConfigError(f"{step_place(runner.index, runner.step)}: {error}")
-    return Finding("problem", what, str(error), error=refusal)
-
-
 def _check_server(
     runner: RunnerPlan, config: InferenceConfig, is_thorough: bool
 ) -> Iterator[Finding]:
@@ -621,7 +615,7 @@ def _check_server(
         try:
             check_servers(config)
         except (ConfigError, ServerStartFailed) as error:
-            ready = _refused(runner, "ready", error)
+            ready = Finding("problem", "ready", str(error), error=ConfigError(error))
     yield ready
     if not is_thorough or (as_jobs and not is_endpoint):
         return
@@ -727,12 +721,8 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
 def _check_monitoring(runner: RunnerPlan) -> Iterator[Finding]:
     if runner.step.monitoring.metrics_port is None:
         return
-    try:
-        check_monitoring(runner.step.monitoring)
-    except ConfigError as error:
-        yield _refused(runner, "checked", error)
-    else:
-        yield Finding("ok", "ready", "everything that it needs is installed here.")
+    check_monitoring(runner.step.monitoring)
+    yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 
 # job checks --------------------------------------------------------------------------------------

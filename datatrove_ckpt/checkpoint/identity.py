@@ -62,6 +62,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.lines import (
+    RESTORE,
     WITHOUT_SHARD,
     Json,
     explained,
@@ -247,10 +248,7 @@ def check_format(
 
 _MAX_BYTES = 64 * 2**20
 """Limit of ``run.json``, which holds names, numbers and a few values of the user."""
-_NO_RUN = (
-    "Restore it from a copy or from the mirror. If there is none, start this task over: move "
-    "its folder away."
-)
+_NO_RUN = f"{RESTORE}start this task over: move its folder away."
 _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
 _IDENTITY_VERSION = "identity_version"

@@ -16,7 +16,7 @@ from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.lines import RESTORE, explained
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 JOB = "job.json"
@@ -259,8 +259,8 @@ def refuse_missing_run_json(folder: Path) -> None:
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
-            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost, restore it from a "
-            "copy or from the mirror."
+            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: {RESTORE}"
+            "start this task over: move the folder away."
         )
 
 

@@ -55,7 +55,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
+from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
 from datatrove_ckpt.common.formatting import number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
@@ -599,6 +599,5 @@ def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
         raise CheckpointCorrupt(
             path,
             f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
-            "Restore the file from a copy or from the mirror. If there is none, start this task "
-            "over: remove its folder and its output.",
+            f"{RESTORE}start this task over: remove its folder and its output.",
         )

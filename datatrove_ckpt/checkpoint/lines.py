@@ -97,6 +97,12 @@ def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
 
 Json = JsonObject
 
+RESTORE = (
+    "Restore it from a copy. With a mirror, move the task's folder away while no task runs, and "
+    "run the same command again: the mirror's comes back. With neither, "
+)
+"""What to do about a damaged file; the sentence goes on."""
+
 PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')
 

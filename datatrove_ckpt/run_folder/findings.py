@@ -62,7 +62,6 @@ from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.named_answer import check_answer
-from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
 from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
@@ -805,10 +804,7 @@ def check_before_run(plan: RunPlan) -> None:
     """
     note_workers(plan.workers, plan.tasks)
     _refuse(surroundings(plan))
-    with ExitStack() as stack:
-        for runner, root in plan.kept:
-            stack.enter_context(naming_mirror(runner.step, root))
-        wrong = _refuse(earlier_runs(plan))
+    wrong = _refuse(earlier_runs(plan))
     note_steps(plan)
     for runner, root in plan.kept:
         note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))

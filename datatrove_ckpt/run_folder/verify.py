@@ -6,7 +6,7 @@ chunk that a run finishes in between never counts as missing.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,13 +18,14 @@ from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.identity import (
+    RankWork,
     RunIdentity,
-    comparable,
-    compare,
+    compare_kept,
     name_tasks,
     read_run,
     recorded_output,
     removed_ranks,
+    settings_in,
 )
 from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import (
@@ -142,12 +143,17 @@ class Report:
     @property
     def accepted(self) -> list[Json]:
         """The changes that the user accepted."""
-        runs = [rank.run for rank in self.ranks]
-        job = self.checkpoints / JOB
-        with suppress(CheckpointError):
-            if job.exists():
-                runs.append(read_run(job))
+        runs = [self.job, *(rank.run for rank in self.ranks)]
         return [change for run in runs for change in run.get("accepted_changes", [])]
+
+    @cached_property
+    def job(self) -> Json:
+        """The content of ``job.json``; empty if it is missing or damaged."""
+        path = self.checkpoints / JOB
+        with suppress(CheckpointError):
+            if path.exists():
+                return read_run(path)
+        return {}
 
     @property
     def templates(self) -> list[str]:
@@ -321,36 +327,22 @@ def _list_unfinished(rank: RankLedger) -> Iterator[Problem]:
 
 
 def _check_settings(report: Report) -> Iterator[Problem]:
-    """Compares identities with the most frequent one, but for changes whose values were
-    accepted.
-    """
-    roots: dict[str, list[tuple[bytes, RankLedger]]] = defaultdict(list)
-    for rank in report.ranks:
-        if rank.settings:
-            roots[rank.root].append((comparable("", rank.settings), rank))
-    for ranks in roots.values():
-        first = dict(reversed(ranks))
-        [(most, _)] = Counter(settings for settings, _ in ranks).most_common(1)
-        usual = first[most]
-        for settings, rank in ranks:
-            if settings == most:
-                continue
-            changes = compare(usual.run, RunIdentity(rank.settings))
-            if not _values(change._asdict() for change in changes) <= _values(report.accepted):
-                differences = "; ".join(line for one in changes for line in one.lines)
-                message = (
-                    f"was run with settings that differ from task {usual.number}: {differences}."
-                )
-                yield Problem.of(rank, "identity", message, path=rank.folder / RUN)
+    """Compares ranks with the job, or with the first one. A retry has settings of its own."""
+    ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
+    usual = next((rank.settings for rank in ranks.values()), {})
+    if report.job:
+        usual = settings_in(report.job)
+    others = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
+    found = compare_kept(others, _is_done, report.job, RunIdentity(usual), only_tasks=False)
+    for number, changes in found.by_rank.items():
+        rank = ranks[number]
+        differences = "; ".join(line for change in changes for line in change.lines)
+        message = f"was run with other settings than the job: {differences}."
+        yield Problem.of(rank, "identity", message, path=rank.folder / RUN)
 
 
-def _values(changes: Iterable[Json]) -> set[tuple[str, bytes]]:
-    """Returns the values of each changed field, with its name."""
-    found = set()
-    for change in changes:
-        name = str(change.get("field"))
-        found |= {(name, comparable(name, change.get(key))) for key in ("old", "new")}
-    return found
+def _is_done(rank: int) -> RankWork:
+    return RankWork(holds_work=True, is_finished=True, is_live=False)
 
 
 def _check_ranks(report: Report) -> Iterator[Problem]:

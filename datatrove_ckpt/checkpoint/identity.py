@@ -53,15 +53,16 @@ from datatrove_ckpt.checkpoint.layout import (
     LOCK,
     RUN,
     SHARD,
+    RankListing,
     is_finished,
-    journal_indices,
-    journal_path,
+    journal_name,
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.lines import (
+    RESTORE,
     WITHOUT_SHARD,
     Json,
     explained,
@@ -244,10 +245,7 @@ def check_format(
 
 _MAX_BYTES = 64 * 2**20
 """Limit of ``run.json``, which holds names, numbers and a few values of the user."""
-_NO_RUN = (
-    "Restore it from a copy or from the mirror. If there is none, start this task over: move "
-    "its folder away."
-)
+_NO_RUN = f"{RESTORE}start this task over: move its folder away."
 _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
 _IDENTITY_VERSION = "identity_version"
@@ -661,14 +659,9 @@ def _plain(name: str, value: object) -> object:
 
 def holds_work(folder: Path) -> bool:
     """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
-    written = [
-        folder / COMMITS,
-        folder / BATCHES,
-        *(journal_path(folder, index) for index in journal_indices(folder)),
-    ]
-    return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(
-        folder / CACHE
-    )
+    found = RankListing(folder).check()
+    journals = map(journal_name, found.journals)
+    return found.size(COMMITS, BATCHES, *journals) > 0 or has_answers(folder / CACHE)
 
 
 _GUARD_SECONDS = 60.0
@@ -749,16 +742,20 @@ def join_job(
         raise _refusal(root, JobChanges({rank: changes}))
 
 
-def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
-    """Returns the output folder of the last start, which finished ranks may not name.
-
-    Args:
-        runs: the content of each ``run.json``, for a folder without ``job.json``.
+def recorded_runs(root: Path) -> Iterator[Json]:
+    """Yields the content of ``job.json``, and of each rank's ``run.json``; the readers of other
+    files report damaged ones.
     """
-    contents = list(runs)
-    with suppress(CheckpointError):  # ``verify`` reports damage elsewhere
-        contents.insert(0, _read(root))
-    folders = (content.get(OUTPUT_FOLDER) for content in contents)
+    ranks = rank_numbers(root) if root.is_dir() else []
+    for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
+        with suppress(CheckpointError):
+            if path.exists():
+                yield read_run(path)
+
+
+def recorded_output(root: Path) -> str | None:
+    """Returns the output folder of the last start, which finished ranks may not name."""
+    folders = (run.get(OUTPUT_FOLDER) for run in recorded_runs(root))
     return next((str(folder) for folder in folders if folder), None)
 
 
@@ -819,12 +816,7 @@ def name_tasks(ranks: list[int]) -> str:
 
 def recorded_settings(root: Path) -> Json:
     """Returns the settings of a folder's run; empty if no undamaged file has them."""
-    ranks = rank_numbers(root) if root.is_dir() else []
-    for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
-        with suppress(CheckpointError):  # the reader of the other files reports the damage
-            if path.exists() and (content := read_run(path)).get("tasks"):
-                return content
-    return {}
+    return next((run for run in recorded_runs(root) if run.get("tasks")), {})
 
 
 def _read(root: Path) -> Json:
@@ -904,7 +896,7 @@ def compare_runs(
     identity: RunIdentity,
     only_tasks: bool,
 ) -> JobChanges:
-    """Compares a job with its ranks' files.
+    """Compares a job with the ``run.json`` of its ranks.
 
     Args:
         runs: the content of each ``run.json``.
@@ -936,7 +928,9 @@ def compare_runs(
                 for change in changes
                 if (change.field, change.old, change.new) not in accepted
             ]
-        if changes:
+        if changes and not state.holds_work and not state.is_live:
+            found.empty.append(rank)
+        elif changes:
             found.by_rank[rank] = changes
     return found
 

@@ -72,8 +72,8 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
         )
     if code in (errno.EACCES, errno.EPERM, errno.EROFS) or "readonly" in str(error):
         return (
-            "Make it writable for this user (or choose another folder) and run the same command "
-            "again."
+            "Give this user the permission (or mount it writable, or choose another folder) and "
+            "run the same command again."
         )
     return "Check the disk and run the same command again; everything saved so far is kept."
 
@@ -86,6 +86,12 @@ def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
 
 
 Json = JsonObject
+
+RESTORE = (
+    "Restore it from a copy. With a mirror, move the task's folder away while no task runs, and "
+    "run the same command again: the mirror's comes back. With neither, "
+)
+"""What to do about a damaged file; the sentence goes on."""
 
 PREFIX = b'{"xxh":"'
 BODY_AT = len(PREFIX) + 16 + len(b'",')

@@ -46,8 +46,7 @@ from datatrove_ckpt.checkpoint.layout import (
     KEPT_ANSWERS,
     LOCK,
     STAGING,
-    check_files,
-    is_finished,
+    RankListing,
     journal_indices,
     journal_name,
     last_chunk_of,
@@ -484,12 +483,12 @@ class CheckpointManager:
         """
         folder = self.folder
         last_chunk = last_chunk_of(folder)
-        check_files(folder, last_chunk)
+        found = RankListing(folder).check()
         is_new = not folder.exists()
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
-        finished = is_finished(folder)
-        unlocked = not (folder / LOCK).exists()
+        finished = found.is_finished
+        unlocked = LOCK not in found.entries
         lock = files.Lock(folder / LOCK)
         with ExitStack() as refused:
             if is_new:

@@ -36,7 +36,7 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, next_retry, offer_skipping, taken_letters
@@ -154,24 +154,23 @@ class _Run:
             if old.unchecked:
                 logger.warning(f"Task {rank}:{old.unchecked}")
         root = self.root
-        with naming_mirror(step, root):
-            if step.checkpoints_remote_dir is not None:
-                from datatrove_ckpt.mirror.restore import restore_rank
+        if step.checkpoints_remote_dir is not None:
+            from datatrove_ckpt.mirror.restore import restore_rank
 
-                with self.preemption.interruptible():
-                    restore_rank(
-                        step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
-                    )
-            if not step.retry_dead_letters:
-                self._take_in_passes(self.data, root)
-                return
-            StepStats(self.data).restore(rank_folder(root, rank) / SHARD)
-            retry = next_retry(root, rank)
-            if retry is None:
-                logger.info(f"Task {rank}: there are no dead letters to retry.")
-                fill_stats(step.stats, sum_rank(rank, root), rank_folder(root, rank))
-            else:
-                self._take_in_passes(retry, retry.root, retry.prefix)
+            with self.preemption.interruptible():
+                restore_rank(
+                    step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
+                )
+        if not step.retry_dead_letters:
+            self._take_in_passes(self.data, root)
+            return
+        StepStats(self.data).restore(rank_folder(root, rank) / SHARD)
+        retry = next_retry(root, rank)
+        if retry is None:
+            logger.info(f"Task {rank}: there are no dead letters to retry.")
+            fill_stats(step.stats, sum_rank(rank, root), rank_folder(root, rank))
+        else:
+            self._take_in_passes(retry, retry.root, retry.prefix)
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
         """Takes the rank again with the input read anew, until no request waits for a batch."""
@@ -583,21 +582,3 @@ def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document
             column(document)
 
     return drop
-
-
-@contextmanager
-def naming_mirror(step: Step, root: Path) -> Iterator[None]:
-    """Adds to errors about damage in ``root`` how to restore it from its mirror."""
-    try:
-        yield
-    except CheckpointCorrupt as error:
-        path = error.path
-        if step.checkpoints_remote_dir is None or path is None or not path.is_relative_to(root):
-            raise
-        from datatrove_ckpt.mirror.job import restore_advice
-
-        folder = root / path.relative_to(root).parts[0]
-        advice = restore_advice(f"{step.checkpoints_remote_dir}/{folder.name}", folder)
-        if not advice:
-            raise
-        raise CheckpointCorrupt(*error.args, advice) from error

@@ -307,7 +307,7 @@ def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(tmp_path, 
 
 
 READS = [
-    "_Listing",
+    "RankListing",
     "_read_run",
     "read_last_chunk",
     "read_shard",

@@ -53,7 +53,7 @@ _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
     "datatrove_ckpt.readers": "BatchReader CSVReader HuggingFaceDatasetReader IpcReader "
-    "JsonlReader ParquetReader TextReader",
+    "JsonlReader PageReader ParquetReader TextReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
     "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",

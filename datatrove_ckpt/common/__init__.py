@@ -6,6 +6,10 @@ from typing import Any
 
 BATCH = "batch"
 """The ``service_tier`` of answers of provider batches."""
+CUSTOM_ID = b'{"custom_id":"'
+"""What each line of a batch's requests begins with."""
+MESSAGES = "/v1/messages"
+"""The path of requests whose batches have Anthropic's form."""
 LAUNCH = "DATATROVE_CKPT_LAUNCH"
 """The environment variable whose value all workers of a launch share.
 

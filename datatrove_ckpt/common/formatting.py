@@ -22,6 +22,7 @@ _EXTRAS = {
     "prometheus_client": "metrics",
     "mlflow": "mlflow",
     "PIL": "media",
+    "pypdfium2": "media",
 }
 
 _MOST_RUNS = 50

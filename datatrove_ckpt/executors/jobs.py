@@ -143,9 +143,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             with log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(pipeline, tasks, workers, *arguments, **options)
         except ValueError as error:
-            raise ConfigError(
-                str(error).replace("hf://datasets/<repo>", "hf://buckets/ORG/NAME")
-            ) from None
+            raise ConfigError(error, " A bucket is best: hf://buckets/ORG/NAME.") from None
         if any(runner.retry_dead_letters for runner in self._runners):
             self.skip_completed = False  # complete ranks have dead letters
         if workers == -1:

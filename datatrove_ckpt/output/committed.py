@@ -38,9 +38,9 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits, stamp_of
-from datatrove_ckpt.checkpoint.identity import read_run, recorded_output
+from datatrove_ckpt.checkpoint.identity import recorded_output
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.layout import COMMITS, RUN, rank_folder, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import file_system_call
@@ -424,8 +424,7 @@ def has_commits(root: Path) -> bool:
 
 
 def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:
-    paths = (each.folder / RUN for each in ranks)
-    return recorded_output(root, (read_run(path) for path in paths if path.exists()))
+    return recorded_output(root)
 
 
 class OutputCheck:

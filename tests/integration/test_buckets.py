@@ -16,9 +16,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.claims import claims as claims_module
 from datatrove_ckpt.claims.claims import ObjectClaims
+from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.executors import local
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.hub import HubFolder
@@ -146,7 +146,7 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
     assert len(output(job)) == 2
     read = job.files("org/job", kind="bucket")["input/0.jsonl"]
     job.put("org/job", {"input/0.jsonl": read.replace(b"document", b"Document")}, kind="bucket")
-    assert "'0.jsonl' (has other content)" in command("run", "job.yaml", code=1)
+    assert "'0.jsonl' has other content" in command("run", "job.yaml", code=1)
 
 
 # a repository ------------------------------------------------------------------------------------

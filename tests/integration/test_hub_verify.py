@@ -101,7 +101,7 @@ def test_a_repository_that_vanished_is_not_made_anew(cli, hub, server, monkeypat
     for token in (hub.expired_token, hub.token):
         monkeypatch.setenv("HF_TOKEN", token)
         said = cli("verify", "checkpoints", code=1)
-        assert "hf://datasets/org/data/part cannot be listed" in said
+        assert "hf://datasets/org/data/part: cannot be listed" in said
         assert "hf_Fake" not in said
         hub.repos.clear()
     if not complete:

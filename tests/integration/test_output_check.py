@@ -84,7 +84,7 @@ def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, comman
         return look(*arguments)
 
     monkeypatch.setattr(findings, "_look", starts_meanwhile)
-    findings.check_output(RunPlan(executor), before=True)
+    findings.check_output(RunPlan(executor))
 
 
 # files that no commit knows ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
+from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import hub_uploads, owner
 from datatrove_ckpt.output.owner import OutputOwnership
@@ -149,7 +150,7 @@ class BucketPlace(HubPlace):
 
 @pytest.fixture
 def place(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(object_store, "_SETTLES", 0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     kinds = {
         "local": Place,

@@ -73,13 +73,21 @@ def merged(
         return payload, {}
     body = dict(payload)
     extras = {}
+    # The errors show no values: a header may hold a key.
     for extra in _EXTRAS:
-        extras[extra] = body.pop(extra, None) or {}
-        check_value(f"{key}.{extra}", JsonObject, extras[extra])
+        given = body.pop(extra, None) or {}
+        if not isinstance(given, dict):
+            raise ConfigError("must be a mapping.", setting=f"{key}.{extra}")
+        extras[extra] = given
     body |= extras.pop("extra_body")
+    if body.get("stream"):
+        raise ConfigError(
+            "answers are read as a whole. Remove stream.", setting=f"{key}.extra_body.stream"
+        )
     for extra, fields in extras.items():
         for name, value in fields.items():
-            check_value(f"{key}.{extra}.{name}", str, value)
+            if not isinstance(value, str):
+                raise ConfigError("must be a text.", setting=f"{key}.{extra}.{name}")
             if extra == "extra_headers" and not _FIELD.fullmatch(f"{name}: {value}"):
                 raise ConfigError(
                     "must be a text that can be sent as a header field.",

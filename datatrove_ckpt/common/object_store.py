@@ -76,6 +76,8 @@ class ObjectStore:
         self, url: str, apart: bool = False, options: Mapping[str, object] | None = None
     ) -> None:
         self.url = url.rstrip("/")
+        if self.url.endswith(":"):  # the root of a file system
+            self.url = url
         protocol = get_protocol(url)
         self._is_local = protocol in ("file", "local")
         self._creates_once = protocol in CREATES_ONCE

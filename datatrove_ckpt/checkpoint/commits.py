@@ -21,6 +21,7 @@ import xxhash
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import retry_number
 from datatrove_ckpt.checkpoint.lines import (
+    RESTORE,
     Json,
     Line,
     explained,
@@ -58,8 +59,7 @@ class CommitsDamaged(CheckpointCorrupt):
         else:
             checkpoints = root.parent
         super().__init__(
-            f"{what} Keep the task's output files: they may belong to lost commits. Restore "
-            f"{path.name} from a copy or from the mirror. If there is none: "
+            f"{what} Keep the task's output files: they may belong to lost commits. {RESTORE}"
             f"{repair_command(str(checkpoints), logging_dir=logging_dir)}, then run the same "
             "command again. Commits that can be proved are kept; the other chunks are processed "
             "again."

@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
@@ -53,15 +53,16 @@ from datatrove_ckpt.checkpoint.layout import (
     LOCK,
     RUN,
     SHARD,
+    RankListing,
     is_finished,
-    journal_indices,
-    journal_path,
+    journal_name,
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.lines import (
+    RESTORE,
     WITHOUT_SHARD,
     Json,
     explained,
@@ -192,7 +193,6 @@ NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "f
 
 Earlier builds of 0.2.0 wrote ``forked``.
 """
-_VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
 def stamped(fields: Json) -> Json:
@@ -233,11 +233,9 @@ def check_format(
     writer = content.get(WRITTEN_BY, written_by)
     who = "another datatrove-ckpt"
     get = "the version that wrote it"
-    if isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None:
+    if isinstance(writer, str) and writer != __version__:
         who = f"datatrove-ckpt {writer}"
-        get = who
-        if number >= known.stop:
-            get = f"{who} or newer"
+        get = f"{who} or newer"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
         f"which reads format {number_range(known.start, known.stop)}. Nothing was changed. "
@@ -247,10 +245,7 @@ def check_format(
 
 _MAX_BYTES = 64 * 2**20
 """Limit of ``run.json``, which holds names, numbers and a few values of the user."""
-_NO_RUN = (
-    "Restore it from a copy or from the mirror. If there is none, start this task over: move "
-    "its folder away."
-)
+_NO_RUN = f"{RESTORE}start this task over: move its folder away."
 _NO_JOB = "Remove it: the next start makes it again from the tasks' run.json."
 
 _IDENTITY_VERSION = "identity_version"
@@ -664,14 +659,9 @@ def _plain(name: str, value: object) -> object:
 
 def holds_work(folder: Path) -> bool:
     """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
-    written = [
-        folder / COMMITS,
-        folder / BATCHES,
-        *(journal_path(folder, index) for index in journal_indices(folder)),
-    ]
-    return any(path.exists() and path.stat().st_size > 0 for path in written) or has_answers(
-        folder / CACHE
-    )
+    found = RankListing(folder).check()
+    journals = map(journal_name, found.journals)
+    return found.size(COMMITS, BATCHES, *journals) > 0 or has_answers(folder / CACHE)
 
 
 _GUARD_SECONDS = 60.0
@@ -708,13 +698,12 @@ class JobChanges:
         return any(change.is_layout for change in self.changes)
 
 
-class KeptRun(NamedTuple):
-    """A rank's ``run.json``, and its state: a rank with work, or at work, is bound to its run."""
+class RankState(NamedTuple):
+    """A rank with work, or at work, is bound to its run."""
 
-    run: Json
-    holds_work: Callable[[], bool]
-    is_finished: Callable[[], bool]
-    is_live: Callable[[], bool]
+    holds_work: bool
+    is_finished: bool
+    is_live: bool
 
 
 @contextmanager
@@ -753,16 +742,20 @@ def join_job(
         raise _refusal(root, JobChanges({rank: changes}))
 
 
-def recorded_output(root: Path, runs: Iterable[Json]) -> str | None:
-    """Returns the output folder of the last start, which finished ranks may not name.
-
-    Args:
-        runs: the content of each ``run.json``, for a folder without ``job.json``.
+def recorded_runs(root: Path) -> Iterator[Json]:
+    """Yields the content of ``job.json``, and of each rank's ``run.json``; the readers of other
+    files report damaged ones.
     """
-    contents = list(runs)
-    with suppress(CheckpointError):  # ``verify`` reports damage elsewhere
-        contents.insert(0, _read(root))
-    folders = (content.get(OUTPUT_FOLDER) for content in contents)
+    ranks = rank_numbers(root) if root.is_dir() else []
+    for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
+        with suppress(CheckpointError):
+            if path.exists():
+                yield read_run(path)
+
+
+def recorded_output(root: Path) -> str | None:
+    """Returns the output folder of the last start, which finished ranks may not name."""
+    folders = (run.get(OUTPUT_FOLDER) for run in recorded_runs(root))
     return next((str(folder) for folder in folders if folder), None)
 
 
@@ -795,7 +788,7 @@ def compare_job(
     Args:
         ranks: the ranks to compare if ``job.json`` agrees with the job; None: all that have a
             folder.
-        only_tasks: see ``compare_kept``.
+        only_tasks: see ``compare_runs``.
     """
     job = _read(root)
     if ranks is None or not job or compare(job, identity):
@@ -823,12 +816,7 @@ def name_tasks(ranks: list[int]) -> str:
 
 def recorded_settings(root: Path) -> Json:
     """Returns the settings of a folder's run; empty if no undamaged file has them."""
-    ranks = rank_numbers(root) if root.is_dir() else []
-    for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
-        with suppress(CheckpointError):  # the reader of the other files reports the damage
-            if path.exists() and (content := read_run(path)).get("tasks"):
-                return content
-    return {}
+    return next((run for run in recorded_runs(root) if run.get("tasks")), {})
 
 
 def _read(root: Path) -> Json:
@@ -888,50 +876,61 @@ def _refusal(root: Path, found: JobChanges) -> Exception:
 def _compare_ranks(
     root: Path, ranks: Iterable[int], identity: RunIdentity, only_tasks: bool = False
 ) -> JobChanges:
-    kept = {}
+    runs = {}
     for rank in ranks:
+        path = rank_folder(root, rank) / RUN
+        if path.exists():
+            runs[rank] = read_run(path)
+
+    def state_of(rank: int) -> RankState:
         folder = rank_folder(root, rank)
-        if (folder / RUN).exists():
-            run = read_run(folder / RUN)
-            is_live = partial(_is_live, folder, run)
-            kept[rank] = KeptRun(
-                run, partial(holds_work, folder), partial(is_finished, folder), is_live
-            )
-    return compare_kept(kept, _read(root), identity, only_tasks)
+        return RankState(holds_work(folder), is_finished(folder), _is_live(folder, runs[rank]))
+
+    return compare_runs(runs, state_of, _read(root), identity, only_tasks)
 
 
-def compare_kept(
-    kept: Mapping[int, KeptRun], job: Json, identity: RunIdentity, only_tasks: bool
+def compare_runs(
+    runs: Mapping[int, Json],
+    state_of: Callable[[int], RankState],
+    job: Json,
+    identity: RunIdentity,
+    only_tasks: bool,
 ) -> JobChanges:
-    """Compares a job with its ranks' files.
+    """Compares a job with the ``run.json`` of its ranks.
 
     Args:
+        runs: the content of each ``run.json``.
+        state_of: called for ranks that differ.
         job: the content of ``job.json``; empty if there is none.
         only_tasks: compare the number of tasks, and nothing else.
     """
     found = JobChanges()
-    contents = [job, *(each.run for each in kept.values())]
     accepted = [
         (change.get("field"), change.get("old"), change.get("new"))
-        for content in contents
+        for content in (job, *runs.values())
         for change in content.get("accepted_changes", [])
     ]
-    for rank, each in kept.items():
-        changes = compare(each.run, identity, with_output=True)
+    for rank, run in runs.items():
+        changes = compare(run, identity, with_output=True)
         if only_tasks:
             changes = [change for change in changes if change.field == "tasks"]
-        if any(change.field == OUTPUT_FOLDER for change in changes) and not each.is_live():
+        if not changes:
+            continue
+        state = state_of(rank)
+        if not state.is_live:
             changes = [change for change in changes if change.field != OUTPUT_FOLDER]
-        if changes and not each.holds_work() and not each.is_live():
+        if changes and not state.holds_work and not state.is_live:
             found.empty.append(rank)
             continue
-        if each.is_finished():
+        if state.is_finished:
             changes = [
                 change
                 for change in changes
                 if (change.field, change.old, change.new) not in accepted
             ]
-        if changes:
+        if changes and not state.holds_work and not state.is_live:
+            found.empty.append(rank)
+        elif changes:
             found.by_rank[rank] = changes
     return found
 

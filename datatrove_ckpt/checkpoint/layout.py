@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
 
+from datatrove_ckpt.checkpoint.lines import RESTORE, explained
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
 
 JOB = "job.json"
@@ -138,51 +140,77 @@ def is_journal(name: str) -> bool:
     return match is not None and name == journal_name(int(match[1]))
 
 
+class RankListing:
+    """A listing of a rank's folder in few system calls: there may be ten thousand ranks. A missing
+    folder is empty.
+
+    Attributes:
+        journals: the chunks that have a journal, in ascending order. ``check`` finds them.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = str(folder)
+        self.entries: dict[str, os.DirEntry[str]] = {}
+        self.journals: list[int] = []
+        with explained("read", folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
+            self.entries = {entry.name: entry for entry in entries}
+
+    def check(self) -> RankListing:
+        """Raises:
+        CheckpointCorrupt: a file has the wrong type, or is named like a journal, but no run gives
+            such a name.
+        """
+        for name, entry in self.entries.items():
+            path = Path(self.path(name))
+            is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
+            if is_journals and not is_journal(name):
+                raise CheckpointCorrupt(
+                    path, " is not a journal of this program. Move it out of the task's folder."
+                )
+            if (is_journals or name in FILES) and not entry.is_file():
+                raise CheckpointCorrupt(
+                    path,
+                    " is not a file. Move it away, and restore the file of this name from a copy "
+                    "if there was one.",
+                )
+            if is_journals:
+                self.journals.append(int(name[6:-6]))
+        self.journals.sort()
+        return self
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the rank is complete: run.json exists, and lock, request cache and journals are
+        removed.
+        """
+        return RUN in self.entries and not {LOCK, CACHE} & self.entries.keys() and not self.journals
+
+    def path(self, name: str) -> str:
+        return f"{self.folder}/{name}"
+
+    def _stats(self, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
+        for name in names:
+            with suppress(KeyError, FileNotFoundError):
+                yield name, self.entries[name].stat()
+
+    def size(self, *names: str) -> int:
+        """In bytes; 0 if there is no such file."""
+        return sum(status.st_size for _, status in self._stats(names))
+
+    def times(self, names: Iterable[str]) -> dict[str, float]:
+        return {name: status.st_mtime for name, status in self._stats(names)}
+
+
 def journal_indices(folder: Path) -> list[int]:
-    """Returns the chunks that have a journal in a rank's folder, in ascending order.
-
-    Raises:
-        CheckpointCorrupt: a file is named like a journal, but no run gives such a name.
+    """Returns the chunks that have a journal in a rank's folder, in ascending order. Raises as
+    ``RankListing.check``.
     """
-    found = []
-    for path in folder.iterdir():
-        if not path.match("chunk_*.jsonl"):
-            continue
-        if not is_journal(path.name):
-            raise CheckpointCorrupt(
-                path, " is not a journal of this program. Move it out of the task's folder."
-            )
-        found.append(int(path.stem.removeprefix("chunk_")))
-    return sorted(found)
-
-
-def check_files(folder: Path, last_chunk: Path) -> None:
-    """Raises:
-    CheckpointCorrupt: the rank's folder, or a file in it, has the wrong type.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointCorrupt(
-            folder, " is not a folder. Move it away: a rank's checkpoint has this name."
-        )
-    if not folder.is_dir():
-        return
-    journals = [journal_path(folder, index) for index in journal_indices(folder)]
-    for path in [*(folder / name for name in FILES), *journals, last_chunk]:
-        if path.exists() and not path.is_file():
-            raise CheckpointCorrupt(
-                path,
-                " is not a file. Move it away, and restore the file of this name from a copy if "
-                "there was one.",
-            )
+    return RankListing(folder).check().journals
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the rank is complete: run.json exists, and lock, request cache and journals are
-    removed.
-    """
-    if not (folder / RUN).exists() or (folder / LOCK).exists() or (folder / CACHE).exists():
-        return False
-    return not journal_indices(folder)
+    """See ``RankListing.is_finished``."""
+    return RankListing(folder).check().is_finished
 
 
 def retry_folder(root: Path, number: int) -> Path:
@@ -225,17 +253,14 @@ def refuse_missing_run_json(folder: Path) -> None:
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
             f"wrote {last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
-    if not folder.is_dir():
-        return
-    journals = [journal_name(index) for index in journal_indices(folder)]
-    foreign = [
-        name for name in (COMMITS, CACHE, DEAD_LETTERS) if (folder / name).exists()
-    ] + journals[:3]
+    found = RankListing(folder).check()
+    journals = [journal_name(index) for index in found.journals[:3]]
+    foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if name in found.entries] + journals
     if foreign:
         raise CheckpointMismatch(
             f"{folder} holds {', '.join(foreign)} but no {RUN}. If datatrove's own InferenceRunner "
-            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost, restore it from a "
-            "copy or from the mirror."
+            f"made it: {continue_datatroves(folder.parent)} If {RUN} is lost: {RESTORE}"
+            "start this task over: move the folder away."
         )
 
 

@@ -9,10 +9,9 @@ There may be ten thousand ranks: ledgers are small without commits, and are drop
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Flag, auto
@@ -39,31 +38,27 @@ from datatrove_ckpt.checkpoint.identity import (
     settings_in,
     without_its_secrets,
 )
-from datatrove_ckpt.checkpoint.journal import JOURNAL_ADVICE, read_finished
+from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
     DEAD_LETTERS,
-    FILES,
     HISTORY,
     LOCK,
     RUN,
     SHARD,
-    check_files,
-    is_journal,
-    journal_indices,
+    RankListing,
     journal_name,
-    journal_path,
     last_chunk_of,
     rank_folder,
     rank_numbers,
     refuse_missing_run_json,
-    retry_number,
+    retry_folders,
 )
-from datatrove_ckpt.checkpoint.lines import Json, explained, is_count, read_shard
+from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
-from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, StorageFailed
+from datatrove_ckpt.common.formatting import number_range
+from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
@@ -71,6 +66,7 @@ _MAX_CAUSES = 20
 _MAX_CAUSE = 2000  # as much as is kept of a server's answer
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
 _BLOCK = 1 << 20
+_FEW_LETTERS = 1 << 13  # bytes
 
 
 class Want(Flag):
@@ -116,7 +112,6 @@ class RankLedger:
         holder: host and pid of the process that works on this rank now.
         is_finished: there is no lock file, request cache or journal: a run removes them at its end.
             ``repair`` leaves the lock file, which marks the rank as unfinished.
-        expected: what other files promise about the commits.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
         commits: by chunk index, in the order in which they were written.
@@ -131,7 +126,6 @@ class RankLedger:
     run: Json = field(default_factory=dict)
     holder: Json | None = None
     is_finished: bool = False
-    expected: Expected | None = None
     history: History = field(default_factory=History)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
@@ -275,28 +269,18 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     """
     found = []
     try:
-        if checkpoints.is_dir():
-            names = sorted(
-                path.name for path in checkpoints.iterdir() if retry_number(path.name) is not None
-            )
-            for root in ("", *names):
-                if (folder := checkpoints / root).is_dir():
-                    found += [
-                        (root, number, rank_folder(folder, number))
-                        for number in rank_numbers(folder)
-                    ]
+        for root in (checkpoints, *retry_folders(checkpoints)):
+            name = "" if root == checkpoints else root.name
+            if root.is_dir():
+                found += [(name, rank, rank_folder(root, rank)) for rank in rank_numbers(root)]
     except PermissionError as error:
-        raise not_permitted(checkpoints, error) from None
-    if found:
-        return found
-    if not checkpoints.exists():
+        raise _not_permitted(checkpoints, error) from None
+    if not found:
         raise ConfigError(
-            f"{checkpoints} does not exist. Give the run_folder, or that of checkpoints_local_dir."
+            f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
+            "run_folder, or that of checkpoints_local_dir."
         )
-    raise ConfigError(
-        f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
-        "run_folder, or that of checkpoints_local_dir."
-    )
+    return found
 
 
 def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
@@ -306,15 +290,21 @@ def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
         ConfigError: there is no rank, or this user may not read one.
     """
     for place in find_ranks(checkpoints):
-        try:
-            rank = read_rank(*place, want)
-            check_readable(rank)
-        except PermissionError as error:
-            raise not_permitted(checkpoints, error) from None
+        rank = read_rank(*place, want)
+        check_readable(checkpoints, rank)
         yield rank
 
 
-def not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
+def check_readable(checkpoints: Path, rank: RankLedger) -> None:
+    """Raises:
+    ConfigError: the rank's damage is a file that this user may not read.
+    """
+    for cause in causes(rank.damage):
+        if isinstance(cause, PermissionError):
+            raise _not_permitted(checkpoints, cause) from None
+
+
+def _not_permitted(checkpoints: Path, error: PermissionError) -> ConfigError:
     share = f", or ask that user for: chmod -R g+rX {checkpoints}"
     return ConfigError(not_readable(error.filename) + share)
 
@@ -379,7 +369,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     """Raises:
     CheckpointError: a run would refuse the folder, too.
     """
-    found = _Listing(rank.folder)
+    found = RankListing(rank.folder)
     if LOCK in found.entries:
         rank.holder = files.lock_holder(found.path(LOCK))
     if RUN in found.entries and found.entries[RUN].is_file():
@@ -388,75 +378,26 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
         refuse_missing_run_json(rank.folder)
-    rank.expected = expected = Expected.read(rank.folder, is_finished, rank.run)
+    expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and HISTORY in found.entries:
         rank.history = read_history(found.path(HISTORY))
-    ordinals: dict[int, dict[int, str]] = {}
     if Want.JOURNALS in want:
-        rank.journals = _read_journals(rank, found, want, limits, ordinals)
+        rank.journals = _read_journals(rank, found, limits)
     # Whatever the listing says: the files that were read before promise them.
     commits = read_commits(rank.commits_file)
     rank.sums = CommitSums.of(commits.values())
     if Want.COMMITS in want:
         rank.commits = commits
     expected.check(rank.sums)
-    _check_journals(rank, ordinals)
     rank.open_chunks = [index for index in found.journals if index not in rank.sums.indices]
     rank.is_finished = is_finished
     names = [] if rank.history.attempts or Want.HISTORY not in want else [RUN, CACHE]
     if not is_finished or rank.sums.at is None:
         names += [COMMITS, *map(journal_name, found.journals)]
     rank.written = found.times(names)
-    if Want.LETTERS in want and limits is not None and rank.sums.counts.dead:
-        rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), limits.letters)
-
-
-class _Listing:
-    """A listing of a rank's folder in few system calls: there may be ten thousand ranks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder
-        self.folder = str(folder)
-        self.journals: list[int] = []
-        try:
-            with explained("read", folder), os.scandir(folder) as entries:
-                self.entries = {entry.name: entry for entry in entries}
-        except StorageFailed:
-            self._refuse()
-            raise
-
-    def check(self) -> None:
-        for name, entry in self.entries.items():
-            is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
-            if (is_journals and not is_journal(name)) or (
-                (is_journals or name in FILES) and not entry.is_file()
-            ):
-                self._refuse()
-            elif is_journals:
-                self.journals.append(int(name[6:-6]))
-        self.journals.sort()
-
-    def _refuse(self) -> None:
-        check_files(self._path, last_chunk_of(self._path))
-
-    @property
-    def is_finished(self) -> bool:
-        return RUN in self.entries and not {LOCK, CACHE} & self.entries.keys() and not self.journals
-
-    def path(self, name: str) -> str:
-        return f"{self.folder}/{name}"
-
-    def _stats(self, names: Iterable[str]) -> Iterator[tuple[str, os.stat_result]]:
-        for name in names:
-            with suppress(KeyError, FileNotFoundError):
-                yield name, self.entries[name].stat()
-
-    def size(self, *names: str) -> int:
-        """In bytes; 0 if there is no such file."""
-        return sum(status.st_size for _, status in self._stats(names))
-
-    def times(self, names: Iterable[str]) -> dict[str, float]:
-        return {name: status.st_mtime for name, status in self._stats(names)}
+    if Want.LETTERS in want and rank.sums.counts.dead:
+        most = _FEW_LETTERS if limits is None else limits.letters
+        rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most)
 
 
 def _read_run(path: str, want: Want) -> Json:
@@ -468,15 +409,10 @@ def _read_run(path: str, want: Want) -> Json:
 
 def _read_journals(
     rank: RankLedger,
-    found: _Listing,
-    want: Want,
+    found: RankListing,
     limits: Limits | None,
-    ordinals: dict[int, dict[int, str]],
 ) -> dict[int, DocumentCounts] | None:
     """Returns the counts of each journal; None if the history has to give their sum.
-
-    Args:
-        ordinals: gets the fingerprints of documents by ordinal, of each journal that is checked.
 
     Raises:
         CheckpointCorrupt: a journal is damaged.
@@ -487,40 +423,9 @@ def _read_journals(
             return None
     counted = {}
     for index in found.journals:
-        known: dict[int, str] = {}
-        documents = read_finished(Path(found.path(journal_name(index))), known)
+        documents = read_finished(Path(found.path(journal_name(index))), {})
         counted[index] = DocumentCounts.of([one.took for _, one in documents if one is not None])
-        if Want.COMMITS in want:
-            ordinals[index] = known
     return counted
-
-
-def _check_journals(rank: RankLedger, ordinals: dict[int, dict[int, str]]) -> None:
-    """Raises:
-    CheckpointCorrupt: a journal holds a document of another chunk.
-    """
-    if not ordinals:
-        return
-    per_chunk = rank.run.get("records_per_chunk") or 0
-    for index, first, end in uncommitted_journals(rank.folder, rank.commits, per_chunk):
-        strangers = [ordinal for ordinal in ordinals.get(index, ()) if not first <= ordinal < end]
-        if strangers and per_chunk:
-            path = journal_path(rank.folder, index)
-            raise CheckpointCorrupt(
-                path, f": document {strangers[0]} does not belong there. {JOURNAL_ADVICE}"
-            )
-
-
-def check_readable(rank: RankLedger) -> None:
-    """Raises:
-    PermissionError: the rank's damage is a file that this user may not read.
-    """
-    if rank.damage is None or not rank.folder.is_dir():
-        return
-    with suppress(CheckpointCorrupt):
-        for name in (RUN, COMMITS, HISTORY, *map(journal_name, journal_indices(rank.folder))):
-            with suppress(FileNotFoundError):
-                os.close(os.open(rank.folder / name, os.O_RDONLY | os.O_NONBLOCK))
 
 
 # dead letters ------------------------------------------------------------------------------------
@@ -655,28 +560,32 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
     expected = Expected.read(folder, finished, run)
     commits, size = scan_commits(folder / COMMITS)
     expected.check(CommitSums.of(commits.values()))
-    _check_sequence(folder / COMMITS, commits)
+    for kind, what, _ in misplaced(commits):
+        if kind != "gap":
+            raise CheckpointCorrupt(folder / COMMITS, f": {what}. {_START_OVER}")
     _check_dead_letters(folder / DEAD_LETTERS, commits)
     return commits, size
 
 
-def _check_sequence(path: Path, commits: dict[int, Commit]) -> None:
-    """Raises:
-    CheckpointCorrupt: a commit starts before the end of the commits before it.
+def misplaced(commits: Mapping[int, Commit]) -> Iterator[tuple[str, str, int | None]]:
+    """Yields where commits do not follow each other: kind, description, and a chunk.
+
+    Kinds: ``overlap`` and ``lost`` are damage; a ``gap`` are chunks that are not committed yet, or
+    no more.
     """
-    expected = ordinal = 0
+    chunk_index = ordinal = 0
     for index, commit in sorted(commits.items()):
-        if index == expected:
-            follows = commit.first_ordinal == ordinal
-        else:
-            follows = commit.first_ordinal >= ordinal
-        if not follows:
-            raise CheckpointCorrupt(
-                path,
-                f": the commit of chunk {index} starts at document {commit.first_ordinal}, which "
-                f"does not follow the commits before it (document {ordinal}). {_START_OVER}",
-            )
-        expected = index + 1
+        first = commit.first_ordinal
+        if first < ordinal:
+            twice = number_range(first, min(ordinal, commit.next_ordinal))
+            yield "overlap", f"an earlier commit also covers documents {twice}", index
+        elif index == chunk_index and first > ordinal:
+            yield "lost", f"no commit covers documents {number_range(ordinal, first)}", None
+        elif index > chunk_index:
+            chunks = number_range(chunk_index, index)
+            documents = number_range(ordinal, first)
+            yield "gap", f"no commit covers documents {documents} (chunks {chunks})", chunk_index
+        chunk_index = index + 1
         ordinal = commit.next_ordinal
 
 
@@ -690,6 +599,5 @@ def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
         raise CheckpointCorrupt(
             path,
             f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
-            "Restore the file from a copy or from the mirror. If there is none, start this task "
-            "over: remove its folder and its output.",
+            f"{RESTORE}start this task over: remove its folder and its output.",
         )

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.identity import refuse_other_tasks
+from datatrove_ckpt.checkpoint.identity import not_readable, refuse_other_tasks
 from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.short_form import Node
-from datatrove_ckpt.cli.system_errors import explain
 from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.cli.yaml_config import FullConfig
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.retrying import code_of_rank
+from datatrove_ckpt.common.retrying import code_of_rank, hub_refusal
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
+    StorageFailed,
     TooManyDeadLetters,
     UnexpectedExit,
     WaitsForBatches,
@@ -38,6 +41,9 @@ from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_error
 from datatrove_ckpt.run_folder.closing import closing_line
 from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Namespace) -> int:
@@ -147,7 +153,7 @@ def _checked_run(
             return _interrupted(interruption, arguments.command)
         own: Exception | None = own_error(error)
         if own is None and isinstance(error, OSError):
-            own = explain(error, plan)
+            own = _explained(error, plan)
         if own is None:
             raise
         advise(own, plan, arguments.command)
@@ -158,6 +164,29 @@ def _checked_run(
     finally:
         say_errors_later(False)
     return 0
+
+
+def _explained(error: OSError, plan: RunPlan) -> Exception:
+    """Returns an error of the system with what to do. It is mostly about ``logging_dir``, and names
+    no file if a disk is full; what a rank reads and writes has errors of its own.
+    """
+    logs = plan.logging_dir
+    roots = [root for _, root in plan.kept]
+    refused = hub_refusal(error)
+    if refused:
+        return StorageFailed(f"{refused}.", setting="" if logs.is_local() else "logging_dir")
+    path = error.filename
+    if error.errno in _FULL:
+        path = path or " or ".join(map(str, [logs.resolve_paths(""), *roots]))
+    elif error.errno not in _CLOSED or not isinstance(path, str):
+        return error
+    elif any(Path(path).is_relative_to(root) for root in roots):
+        return StorageFailed(f"{not_readable(path)}.")
+    try:
+        with explained("use", path):
+            raise error
+    except CkptError as own:
+        return own
 
 
 def _note_command(plan: RunPlan, content: Node, command: str) -> None:

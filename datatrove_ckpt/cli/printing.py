@@ -14,6 +14,7 @@ import orjson
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CkptError, WaitsForBatches
+from datatrove_ckpt.errors.names import with_originals
 
 
 def as_json(content: JsonObject) -> str:
@@ -37,7 +38,7 @@ def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
 
 
 def say(text: str) -> None:
-    write_out(f"{text}\n")
+    write_out(f"{with_originals(text)}\n")
 
 
 def write_out(text: str, raw: bool = False) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.training_steps import is_training
-from datatrove_ckpt.cli.printing import write_out
+from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
@@ -39,23 +39,21 @@ def track(arguments: argparse.Namespace) -> int:
     service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     if is_training(arguments.what):
         folder = Path(arguments.what)
-        _send(TrainingTracker(service, arguments.name_of_run, folder=folder), str, lambda: None)
-        write_out("All is sent, and no training saves there.\n")
+        _send(TrainingTracker(service, arguments.name_of_run, folder=folder), lambda: None)
+        say("All is sent, and no training saves there.")
         return 0
     with place_of(arguments, wanted_files) as place:
-        _send(Tracker(service, arguments.name_of_run, place=place), place.said, place.refresh)
-    write_out("All is sent, and no task is at work.\n")
+        _send(Tracker(service, arguments.name_of_run, place=place), place.refresh)
+    say("All is sent, and no task is at work.")
     return 0
 
 
-def _send(
-    tracker: Tracker | TrainingTracker, shown: Callable[[str], str], refresh: Callable[[], object]
-) -> None:
+def _send(tracker: Tracker | TrainingTracker, refresh: Callable[[], object]) -> None:
     said = ""
     while True:
         problem = tracker.work()
         if problem != said:
-            write_out(f"{shown(problem) or 'up to date again'}\n")
+            say(problem or "up to date again")
         said = problem
         if tracker.is_over:
             return

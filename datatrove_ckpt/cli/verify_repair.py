@@ -33,13 +33,13 @@ def verify(arguments: argparse.Namespace) -> int:
     else:
         mixed = [
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
-            for name, old, new in mixed_settings(checks.accepted_changes(*report.ranks))
+            for name, old, new in mixed_settings(report.accepted)
         ]
         verdict = _verdict(report, arguments.full)
         text = "\n".join(
             [*map(str, report.problems), *map(str, report.unfinished), *mixed, verdict]
         )
-    say(place.said(text))
+    say(text)
     return code
 
 
@@ -96,7 +96,7 @@ def repair(arguments: argparse.Namespace) -> int:
         elif not is_needed:
             lines.append("There is nothing to repair.")
         for line in lines:
-            say(place.said(line))
+            say(line)
         if is_needed and arguments.dry_run:
             say("Nothing was done (--dry-run).")
         elif is_needed:

@@ -45,7 +45,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from datatrove_ckpt.errors.names import setting_name, start_over
+from datatrove_ckpt.errors.names import setting_name, start_over, with_originals
 
 # Control characters except line break and tab, bidirectional marks, line separators, lone
 # surrogates.
@@ -105,7 +105,7 @@ class CkptError(Exception):
         self.starts_over = starts_over
 
     def __str__(self) -> str:
-        return printable("".join(map(str, self.args)))
+        return printable(with_originals("".join(map(str, self.args))))
 
 
 def _message_in(body: str) -> str:

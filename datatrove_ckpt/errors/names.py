@@ -25,6 +25,7 @@ _OUTER = ("default_generation_params.", "rollout_fn.")
 """Where the long form has settings that the short form has beside the others."""
 
 _form = ""
+_copies: dict[str, str] = {}
 
 
 def form() -> str:
@@ -48,6 +49,17 @@ def written_in(form: str) -> Iterator[None]:
         yield
     finally:
         use(before)
+
+
+def name_copy(copy: object, original: str) -> None:
+    """From now on messages name the original in place of its temporary copy."""
+    _copies[str(copy)] = original
+
+
+def with_originals(text: str) -> str:
+    for copy, original in _copies.items():
+        text = text.replace(copy, original)
+    return text
 
 
 def setting_name(setting: str) -> str:

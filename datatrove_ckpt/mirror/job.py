@@ -17,10 +17,10 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import (
     JobChanges,
-    KeptRun,
+    RankState,
     RunIdentity,
     compare,
-    compare_kept,
+    compare_runs,
     job_content,
     name_tasks,
     parse_run,
@@ -37,10 +37,10 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror.manifests import Manifest, Versions
-from datatrove_ckpt.mirror.object_store import ObjectStore
 
 _MAX_BYTES = 2**26
 _THREADS = 32
@@ -139,11 +139,20 @@ def _compare(
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
         kept = {
-            rank: _kept(manifest)
+            rank: manifest
             for rank, manifest in zip(ranks, found, strict=True)
             if manifest is not None
         }
-    return job, compare_kept(kept, job, identity, only_tasks)
+
+    def state_of(rank: int) -> RankState:
+        manifest = kept[rank]
+        names = [name for name in manifest.files if name in (BATCHES, COMMITS) or is_journal(name)]
+        # It is unknown whether a process works on the rank: the run is stopped before its output
+        # moves.
+        return RankState(bool(manifest.answers or names), manifest.finished, is_live=False)
+
+    runs = {rank: manifest.run for rank, manifest in kept.items()}
+    return job, compare_runs(runs, state_of, job, identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:
@@ -174,11 +183,3 @@ def restore_advice(url: str, folder: Path, least: int = 0) -> str:
         f"away while no task runs (mv {shlex.quote(str(folder))} "
         f"{shlex.quote(f'{folder}.damaged')}), and run the same command again."
     )
-
-
-def _kept(manifest: Manifest) -> KeptRun:
-    holds_work = bool(manifest.answers) or any(
-        name in (BATCHES, COMMITS) or is_journal(name) for name in manifest.files
-    )
-    # It is unknown whether a process works on the rank: the run is stopped before its output moves.
-    return KeptRun(manifest.run, lambda: holds_work, lambda: manifest.finished, lambda: False)

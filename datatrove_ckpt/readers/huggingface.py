@@ -20,7 +20,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import huggingface
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import JsonObject, datatrove_arguments, retrying
+from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
@@ -99,7 +99,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         shuffle_files: bool = False,
         load_from_disk: bool = False,
     ) -> None:
-        huggingface.HuggingFaceDatasetReader.__init__(self, **datatrove_arguments(locals()))
+        given = dict(locals())
+        huggingface.HuggingFaceDatasetReader.__init__(**given)
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
                 "dataset_options: a token does not belong there, because it is pickled with the "

@@ -6,18 +6,17 @@ No rank's folder, lock or database is touched.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
 from datatrove.io import DataFolder, get_datafolder
-from fsspec import AbstractFileSystem
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
@@ -69,13 +68,12 @@ class NotDeleted(RemoteFailed):
     """A remote folder accepts objects but does not delete them."""
 
 
-@contextmanager
-def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
-    """Yields a function that uploads bytes to a datatrove ``DataFolder`` and returns the seconds it
-    took.
+_CONTENT = b"datatrove-ckpt"
 
-    Each upload replaces the one before. The function also compares the object's size, as a run
-    does.
+
+def probe_object(folder: DataFolder) -> float:
+    """Uploads an object to a datatrove ``DataFolder``, compares its size as a run does, and deletes
+    it. Returns the seconds that the upload took.
 
     Raises:
         RemoteFailed: an operation failed, or the object has a wrong size.
@@ -83,58 +81,40 @@ def probe_object(folder: DataFolder) -> Iterator[Callable[[bytes], float]]:
     """
     name = f"{PROBE}{secrets.token_hex(4)}"
     remote = folder.resolve_paths(name)
-    made: list[str] = []
-
-    def upload(content: bytes) -> float:
+    try:
         with _explained(f"{remote} could not be written"):
             start = time.monotonic()
-            _pipe(folder, name, content, made)
+            folder = _upload(folder, name)
             folder.invalidate_cache(name)
             arrived = folder.info(name)["size"]
             seconds = time.monotonic() - start
-        if arrived != len(content):
+        if arrived != len(_CONTENT):
             raise RemoteFailed(
-                f"{remote} has {arrived} bytes after its upload instead of {len(content)}."
+                f"{remote} has {arrived} bytes after its upload instead of {len(_CONTENT)}."
             )
-        return seconds
-
-    try:
-        try:
-            yield upload
-        except BaseException:
-            with suppress(Exception):
-                folder.rm_file(name)
-            raise
-        with _explained(
-            f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted
-        ):
+    except BaseException:
+        with suppress(Exception):
             folder.rm_file(name)
-    finally:
-        for path in made:
-            with suppress(Exception):  # another process may have put something into it meanwhile
-                folder.fs.rmdir(path)
+        raise
+    with _explained(
+        f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted
+    ):
+        folder.rm_file(name)
+    return seconds
 
 
-def _pipe(folder: DataFolder, name: str, content: bytes, made: list[str]) -> None:
+def _upload(folder: DataFolder, name: str) -> DataFolder:
+    """Uploads into the folder, or the nearest folder above it that exists. Returns that folder."""
     try:
-        folder.pipe_file(name, content)
+        folder.pipe_file(name, _CONTENT)
+        return folder
     except FileNotFoundError:
-        # This file system has real folders; a run creates this one.
-        missing = _missing(folder.fs, folder.path)
-        if not missing or (not folder.is_local() and folder.fs._parent(missing[-1]) in ("", "/")):
-            raise  # a missing bucket is a user's mistake; it must not be created here
-        made += missing
-        folder.fs.makedirs(folder.path, exist_ok=True)
-        folder.pipe_file(name, content)
-
-
-def _missing(fs: AbstractFileSystem, path: str) -> list[str]:
-    """Returns the folder and its parents that do not exist, the deepest first."""
-    missing = []
-    while path and path != fs._parent(path) and not fs.exists(path):
-        missing.append(path)
-        path = fs._parent(path)
-    return missing
+        # This file system has real folders, which a run makes; a missing bucket it does not make.
+        above = folder.fs._parent(folder.path)
+        if above.strip("/") not in ("", folder.path.strip("/")):
+            with suppress(Exception):
+                return _upload(DataFolder(above, fs=folder.fs), name)
+        raise
 
 
 @contextmanager
@@ -184,7 +164,10 @@ class Finding:
 
 
 def about(
-    subject: str, check: Callable[..., Iterable[Finding] | None], *arguments: object
+    subject: str,
+    check: Callable[..., Iterable[Finding] | None],
+    *arguments: object,
+    what: str = "checked",
 ) -> Iterator[Finding]:
     """Makes a check. What it raises is a problem."""
     try:
@@ -194,7 +177,7 @@ def about(
         text = f"this could not be checked: {failure_line(error)}."
         if isinstance(error, CkptError):
             text = str(error)
-        yield Finding("problem", "checked", text, subject, error)
+        yield Finding("problem", what, text, subject, error)
 
 
 def file_system(folder: Path) -> FilesystemTraits:
@@ -227,34 +210,16 @@ def check_local_output(folder: Path, files: int, moves: bool) -> Iterator[Findin
     yield check_room(folder, files)
 
 
-def answered(folder: Path, check: Iterator[Finding]) -> list[Finding]:
-    """Runs a check with a time limit, because calls block without the network file system's
-    server.
-    """
-    try:
-        return within(lambda: list(check), str(folder))
-    except RemoteFailed as error:
-        return [
-            Finding("problem", "reachable", f"{error} Repair the mount, or choose another folder.")
-        ]
-
-
 def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
     """Checks that the folder can be written, then runs ``tries``, each with the probe folder."""
     try:
         with probe_folder(folder) as probe:
-            yield _check_writable(folder, probe)
+            files.disk.replace(probe / "written", b"datatrove-ckpt")
+            made = "" if folder.is_dir() else f" (will be created in {probe.parent})"
+            yield Finding("ok", "writable", f"{folder}{made}")
             yield from (attempt(probe) for attempt in tries)
     except (CheckpointError, OSError) as error:
         yield Finding("problem", "writable", f"{folder}: {error}")
-
-
-def _check_writable(folder: Path, probe: Path) -> Finding:
-    files.disk.replace(probe / "written", b"datatrove-ckpt")
-    made = f" (will be created in {probe.parent})"
-    if folder.is_dir():
-        made = ""
-    return Finding("ok", "writable", f"{folder}{made}")
 
 
 def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
@@ -335,34 +300,21 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
             "warning", "reachable", f"{url} is not tested: {text}OWNER/NAME/FOLDER instead."
         )
         return
-
-    def attempt() -> float:
-        with probe_object(folder) as upload:
-            return upload(b"datatrove-ckpt")
-
     try:
-        seconds = within(attempt, url)
-        yield Finding(
-            "ok",
-            "reachable",
-            f"{url}: a small object was written in {duration(seconds)} and deleted.",
-        )
+        seconds = within(partial(probe_object, folder), url)
     except NotDeleted as error:
         if deletes:
-            yield Finding(
-                "problem", "reachable", f"{error} The mirror deletes old versions: allow it."
-            )
+            text = f"{error} The mirror deletes old versions: allow it."
+            yield Finding("problem", "reachable", text)
         else:
-            yield Finding(
-                "warning",
-                "reachable",
-                f"{error} A run deletes nothing there, so this is no problem.",
-            )
+            text = f"{error} A run deletes nothing there, so this is no problem."
+            yield Finding("warning", "reachable", text)
     except RemoteFailed as error:
-        advice = " Correct the address, the key or its permissions."
-        if hub_refusal(error):
-            advice = ""
+        advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
+    else:
+        text = f"{url}: a small object was written in {duration(seconds)} and deleted."
+        yield Finding("ok", "reachable", text)
 
 
 def within(function: Callable[[], T], place: str) -> T:
@@ -379,7 +331,10 @@ def within(function: Callable[[], T], place: str) -> T:
         wait([result], _GRACE_SECONDS)  # it removes its probe
         raise
     if not result.done():
-        raise RemoteFailed(f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s.")
+        raise RemoteFailed(
+            f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
+            "the mount."
+        )
     return result.result()
 
 
@@ -447,15 +402,14 @@ class FilesystemTraits(NamedTuple):
 def find_mount(path: Path, mounts: str) -> Mount | None:
     found = None
     for line in mounts.splitlines():
-        fields = [
-            re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), field)
-            for field in line.split(" ")
-        ]
-        if len(fields) < 4 or not path.is_relative_to(fields[1]):
+        fields = line.split(" ")
+        if len(fields) < 4:
             continue
-        mount = Mount(Path(fields[1]), fields[2], fields[0], frozenset(fields[3].split(",")))
+        point = Path(fields[1].replace("\\040", " "))
+        mount = Mount(point, fields[2], fields[0], frozenset(fields[3].split(",")))
         # The later mount at a point counts.
-        if found is None or len(mount.point.parts) >= len(found.point.parts):
+        is_deeper = found is None or point.is_relative_to(found.point)
+        if is_deeper and path.is_relative_to(point):
             found = mount
     return found
 

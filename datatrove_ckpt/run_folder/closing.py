@@ -86,9 +86,7 @@ def _check_counts(root: Path, counts: DocumentCounts, skipped: SkippedLines) -> 
 
 def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: str) -> str:
     shown = str(runner.step.checkpoints_local_dir)
-    if runner.copy is not None:
-        shown = runner.copy.shown_as
-    elif shown.startswith("~") or "$" in shown:
+    if runner.copy is not None or shown.startswith("~") or "$" in shown:
         shown = str(root)  # a shell would not expand it in quotes
     if not counts.dead and "--retry-dead-letters" in retry.split():
         return f"No dead letter is left. To check the files: {_verify(shown)}"

@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +29,6 @@ from datatrove_ckpt.checkpoint.identity import (
     refusal,
 )
 from datatrove_ckpt.checkpoint.layout import (
-    DEAD_LETTERS,
     RUN,
     is_finished,
     rank_folder,
@@ -41,11 +38,8 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.ledger import (
     JobSums,
-    Limits,
     RankLedger,
     Want,
-    find_ranks,
-    read_rank,
 )
 from datatrove_ckpt.common import BATCH, retrying
 from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
@@ -59,16 +53,14 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentNotSerializable,
     OutputFailed,
-    OutputMismatch,
     ServerStartFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.errors.names import setting_name, step_place, use
+from datatrove_ckpt.errors.names import name_copy, setting_name, use
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.named_answer import check_answer
-from datatrove_ckpt.generation.rank import naming_mirror
 from datatrove_ckpt.generation.user_code import check_first, try_media, unsent_prompts
 from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
@@ -79,12 +71,11 @@ from datatrove_ckpt.output.committed import (
     FoundFiles,
     OutputCheck,
     RankCommits,
-    committed_files,
-    published_names,
+    has_commits,
 )
 from datatrove_ckpt.output.documents import decode, encode
-from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
-from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
 from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import writer_name
@@ -97,7 +88,6 @@ from datatrove_ckpt.run_folder.checks import (
     Finding,
     State,
     about,
-    answered,
     check_checkpoints,
     check_local_output,
     check_remote,
@@ -112,7 +102,6 @@ from datatrove_ckpt.run_folder.input_checks import (
 )
 from datatrove_ckpt.run_folder.prompts import check_prompts
 from datatrove_ckpt.run_folder.run_plan import (
-    Folders,
     RunnerPlan,
     RunPlan,
     WrongMarker,
@@ -146,29 +135,25 @@ def check_job(plan: RunPlan, dry_run: bool = False) -> list[WrongMarker]:
     Raises:
         CheckpointMismatch: markers or checkpoints belong to another job, or do not fit each other.
     """
-    before = []
+    wrong = []
     if plan.depends is not None:
-        before = check_job(plan.depends, dry_run)
-    wrong: dict[int, str] = {}
+        wrong = check_job(plan.depends, dry_run)
+    completed = plan.completed()
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
-            _check_tasks(plan)
+            _check_tasks(plan, completed)
             continue
-        skipped = [rank for rank in _skipped(plan) if rank not in wrong]
-        wrong |= _check_runner(runner, skipped, dry_run)
-    return [*before, *(WrongMarker(plan, rank, text) for rank, text in wrong.items())]
+        found = _check_runner(runner, completed, dry_run)
+        wrong += [WrongMarker(plan, rank, text) for rank, text in found.items()]
+        completed = [rank for rank in completed if rank not in found]
+    return wrong
 
 
-def _skipped(plan: RunPlan) -> list[int]:
-    incomplete = set(plan.incomplete(plan.local_ranks))
-    return [rank for rank in plan.local_ranks if rank not in incomplete]
-
-
-def _check_tasks(plan: RunPlan) -> None:
+def _check_tasks(plan: RunPlan, completed: list[int]) -> None:
     """Compares the number of tasks with datatrove's file of the last start, where no checkpoint has
     it.
     """
-    if not _skipped(plan) or not plan.logging_dir.isfile("executor.json"):
+    if not completed or not plan.logging_dir.isfile("executor.json"):
         return
     with plan.logging_dir.open("executor.json") as file:
         tasks = json.load(file).get("world_size")
@@ -186,26 +171,27 @@ def _check_runner(runner: RunnerPlan, skipped: list[int], dry_run: bool) -> dict
     """See ``_find_wrong``."""
     plan = runner.plan
     root = runner.root or Path(str(runner.step.checkpoints_local_dir))
-    folders = runner.copy or Folders(root, str(root))
     use(runner.step.form)
     mirror = runner.step.checkpoints_remote_dir
-    if not mirror:  # from there a rank may get what it lacks
+    if not mirror:
         for rank in plan.local_ranks:
             refuse_missing_run_json(rank_folder(root, rank))
+        return _find_wrong(runner, root, skipped)
+    # From there a rank may get what it lacks. Nodes of a cluster may have checkpoints on their own
+    # disks.
     with ExitStack() as stack:
-        # Nodes of a cluster may have checkpoints on their own disks, with a mirror.
-        if not plan.is_local and mirror and not root.exists():
-            folder = Path(stack.enter_context(TemporaryDirectory()))
-            folders = replace(folders, checkpoint=folder)
-        folder = folders.checkpoint
-        if mirror and dry_run:
-            skipped = [rank for rank in skipped if (rank_folder(folder, rank) / RUN).exists()]
-        elif mirror and runner.copy is None:
-            restore_outdated(mirror, folder, skipped)
-        return _find_wrong(runner, folders, skipped)
+        if not plan.is_local and not root.exists():
+            copy = Path(stack.enter_context(TemporaryDirectory()))
+            name_copy(copy, str(root))
+            root = copy
+        if dry_run:
+            skipped = [rank for rank in skipped if (rank_folder(root, rank) / RUN).exists()]
+        elif runner.copy is None:
+            restore_outdated(mirror, root, skipped)
+        return _find_wrong(runner, root, skipped)
 
 
-def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dict[int, str]:
+def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[int, str]:
     """Compares one step. Returns what is wrong with markers that are to be removed, by rank.
 
     Args:
@@ -214,15 +200,7 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
     plan = runner.plan
     step = runner.step
     identity = runner.identity
-    folder = folders.checkpoint
     ranks = plan.local_ranks
-
-    def explained(rank: int, why: str) -> str:
-        marker = plan.marker(rank)
-        checkpoint = f"{folders.shown_as}/{rank:05d}"
-        return (
-            f"Task {rank} is marked as complete ({marker}), but its checkpoint {checkpoint} {why}."
-        )
 
     if len(skipped) < len(ranks):
         OldRuns(step, identity)
@@ -233,17 +211,16 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
         others = compare_mirrored_job(step.checkpoints_remote_dir, folder, identity, is_retry)
         found.by_rank |= others.by_rank
         found.empty += others.empty
-    empty = [rank for rank in skipped if rank in found.empty]
     kept = [rank for rank in skipped if rank not in found.empty]
     if found.changes:
-        _refuse_changes(found, runner, folders, kept, len(ranks))
+        _refuse_changes(found, runner, folder, kept, len(ranks))
     missing = [rank for rank in kept if not (rank_folder(folder, rank) / RUN).exists()]
     if missing:
         markers = plan.logging_dir.resolve_paths("completions")
         mirror = step.checkpoints_remote_dir
-        holds = f"{folders.shown_as} holds no"
+        holds = f"{folder} holds no"
         if mirror:
-            holds = f"neither {folders.shown_as} nor {mirror} holds a"
+            holds = f"neither {folder} nor {mirror} holds a"
         raise CheckpointMismatch(
             f"{markers} marks {name_tasks(missing)} as complete, but {holds} checkpoint that shows "
             "it, so nothing shows that the documents are in the output. If the checkpoints were "
@@ -252,42 +229,44 @@ def _find_wrong(runner: RunnerPlan, folders: Folders, skipped: list[int]) -> dic
             "process these tasks from the start, delete their markers "
             f"({markers}/{missing[0]:05d} ...) and output files."
         )
-    wrong = {
-        rank: explained(rank, "did nothing yet, and its settings have changed") for rank in empty
-    }
-    unfinished = [rank for rank in kept if not is_finished(rank_folder(folder, rank))]
-    return wrong | {rank: explained(rank, "is not finished") for rank in unfinished}
+    wrong = {}
+    for rank in skipped:
+        if rank in found.empty:
+            why = "did nothing yet, and its settings have changed"
+        elif is_finished(rank_folder(folder, rank)):
+            continue
+        else:
+            why = "is not finished"
+        checkpoint = f"{folder}/{rank:05d}"
+        wrong[rank] = (
+            f"Task {rank} is marked as complete ({plan.marker(rank)}), but its checkpoint "
+            f"{checkpoint} {why}."
+        )
+    return wrong
 
 
 def _refuse_changes(
-    found: JobChanges, runner: RunnerPlan, folders: Folders, skipped: list[int], tasks: int
+    found: JobChanges, runner: RunnerPlan, folder: Path, skipped: list[int], tasks: int
 ) -> None:
     """Raises, unless the changes are accepted and there is a task that they can be applied to."""
+    advice = ""
     kept = [rank for rank in found.ranks if rank in skipped]
-    finished = ""
     if kept:
-        finished = (
-            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is."
+        advice = (
+            f"Finished with the old settings: {name_tasks(kept)}. What is finished stays as it is. "
         )
     may_mix = not found.is_layout and len(skipped) < tasks
     if runner.step.accept_changes and may_mix:
-        if finished:
-            logger.warning(finished)
+        if advice:
+            logger.warning(advice)
         return
-    old = [
-        change.old
-        for change in found.changes
-        if change.field == "tasks" and isinstance(change.old, int)
-    ]
-    tasks = min([tasks, *old])
-    advice = finished and f"{finished} "
-    if len(skipped) >= tasks:
-        advice = "All tasks are finished, so the new settings would change no output any more. "
-        letters = [rank_folder(folders.checkpoint, rank) / DEAD_LETTERS for rank in skipped]
-        if any(path.exists() and path.stat().st_size for path in letters):
-            advice += "For the dead letters alone, retry_dead_letters takes the new settings. "
+    if len(skipped) == tasks:
+        advice = (
+            "All tasks are finished, so the new settings would change no output any more. For dead "
+            "letters alone, retry_dead_letters takes the new settings. "
+        )
     raise refusal(
-        f"The checkpoints in {folders.shown_as} ({name_tasks(found.ranks)}) were",
+        f"The checkpoints in {folder} ({name_tasks(found.ranks)}) were",
         found.changes,
         advice,
         may_mix,
@@ -301,35 +280,33 @@ def earlier_runs(
     missing repositories on the hub.
 
     Args:
-        is_thorough: change nothing, and wait for no remote folder longer than doctor does.
+        is_thorough: change nothing, and wait for a hub no longer than doctor does.
         unreachable: the subjects of outputs that are not compared.
     """
-    check_files = partial(check_output, plan, before=True)
-    checks: list[tuple[str, str, Callable[[], object]]] = [
-        ("job", "earlier runs", partial(check_job, plan, is_thorough)),
-        ("input", "of finished tasks", partial(check_inputs_unchanged, plan)),
-    ]
+    yield from _compared("job", "earlier runs", _find_markers, plan, is_thorough)
+    yield from _compared("input", "of finished tasks", check_inputs_unchanged, plan)
+    policy = None
     if is_thorough:
-        check_files = partial(check_files, without=unreachable, policy=retrying.HUB_PROBE)
+        policy = retrying.HUB_PROBE
     else:
-        checks.append(("output", "reachable", partial(check_hub, plan)))
-    checks.append(("output", "of earlier runs", check_files))
-    for subject, what, check in checks:
-        call = check
-        if is_thorough:
-            call = partial(within, check, subject)
-        try:
-            found = call()
-        except (CkptError, OSError) as error:
-            yield Finding("problem", what, str(error), subject, error)
-            continue
-        if not isinstance(found, list) or not found:
-            yield Finding("ok", what, "nothing differs.", subject)
-            continue
+        yield from _compared("output", "reachable", check_hub, plan)
+    yield from _compared("output", "of earlier runs", check_output, plan, unreachable, policy)
+
+
+def _compared(
+    subject: str, what: str, check: Callable[..., Iterable[Finding] | None], *arguments: object
+) -> Iterator[Finding]:
+    found = [*about(subject, check, *arguments, what=what)]
+    yield from found or [Finding("ok", what, "nothing differs.", subject)]
+
+
+def _find_markers(plan: RunPlan, dry_run: bool) -> Iterator[Finding]:
+    found = check_job(plan, dry_run)
+    if found:
         text = f"{found[0].text} A run removes the marker and runs the task."
         if len(found) > 1:
             text += f" There are {len(found)} such tasks."
-        yield Finding("warning", what, text, subject, markers=found)
+        yield Finding("warning", "earlier runs", text, markers=found)
 
 
 def check_hub(plan: RunPlan) -> None:
@@ -349,54 +326,44 @@ def check_hub(plan: RunPlan) -> None:
 def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False) -> str:
     """Returns what was found. See ``check_access``."""
     writer = runner.step.output_writer
-    committed: Callable[[], int] = int
-    if runner.root is not None:
-        committed = partial(committed_files, writer, runner.root)
-    return check_access(hub, private_if_made(writer), only_look=only_look, committed=committed)
+    has_begun = runner.root is not None and has_commits(runner.root)
+    return check_access(hub, private_if_made(writer, has_begun), only_look=only_look)
 
 
-@gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output(
-    plan: RunPlan, before: bool, without: Collection[str] = (), policy: RetryPolicy | None = None
-) -> dict[Path, JobSums]:
-    """Compares the output of all ranks, also those that datatrove skips, with their checkpoints.
-
-    Returns the sums of each checkpoint that can be seen here, by its folder.
+    plan: RunPlan, without: Collection[str] = (), policy: RetryPolicy | None = None
+) -> None:
+    """Compares the output of all ranks, also those that datatrove skips, with their checkpoints,
+    before a run.
 
     Args:
-        before: ranks without a checkpoint will start. Else the sums include the work of all
-            attempts.
         without: the subjects of outputs that are skipped.
         policy: see ``HubReads.looked``.
 
     Raises:
         CkptError: see ``check_output_of_run``.
     """
-    found = {}
     for runner, root in plan.kept:
-        if f"{plan.place(runner.index)}output" not in without:
-            # Ranks elsewhere, or with a mirror, may have checkpoints that are invisible here; those
-            # of jobs are visible.
-            here = plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None)
-            ranks: Iterable[int] = ()
-            want = Want.COMMITS
-            if not before:
-                want |= Want.HISTORY
-            elif here:
-                ranks = plan.local_ranks
-            found[root] = check_output_of_run(runner, root, ranks, policy, want)
-    return found
+        if f"{plan.place(runner.index)}output" in without:
+            continue
+        # Ranks elsewhere, or with a mirror, may have checkpoints that are invisible here; those
+        # of jobs are visible.
+        first_starts: Iterable[int] = ()
+        if plan.as_jobs or (plan.is_local and runner.step.checkpoints_remote_dir is None):
+            first_starts = plan.local_ranks
+        check_output_of_run(runner, root, first_starts, policy)
 
 
 # output of all ranks -----------------------------------------------------------------------------
 
 
+@gc_paused()  # commits of many ranks, and no garbage: collections would take a third of the time
 def check_output_of_run(
     runner: RunnerPlan,
     checkpoints: Path,
-    first_starts: Iterable[int],
-    policy: RetryPolicy | None,
-    want: Want,
+    first_starts: Iterable[int] = (),
+    policy: RetryPolicy | None = None,
+    want: Want = Want.COMMITS,
 ) -> JobSums:
     """Lists the output folder once. Returns the sums over the ranks of the job; all committed files
     are there.
@@ -438,18 +405,18 @@ def check_output_of_run(
     for rank in first_starts:
         # Checked again: a rank that started since may have written the files.
         if found.by_rank[rank] and not _has_started(rank_folder(checkpoints, rank), mirror):
-            check.refuse_existing(
-                commits.get(rank) or RankCommits(checkpoints, rank, retries), found
-            )
+            check.refuse_foreign(rank, found)
     for rank_commits in commits.values():
         if rank_commits.is_finished:
-            check.refuse_unknown(rank_commits, found)
+            own = check.unfinished(rank_commits, found)
         elif rank_commits.has_run:
-            own = None
-            if found.by_rank[rank_commits.rank]:
-                own = published_names(checkpoints, rank_commits.rank)
-            check.refuse_strangers(rank_commits, found, own)
-    check.refuse_other_ranks(found, tasks)
+            own = check.published(rank_commits.rank, found)
+        else:
+            continue
+        check.refuse_foreign(rank_commits.rank, found, own)
+    for rank in sorted(found.by_rank):
+        if rank >= tasks:
+            check.refuse_foreign(rank, found)
     return job
 
 
@@ -465,10 +432,7 @@ def _has_started(folder: Path, mirror: str | None) -> bool:
 def _look(
     check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None
 ) -> FoundFiles:
-    """Raises:
-    OutputMismatch: the repository is gone, with files that were committed.
-    OutputFailed: the folder cannot be listed.
-    """
+    """Raises OutputFailed: the folder cannot be listed."""
     hub = HubFolder.of(check.writer.output_folder)
     if hub is None:
         try:
@@ -478,14 +442,9 @@ def _look(
                 f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the "
                 "same command again."
             ) from error
-    try:
-        return HubReads(hub, StoppableCalls()).listed(
-            lambda: check.look(committed), committed.values(), policy
-        )
-    except OutputFailed as error:
-        if not committed or not is_missing_repository(error.__cause__):
-            raise
-        raise OutputMismatch(repository_is_gone(hub, len(committed))) from error
+    return HubReads(hub, StoppableCalls()).listed(
+        lambda: check.look(committed), committed.values(), policy
+    )
 
 
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -529,8 +488,8 @@ def _earlier_runs(plan: RunPlan, unreachable: Collection[str]) -> Iterator[Findi
             yield Finding("warning", "folder", text, "checkpoints")
             return
     with plan.with_mirrors(dry_run=True) as seen:
-        for finding in earlier_runs(seen, True, unreachable):
-            yield replace(finding, message=str(seen.shown(finding.message)))
+        found = within(lambda: [*earlier_runs(seen, True, unreachable)], "what earlier runs left")
+        yield from found
 
 
 def surroundings(plan: RunPlan, is_thorough: bool = False) -> Iterator[Finding]:
@@ -550,10 +509,7 @@ def surroundings(plan: RunPlan, is_thorough: bool = False) -> Iterator[Finding]:
         if not is_thorough:
             yield from about(f"{place}input", refuse_input, plan, index, step)
         elif isinstance(step, BaseReader):
-            checks, found_here = check_input(step, plan.tasks, plan.waits)
-            yield from about(f"{place}input", list, checks)
-            if not sample.documents:
-                sample = found_here
+            yield from about(f"{place}input", check_input, step, plan, sample, what="readable")
         if index in runners:
             yield from check_runner(runners[index], sample, is_thorough)
 
@@ -592,8 +548,8 @@ def check_runner(runner: RunnerPlan, sample: Sample, is_thorough: bool = True) -
             if config.prices and sample.documents and config.server_type == "endpoint":
                 yield _costs(config, sample)
         yield from about(f"{place}monitoring", _check_monitoring, runner)
-    yield from about(f"{place}checkpoints", _check_checkpoints, runner, is_thorough)
-    yield from about(f"{place}output", _check_output, runner, is_thorough)
+    for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
+        yield from about(f"{place}{subject}", check, runner, is_thorough, what="reachable")
     if is_thorough:
         yield from about(f"{place}output", _check_writer, runner, sample)
         if remote is not None:
@@ -627,12 +583,6 @@ def _costs(config: InferenceConfig, sample: Sample) -> Finding:
     return Finding("ok", "costs", text, config.server_name("server"))
 
 
-def _refused(runner: RunnerPlan, what: str, error: CkptError) -> Finding:
-    """Returns the problem of a step, which a run names with its place in the pipeline."""
-    refusal = ConfigError(f"{step_place(runner.index, runner.step)}: {error}")
-    return Finding("problem", what, str(error), error=refusal)
-
-
 def _check_server(
     runner: RunnerPlan, config: InferenceConfig, is_thorough: bool
 ) -> Iterator[Finding]:
@@ -652,7 +602,7 @@ def _check_server(
         try:
             check_servers(config)
         except (ConfigError, ServerStartFailed) as error:
-            ready = _refused(runner, "ready", error)
+            ready = Finding("problem", "ready", str(error), error=ConfigError(error))
     yield ready
     if not is_thorough or (as_jobs and not is_endpoint):
         return
@@ -685,7 +635,8 @@ def _check_checkpoints(runner: RunnerPlan, is_thorough: bool) -> Iterator[Findin
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
     files = _FILES_PER_RANK * plan.at_once
-    yield from answered(folder, check_checkpoints(folder, files, mirrored, not plan.is_local))
+    check = check_checkpoints(folder, files, mirrored, not plan.is_local)
+    yield from within(lambda: [*check], str(folder))
 
 
 def _check_output(runner: RunnerPlan, is_thorough: bool) -> Iterator[Finding]:
@@ -697,16 +648,14 @@ def _check_output(runner: RunnerPlan, is_thorough: bool) -> Iterator[Finding]:
     hub = HubFolder.of(output)
     if hub is not None:
         look = partial(check_access_of, runner, hub, only_look=True)
-        try:
-            yield Finding("ok", "reachable", within(look, hub.url))
-        except CkptError as error:
-            yield Finding("problem", "reachable", str(error), error=error)
+        yield Finding("ok", "reachable", within(look, hub.url))
     elif not output.is_local():
         yield from check_remote(output)
     else:
         folder = Path(output.resolve_paths("")).absolute()
         files = _STAGED_PER_RANK * runner.plan.at_once
-        yield from answered(folder, check_local_output(folder, files, not runner.plan.is_local))
+        check = check_local_output(folder, files, not runner.plan.is_local)
+        yield from within(lambda: [*check], str(folder))
 
 
 def _check_writer(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
@@ -759,12 +708,8 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
 def _check_monitoring(runner: RunnerPlan) -> Iterator[Finding]:
     if runner.step.monitoring.metrics_port is None:
         return
-    try:
-        check_monitoring(runner.step.monitoring)
-    except ConfigError as error:
-        yield _refused(runner, "checked", error)
-    else:
-        yield Finding("ok", "ready", "everything that it needs is installed here.")
+    check_monitoring(runner.step.monitoring)
+    yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 
 # job checks --------------------------------------------------------------------------------------
@@ -847,10 +792,7 @@ def check_before_run(plan: RunPlan) -> None:
     """
     note_workers(plan.workers, plan.tasks)
     _refuse(surroundings(plan))
-    with ExitStack() as stack:
-        for runner, root in plan.kept:
-            stack.enter_context(naming_mirror(runner.step, root))
-        wrong = _refuse(earlier_runs(plan))
+    wrong = _refuse(earlier_runs(plan))
     note_steps(plan)
     for runner, root in plan.kept:
         note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
@@ -913,19 +855,17 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     """
     check_job(plan)
     check_inputs_unchanged(plan)
-    jobs = check_output(plan, before=False)
-    for root, job in jobs.items():
-        if 0 < job.counts.read == job.counts.dead:
-            causes = Counter[str]()
-            for rank in find_ranks(root):
-                causes += read_rank(*rank, Want.LETTERS, Limits(0, 1 << 16)).causes
-            often = "".join(cause for cause, _ in causes.most_common(1))
+    want = Want.COMMITS | Want.HISTORY | Want.LETTERS
+    jobs = {}
+    for runner, root in plan.kept:
+        job = jobs[root] = check_output_of_run(runner, root, want=want)
+        counts = job.counts
+        if 0 < counts.read == counts.dead:
+            often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))
             raise TooManyDeadLetters(
                 f"All documents are dead letters: {often}. To see them: datatrove-ckpt show {root} "
                 f"--dead. Correct the cause, and start again with retry_dead_letters."
             )
-    for runner, root in plan.kept:
-        counts = jobs[root].counts
         if 0 < counts.written == lines_with_error(runner.step.rollout_fn, counts):
             folder = runner.step.output_writer.output_folder.resolve_paths("")
             raise TooManyDeadLetters(

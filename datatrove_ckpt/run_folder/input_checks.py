@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,13 +22,12 @@ from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, ra
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.run_identity import code_of
 from datatrove_ckpt.output.file_managers import missing_codec
 from datatrove_ckpt.readers import BatchReader, HuggingFaceDatasetReader
-from datatrove_ckpt.readers.input_errors import is_on_hub
 from datatrove_ckpt.readers.inputs import (
     MISSING,
     InputFolder,
@@ -54,86 +53,74 @@ _SAMPLE_SECONDS = 2.0
 _TRIED_FILES = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sample:
     """The first documents of the input.
 
     Attributes:
-        refused: why a file that was read gave no document, by the file's index.
         documents: as they were read; a check may change them.
         first: the first one as it was read, encoded; empty if there is none.
     """
 
     documents: Sequence[Document] = ()
-    refused: dict[int, NoDocument] = field(default_factory=dict)
     first: bytes = b""
 
 
-def check_input(reader: BaseReader, tasks: int, waits: bool) -> tuple[list[Finding], Sample]:
+def check_input(reader: BaseReader, plan: RunPlan, sample: Sample) -> Iterator[Finding]:
     """Reads the first documents with a copy of the reader, and looks whether each task has some.
 
     Args:
-        waits: another executor will create the input.
+        sample: gets these documents, unless it has some.
     """
-    text = "is not read: only readers of files are tested."
-    if waits:
-        text = "is not read: another executor will create it."
-    if waits or not isinstance(reader, BaseDiskReader):
-        return [Finding("ok", "readable", text)], Sample()
+    tasks = plan.tasks
+    if plan.waits:
+        yield Finding("ok", "readable", "is not read: another executor will create it.")
+        return
+    if not isinstance(reader, BaseDiskReader):
+        yield Finding("ok", "readable", "is not read: only readers of files are tested.")
+        return
     where = reader.data_folder.resolve_paths("")
     is_dataset = isinstance(reader, HuggingFaceDatasetReader)
-    whole = reader
+    tried = reader
     if is_dataset:
-        reader = reader.preview()
-    try:
-        place = f'{setting_name("data_folder")}: "{where}"'
-        inputs = within(lambda: _list(place, reader), where)
-        names = list(inputs.names)
-        if isinstance(reader, BatchReader) and reader.data_folder.is_local():
-            reader.check()
-        documents: list[Document] = []
-        refused: dict[int, NoDocument] = {}
-        within(partial(_read_some, reader, len(names), documents, refused), where)
-        sample = Sample(documents, refused)
-        if documents:
-            sample = replace(sample, first=as_read(documents[0]).data)
+        tried = reader.preview()
+    inputs = within(partial(list_files, setting_name("data_folder"), tried), where)
+    names = list(inputs.names)
+    if isinstance(reader, BatchReader) and reader.data_folder.is_local():
+        reader.check()
+    documents: list[Document] = []
+    refused: dict[int, NoDocument] = {}
+    within(partial(_read_some, tried, len(names), documents, refused), where)
+    if not is_dataset:
         for first in range(min(len(names), tasks)):
-            if not is_dataset and refused.keys() >= set(range(first, len(names), tasks)):
+            if refused.keys() >= set(range(first, len(names), tasks)):
                 raise refused[first]
-        if refused and not documents and not is_dataset:
+        if refused and not documents:
             raise next(iter(refused.values()))
-    except Exception as error:  # whatever a reader, an adapter or a file system raises
-        text = (
-            f"{where}: {failure_line(error)}. Correct the path, its permissions or the reader's "
-            "arguments."
-        )
-        return [
-            Finding("problem", "readable", str(error) if isinstance(error, CkptError) else text)
-        ], Sample()
-    if (
-        not sample.documents
-        and names
-        and not any(map(inputs.size, range(min(len(names), _TRIED_FILES))))
-    ):
-        return [Finding("warning", "readable", f"{where}: the first files are empty.")], sample
+    if not documents:
+        if names and not any(map(inputs.size, range(min(len(names), _TRIED_FILES)))):
+            yield Finding("warning", "readable", f"{where}: the first files are empty.")
+            return
+        text = f"{where} holds no documents for this reader. {_advice(tried, names)}"
+        yield Finding("problem", "readable", text)
+        return
     if not sample.documents:
-        text = f"{where} holds no documents for this reader. {_advice(reader, names)}"
-        return [Finding("problem", "readable", text)], sample
-    text = f"{where}: the first {plural(len(sample.documents), 'document')} read."
-    if is_dataset and whole.shares_rows(len(names)):
+        sample.documents = documents
+        sample.first = as_read(documents[0]).data
+    text = f"{where}: the first {plural(len(documents), 'document')} read."
+    yield Finding("ok", "readable", text)
+    if is_dataset and reader.shares_rows(len(names)):
         equal = f"each of {plural(tasks, 'task')} gets an equal part of the rows."
-        shares = Finding("ok", "shares", equal)
+        yield Finding("ok", "shares", equal)
     else:
-        shares = check_shares(len(names), tasks)
-    found = [Finding("ok", "readable", text), shares]
-    if sample.refused:
-        shown = ", ".join(repr(names[index]) for index in list(sample.refused)[:_TRIED_FILES])
+        yield check_shares(len(names), tasks)
+    if refused:
+        shown = ", ".join(repr(names[index]) for index in list(refused)[:_TRIED_FILES])
         text = (
-            f"{plural(len(sample.refused), 'file')} will give no document: {shown}. Correct or "
-            "move what is no input."
+            f"{plural(len(refused), 'file')} will give no document: {shown}. Correct or move what "
+            "is no input."
         )
-        found.append(Finding("warning", "files", text))
-    return found, sample
+        yield Finding("warning", "files", text)
 
 
 def refuse_input(plan: RunPlan, index: int, step: object) -> None:
@@ -151,40 +138,18 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
         return
     place = f"{step_place(index, step)}: {setting_name('data_folder')}"
     if not folder.is_local():
-        if plan.is_local and plan.incomplete():
+        if not plan.incomplete():
+            return
+        if plan.is_local:
             check_reachable(folder)
-        elif plan.as_jobs and hasattr(step, "glob_pattern") and plan.incomplete():
-            check_listed(place, step)
-    elif hasattr(step, "glob_pattern"):
-        list_files(f'{place}: "{folder.path}"', step)
+        if not plan.as_jobs:
+            return
+    if hasattr(step, "glob_pattern"):
+        list_files(place, step)
         if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
             step.check()
     elif not folder.isdir(""):  # of the media that documents name
         raise ConfigError(f'{place}: "{folder.path}" is not a folder.')
-
-
-def check_listed(place: str, reader: BaseDiskReader) -> None:
-    """Raises ConfigError if an input elsewhere is not there, or no file of it matches."""
-    url = reader.data_folder.resolve_paths("")
-    pattern = reader.glob_pattern
-    try:
-        names = list_input(reader).names
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{place}: {url} is not there, or this account may not see it: {failure_line(error)}"
-        ) from error
-    if not names:
-        raise ConfigError(
-            f"{place}: {url} has no files{f' that match {pattern!r}' if pattern else ''}."
-        )
-
-
-def _list(place: str, reader: BaseDiskReader) -> Inputs:
-    if not reader.paths_file and not is_on_hub(reader.data_folder):
-        return list_files(place, reader)
-    inputs = list_input(reader)
-    check_codecs(place, reader, inputs.names)
-    return inputs
 
 
 def list_files(place: str, reader: BaseDiskReader) -> Inputs:
@@ -195,16 +160,24 @@ def list_files(place: str, reader: BaseDiskReader) -> Inputs:
             missing.
         InputError: a file is a pointer of Git LFS.
     """
-    if not reader.data_folder.isdir(""):
-        raise ConfigError(f"{place} is not a folder.")
-    inputs = list_input(reader)
+    folder = reader.data_folder
+    where = f'{place}: "{folder.resolve_paths("")}"'
+    if folder.is_local() and not reader.paths_file and not folder.isdir(""):
+        raise ConfigError(f"{where} is not a folder.")
+    try:
+        inputs = list_input(reader)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{where} is not there, or this account may not see it: {failure_line(error)}"
+        ) from error
     if not inputs.names:
         pattern = ""
         if reader.glob_pattern:
             pattern = f' that match "{reader.glob_pattern}"'
-        raise ConfigError(f"{place} contains no files{pattern}.")
-    refuse_pointers(inputs)
-    check_codecs(place, reader, inputs.names)
+        raise ConfigError(f"{where} contains no files{pattern}.")
+    if folder.is_local():
+        refuse_pointers(inputs)
+    check_codecs(where, reader, inputs.names)
     return inputs
 
 
@@ -260,14 +233,6 @@ def check_shares(files: int, tasks: int) -> Finding:
     return Finding("ok", "shares", f"{text}.")
 
 
-# Checks that finished ranks would read the same input today. datatrove skips a finished rank, so
-# the old output would stand for a changed input. The own check of a finished rank without its
-# marker misses files that were replaced by others of equal size.
-
-_NAMED_FILES = 10
-_OTHER_CONTENT = "has other content"
-
-
 def check_codecs(place: str, reader: object, names: Iterable[str]) -> None:
     """Refuses compressed input files whose package is not installed. ``reader``: any step with a
     ``data_folder``.
@@ -289,6 +254,14 @@ def note_steps(plan: RunPlan) -> None:
         runner.step.note_steps_before(runner.before)
 
 
+# Checks that finished ranks would read the same input today. datatrove skips a finished rank, so
+# the old output would stand for a changed input. The own check of a finished rank without its
+# marker misses files that were replaced by others of equal size.
+
+_NAMED_FILES = 10
+_OTHER_CONTENT = "has other content"
+
+
 def check_inputs_unchanged(plan: RunPlan) -> None:
     """Compares the input with what each finished rank has read: a listing per reader, a sample per
     file.
@@ -303,54 +276,48 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
     """
     for runner, root in plan.kept:
         records = _records(plan, root)
-        if not records:
-            continue
         is_retry = runner.step.retry_dead_letters
         if not is_retry:  # a retry does not run the steps before it
             _check_steps(runner.before, records)
         if plan.waits:
             continue  # another executor has yet to create the input
         readers = [one for one in runner.before if isinstance(one, BaseDiskReader)]
-        records = [
-            (rank, record) for rank, record in records if len(record.readers) == len(readers)
-        ]
+        records = {
+            rank: record for rank, record in records.items() if len(record.readers) == len(readers)
+        }
         if not records:
             continue
         # A retry does not read the input.
         resuming = set(plan.incomplete(skip_completed=True if is_retry else None))
         with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
             for number, reader in enumerate(readers):
-                if is_retry and isinstance(reader, HuggingFaceDatasetReader):
-                    continue  # a listing would open the dataset
-                if is_retry and _is_gone(reader):
-                    logger.warning(
-                        f"The input in {reader.data_folder.path} is gone. A retry does not need it."
-                    )
+                # A listing would open the dataset; and the input may be gone.
+                if is_retry and (isinstance(reader, HuggingFaceDatasetReader) or _is_gone(reader)):
                     continue
-                read = {rank: record.readers[number] for rank, record in records}
+                read = {rank: record.readers[number] for rank, record in records.items()}
                 _check_reader(plan.tasks, reader, read, resuming)
 
 
-def _records(plan: RunPlan, root: Path) -> list[tuple[int, ShardRecord]]:
+def _records(plan: RunPlan, root: Path) -> dict[int, ShardRecord]:
     # The number of tasks is refused elsewhere, with a better message.
     if recorded_settings(root).get("tasks") != plan.tasks:
-        return []
-    folders = {rank: rank_folder(root, rank) for rank in rank_numbers(root)}
-    records = []
-    for rank, folder in folders.items():
+        return {}
+    records = {}
+    for rank in rank_numbers(root):
+        folder = rank_folder(root, rank)
         if is_finished(folder):
             check_shard(folder)
             record = ShardRecord.read(folder / SHARD)
             if record is not None:
-                records.append((rank, record))
+                records[rank] = record
     return records
 
 
-def _check_steps(pipeline: Sequence[object], records: list[tuple[int, ShardRecord]]) -> None:
+def _check_steps(pipeline: Sequence[object], records: dict[int, ShardRecord]) -> None:
     listed = describe_pipeline(pipeline, code_of)
     changed = {
         rank: differences(record.pipeline, listed)
-        for rank, record in records
+        for rank, record in records.items()
         if record.pipeline is not None
     }
     ranks = [rank for rank, lines in changed.items() if lines]
@@ -384,44 +351,32 @@ def _check_reader(
     if inputs is not None:
         known = [index for index, name in enumerate(inputs.names) if name in then]
         now = {file.name: file for file in sample_files(inputs, known)}
-    removed = {name for name in then if name not in now or now[name].size == MISSING}
-    compared = {name: _difference(then[name], now[name]) for name in then.keys() - removed}
-    changed = {name: text for name, text in compared.items() if text}
-    added = set[str]()
-    options = dict[str, str]()
-    ranks = []  # those that something of it concerns
+    changed = {name: _difference(file, now.get(name)) for name, file in then.items()}
+    changed = {name: text for name, text in changed.items() if text}
     without = {"path_columns": False}  # a record has it only if it is set
     options_now = without | options_of(reader)
-    seed = getattr(reader, "shuffle_seed", None)
+    options = dict[str, str]()
+    ranks = []  # those that something of it concerns
     for rank, record in records.items():
         read = {file.name for file in record.files}
         if rank in resuming:
             if any(changed.get(name) == _OTHER_CONTENT for name in read):
                 ranks.append(rank)
             continue
-        names: Sequence[str] = [file.name for file in record.files]
+        would_read = read
         if inputs is not None:
-            names = inputs.shard(rank, tasks).names
-        if seed is not None:
-            names = shuffled_names(names, seed)
-        would_read = set(names[: len(record.files)] if record.limited else names)
-        added |= would_read - read
-        options_then = without | record.options
-        old = {name: value for name, value in options_then.items() if value != options_now[name]}
-        options |= {name: f"{value!r} -> {options_now[name]!r}" for name, value in old.items()}
-        if old or would_read != read or not read.isdisjoint(changed.keys() | removed):
+            would_read = _would_read(reader, inputs.shard(rank, tasks).names, record)
+        changed |= dict.fromkeys(would_read - then.keys(), "was not read then")
+        old = without | record.options
+        differing = {name for name, value in old.items() if value != options_now[name]}
+        options |= {name: f"{old[name]!r} -> {options_now[name]!r}" for name in differing}
+        if differing or would_read != read or not read.isdisjoint(changed):
             ranks.append(rank)
     if ranks:
-        all_finished = {*range(tasks)} <= records.keys() - resuming
-        where = "added, or moved here from another task"
-        if all_finished:
-            where = "added"
-        lines = [
-            *_line("removed", map(repr, sorted(removed))),
-            *_line("changed", (f"{name!r} ({text})" for name, text in sorted(changed.items()))),
-            *_line(where, map(repr, sorted(added - then.keys()))),
-            *(f"  {name}: {text}" for name, text in options.items()),
-        ]
+        lines = [f"  {name!r} {text}" for name, text in sorted(changed.items())]
+        if len(lines) > _NAMED_FILES:
+            lines[_NAMED_FILES:] = [f"  and {len(lines) - _NAMED_FILES} more"]
+        lines += [f"  {name}: {text}" for name, text in options.items()]
         raise CheckpointMismatch(
             f"The input in {reader.data_folder.path} is not what {_who(ranks)} read:\n"
             + "\n".join(lines or ["  the files are dealt out to the tasks in another order"])
@@ -429,13 +384,24 @@ def _check_reader(
             "Put the input back, or process the new one as another run.",
             starts_over="with old results",
         )
-    touched = sum(then[name].modified != now[name].modified for name in compared)
+    touched = sum(
+        file.modified != now[name].modified for name, file in then.items() if name not in changed
+    )
     if touched:
         logger.warning(
             f"{plural(touched, 'input file')} of finished tasks in {reader.data_folder.path}: the "
             "time of the last change is another, size and samples of the content are the same. "
             "They are taken as unchanged."
         )
+
+
+def _would_read(reader: BaseDiskReader, names: Sequence[str], record: ReaderRecord) -> set[str]:
+    seed = getattr(reader, "shuffle_seed", None)
+    if seed is not None:
+        names = shuffled_names(names, seed)
+    if record.limited:
+        names = names[: len(record.files)]
+    return set(names)
 
 
 def _is_gone(reader: BaseDiskReader) -> bool:
@@ -445,22 +411,14 @@ def _is_gone(reader: BaseDiskReader) -> bool:
         return True
 
 
-def _difference(then: FileRecord, now: FileRecord) -> str:
+def _difference(then: FileRecord, now: FileRecord | None) -> str:
+    if now is None or now.size == MISSING:
+        return "is gone"
     if then.size != now.size:
         return f"had {then.size} bytes, has {now.size}"
     if then.sample and now.sample and then.sample != now.sample:
         return _OTHER_CONTENT
     return ""
-
-
-def _line(what: str, names: Iterable[str]) -> list[str]:
-    names = list(names)
-    more = ""
-    if len(names) > _NAMED_FILES:
-        more = f" and {len(names) - _NAMED_FILES} more"
-    if names:
-        return [f"  {what}: {', '.join(names[:_NAMED_FILES])}{more}"]
-    return []
 
 
 def rows_without_document(root: Path) -> SkippedLines:

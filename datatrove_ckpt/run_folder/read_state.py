@@ -15,7 +15,6 @@ from datatrove_ckpt.checkpoint.ledger import (
     Want,
     check_readable,
     find_ranks,
-    not_permitted,
     read_rank,
 )
 from datatrove_ckpt.checkpoint.lines import Json
@@ -70,22 +69,18 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         min(_MOST_BYTES, _LETTER_BYTES // len(found)),
     )
     run: Json = {}
-    try:
-        for root, number, folder in found:
-            wanted = _WANTED
-            if not run:
-                wanted |= Want.SETTINGS
-            ledger = read_rank(root, number, folder, wanted, limits)
-            check_readable(ledger)
-            rank = rank_state(ledger, now, _copied_at(place, root, number))
-            rank.reason = place.said(rank.reason)
-            if root:
-                state.retries.append(rank)
-            else:
-                state.ranks.append(rank)
-                run = run or ledger.run
-    except PermissionError as error:
-        raise not_permitted(place.folder, error) from None
+    for root, number, folder in found:
+        wanted = _WANTED
+        if not run:
+            wanted |= Want.SETTINGS
+        ledger = read_rank(root, number, folder, wanted, limits)
+        check_readable(place.folder, ledger)
+        rank = rank_state(ledger, now, _copied_at(place, root, number))
+        if root:
+            state.retries.append(rank)
+        else:
+            state.ranks.append(rank)
+            run = run or ledger.run
     if run:
         state.identity = {"format": run["format"], **settings_in(run)}
         state.tasks = int(state.identity.get("tasks") or state.tasks)

@@ -35,7 +35,7 @@ A damaged commit log
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,13 +50,19 @@ from datatrove_ckpt.checkpoint.commits import (
     read_last_chunk,
     read_whole_commits,
 )
-from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity, recorded_output
-from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING, journal_indices
+from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
+from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import explained, seal
 from datatrove_ckpt.checkpoint.recovery import write_last_chunk
 from datatrove_ckpt.common.formatting import plural, ranges
-from datatrove_ckpt.errors import CheckpointError, CheckpointMismatch, ConfigError, OutputMismatch
+from datatrove_ckpt.errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigError,
+    OutputMismatch,
+)
 from datatrove_ckpt.mirror.job import restore_advice
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.owner import Homes
@@ -72,7 +78,8 @@ class Redo:
         before: the log as it was read; None: it is damaged.
         kept: the commits to keep, in the order of the lines.
         commits: those to take back.
-        lost: chunks without a commit.
+        lost: of a damaged log, the chunks without a commit.
+        stuck: chunks that cannot be redone, because they would not end where the next one starts.
         letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
     """
 
@@ -81,7 +88,14 @@ class Redo:
     kept: list[Commit] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
+    stuck: list[int] = field(default_factory=list)
     letters: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def letters_end(self) -> int:
+        """Bytes of the dead letters file that stay."""
+        sizes = [commit.dead_letters_size for commit in self.kept if commit.counts.dead]
+        return max(sizes, default=0)
 
     def describe(self) -> Iterator[str]:
         place = self.rank.place
@@ -105,63 +119,91 @@ class Redo:
             yield f"{place}: mark as not done the chunks {ranges(self.lost)}"
 
 
-# A damaged commit log -----------------------------------------------------------------------------
+# What a rank can do again -------------------------------------------------------------------------
 
 
-def plan_rebuild(rank: RankLedger) -> Redo | str:
-    """Returns what to do with a rank whose log is damaged, or why nothing can be done."""
-    try:
-        whole = read_whole_commits(rank.commits_file)
-        last = read_last_chunk(rank.last_chunk_file)
-        per_chunk = rank.run.get("records_per_chunk") or 0
-    except CheckpointError as error:
-        return str(error)
+def plan_rebuild(rank: RankLedger) -> Redo:
+    """Returns what to do with a rank whose log is damaged.
+
+    Raises:
+        CheckpointError: nothing can be done.
+    """
+    whole = read_whole_commits(rank.commits_file)
     # In the order of writing: the size only grows, and only with dead letters.
     whole.sort(key=lambda commit: (commit.dead_letters_size, commit.counts.dead == 0))
-    fitting = _fitting(whole, per_chunk)
-    plan = Redo(
-        rank, None, [commit for commit in whole if fitting.get(commit.chunk_index) is commit]
-    )
-    top = max([commit.chunk_index for commit in whole], default=-1)
-    if last is not None:
-        top = max(top, last)
-    plan.lost = [index for index in range(top + 1) if index not in fitting]
-    end = 0
-    for commit in plan.kept:
-        foreign = rank.count_dead_letters(end, commit.dead_letters_size) - commit.counts.dead
-        if foreign < 0:
-            return (
-                f"dead letters of chunk {commit.chunk_index} are lost in "
-                f"{rank.dead_letters_file}. Restore it."
-            )
-        if foreign:
-            plan.letters.append((end, _end_of_letter(rank.dead_letters_file, end, foreign)))
-        end = commit.dead_letters_size
-    return plan
-
-
-def _fitting(whole: list[Commit], per_chunk: int) -> dict[int, Commit]:
-    """Returns the commits before the first misplaced commit, by chunk index."""
-    found: dict[int, Commit] = {}
+    commits: dict[int, Commit] = {}
     for commit in whole:
-        found.setdefault(commit.chunk_index, commit)
-    kept: dict[int, Commit] = {}
-    expected = ordinal = 0
-    for index, commit in sorted(found.items()):
-        if commit.first_ordinal != ordinal + (index - expected) * per_chunk:
+        commits.setdefault(commit.chunk_index, commit)
+    top = max([*commits, read_last_chunk(rank.last_chunk_file) or 0])
+    kept = set()
+    for _, commit, fits in _gaps(rank, commits):
+        if not fits:
             break
-        kept[index] = commit
+        kept.add(commit.chunk_index)
+    redo = Redo(rank, None, [commit for index, commit in commits.items() if index in kept])
+    redo.lost = [index for index in range(top + 1) if index not in kept]
+    redo.letters = [*_foreign_letters(rank, redo.kept)]
+    return redo
+
+
+def plan_redo(rank: RankLedger, to_redo: set[int]) -> Redo:
+    """Returns what to do with a rank whose log is whole.
+
+    Args:
+        to_redo: the chunks to take back.
+
+    Raises:
+        CheckpointError: nothing can be done.
+    """
+    log = read_commits(rank.commits_file)
+    redo = Redo(rank, log)
+    rest = {index: commit for index, commit in log.items() if index not in to_redo}
+    for chunks, _, fits in _gaps(rank, rest):
+        if not fits:
+            redo.stuck += chunks
+    to_redo = to_redo.difference(redo.stuck)
+    for index, commit in log.items():
+        if index in to_redo:
+            redo.commits.append(commit)
+        else:
+            redo.kept.append(commit)
+    if any(commit.counts.dead for commit in redo.commits):
+        redo.letters = [*_foreign_letters(rank, redo.kept)]
+    return redo
+
+
+def _gaps(rank: RankLedger, commits: dict[int, Commit]) -> Iterator[tuple[range, Commit, bool]]:
+    """Yields the chunks before each commit that have none, and whether redone chunks would end
+    where it starts.
+    """
+    per_chunk = rank.run.get("records_per_chunk") or 0
+    expected = ordinal = 0
+    for index, commit in sorted(commits.items()):
+        chunks = range(expected, index)
+        yield chunks, commit, commit.first_ordinal - ordinal == per_chunk * len(chunks)
         expected = index + 1
         ordinal = commit.next_ordinal
-    return kept
 
 
-def _end_of_letter(path: Path, start: int, number: int) -> int:
-    with explained("read", path), path.open("rb") as file:
-        file.seek(start)
-        for _ in range(number):
-            file.readline()
-        return file.tell()
+def _foreign_letters(rank: RankLedger, kept: list[Commit]) -> Iterator[tuple[int, int]]:
+    """Yields ranges of bytes of the dead letters before those of each commit to keep.
+
+    Raises:
+        CheckpointCorrupt: letters of a commit to keep are lost or damaged.
+    """
+    start = 0
+    for commit in kept:
+        found = b"".join(rank.dead_letters(start, commit.dead_letters_size))
+        letters = found.splitlines(keepends=True)
+        foreign = len(letters) - commit.counts.dead
+        if foreign < 0 or (found and found[-1:] not in b"\n "):
+            raise CheckpointCorrupt(
+                f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file "
+                "from a copy."
+            )
+        if foreign:
+            yield start, start + len(b"".join(letters[:foreign]))
+        start = commit.dead_letters_size
 
 
 # The plan -----------------------------------------------------------------------------------------
@@ -184,6 +226,16 @@ class RepairPlan:
     @property
     def ranks(self) -> list[RankLedger]:
         return [redo.rank for redo in self.redo]
+
+    def add(self, redo: Redo) -> None:
+        self.left += [
+            f"{name_place(*redo.rank.key, index)}: cannot be redone: it was made before the input "
+            "grew or records_per_chunk changed, and would not end where the next chunk starts. "
+            f"Start this task over: remove {redo.rank.folder} and its output."
+            for index in redo.stuck
+        ]
+        if redo.before is None or redo.commits:
+            self.redo.append(redo)
 
     def describe(self) -> Iterator[str]:
         yield from (f"not repaired: {text}" for text in self.left)
@@ -209,39 +261,31 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
         logging_dir: the executor's; completion markers of the ranks to redo are removed there.
     """
     plan = RepairPlan(logging_dir)
-    concerned: dict[tuple[str, int], list[Problem]] = defaultdict(list)
-    others = []
+    concerned: dict[tuple[str, int | None], list[Problem]] = defaultdict(list)
     for problem in report.problems:
-        if problem.kind == "commits":
-            damaged = next(
-                rank for rank in report.ranks if rank.key == (problem.root, problem.rank)
-            )
-            if advice := _advice_of_mirror(report, damaged):
-                plan.left.append(f"{damaged.place}: its commits are damaged.{advice}")
-                continue
-            found = plan_rebuild(damaged)
-            if isinstance(found, Redo):
-                plan.redo.append(found)
-                continue
-            plan.left.append(f"{damaged.place}: its commits cannot be rebuilt: {found}")
-        if problem.kind in REDO_KINDS or (
-            problem.kind == "lost" and problem.chunk_index is not None
-        ):
-            concerned[problem.root, problem.rank or 0].append(problem)
-        else:
-            others.append(problem)
+        concerned[problem.root, problem.rank].append(problem)
     shared = {problem.path for problem in report.problems if problem.kind == "duplicate"}
     for rank in report.ranks:
-        if rank.key in concerned:
-            _plan_rank(plan, rank, concerned[rank.key], shared)
+        if rank.state == "running":
+            plan.left.append(
+                f"{rank.place}: a process works on it. Stop that, and run the same command again."
+            )
+        try:
+            redo = _plan_rank(report, rank, concerned[rank.key], shared)
+        except CheckpointError as error:
+            plan.left.append(f"{rank.place}: cannot be redone: {error}")
+            continue
+        if redo is not None:
+            plan.add(redo)
     redone = {(*redo.rank.key, commit.chunk_index) for redo in plan.redo for commit in redo.commits}
     plan.left += [
         str(problem)
-        for problem in others
-        if (problem.root, problem.rank, problem.chunk_index) not in redone
+        for problem in report.problems
+        if not _can_redo(problem)
+        and (problem.root, problem.rank, problem.chunk_index) not in redone
     ]
     # Without an owner, or in another folder than the checkpoint's.
-    if recorded_output_of(report) != report.folder.resolve_paths("") or not is_owned(report):
+    if report.recorded != report.folder.resolve_paths("") or not is_owned(report):
         plan.foreign = [problem for problem in report.problems if problem.kind in REDO_KINDS]
     if logging_dir is not None:
         # An earlier repair without --logging-dir left the marker.
@@ -253,6 +297,40 @@ def make_plan(report: Report, logging_dir: str | None) -> RepairPlan:
         folder.invalidate_cache()
         plan.markers = [number for number in numbers if folder.isfile(f"completions/{number:05d}")]
     return plan
+
+
+def _can_redo(problem: Problem) -> bool:
+    return problem.kind == "commits" or problem.kind in REDO_KINDS
+
+
+def _plan_rank(
+    report: Report, rank: RankLedger, problems: list[Problem], shared: set[str | None]
+) -> Redo | None:
+    """Returns None if there is nothing to do.
+
+    Raises:
+        CheckpointError: nothing can be done.
+    """
+    kinds = {problem.kind for problem in problems if _can_redo(problem)}
+    if "commits" in kinds:
+        if advice := _advice_of_mirror(report, rank):
+            raise CheckpointError(f"its commits are damaged.{advice}")
+        return plan_rebuild(rank)
+    if not kinds:
+        return None
+    to_redo = {
+        problem.chunk_index
+        for problem in problems
+        if problem.kind in REDO_KINDS and problem.chunk_index is not None
+    }
+    redo = plan_redo(rank, to_redo)
+    for commit in redo.commits:
+        if any(file.path in shared for file in commit.files):
+            raise CheckpointError(
+                f"another commit names the output file of chunk {commit.chunk_index}, which would "
+                "be overwritten."
+            )
+    return redo
 
 
 def _advice_of_mirror(report: Report, rank: RankLedger) -> str:
@@ -284,7 +362,7 @@ def check_output_folder(report: Report) -> None:
         raise ConfigError(
             f"--output: {report.output} belongs to the run in {other}. Nothing was changed."
         )
-    recorded = recorded_output_of(report)
+    recorded = report.recorded
     if (
         stands_elsewhere(recorded, report.folder)
         and other_run(report.checkpoints, recorded) is None
@@ -294,114 +372,6 @@ def check_output_folder(report: Report) -> None:
             "the last start, and that folder still exists. Nothing was changed. Leave --output "
             f"out to repair the files there. If they were all moved to {report.output}, first "
             f"remove or rename {recorded}."
-        )
-
-
-def recorded_output_of(report: Report) -> str:
-    return recorded_output(report.checkpoints, (rank.run for rank in report.ranks)) or report.output
-
-
-def _plan_rank(
-    plan: RepairPlan, rank: RankLedger, problems: list[Problem], shared: set[str | None]
-) -> None:
-    commits = read_commits(rank.commits_file)
-    to_redo = {problem.chunk_index for problem in problems if problem.kind in REDO_KINDS}
-    for commit in commits.values():
-        if commit.chunk_index not in to_redo:
-            continue
-        obstacle = _obstacle(rank, commits, commit, shared)
-        if obstacle is not None:
-            to_redo.discard(commit.chunk_index)
-            plan.left.append(
-                f"{name_place(*rank.key, commit.chunk_index)}: cannot be redone: {obstacle}"
-            )
-    kept = {index: commit for index, commit in commits.items() if index not in to_redo}
-    redo = Redo(rank, commits)
-    lost = any(problem.kind == "lost" for problem in problems)
-    for chunks, fits in _holes(rank, commits, kept):
-        if fits:
-            redo.commits += [commits[index] for index in chunks if index in commits]
-            redo.lost += [
-                index for index in chunks if lost and index not in commits and index < max(commits)
-            ]
-            continue
-        plan.left += [
-            f"{name_place(*rank.key, index)}: cannot be redone: it was made before the input grew "
-            "or records_per_chunk changed, and would not end where the next chunk starts. Start "
-            f"this task over: remove {rank.folder} and its output."
-            for index in chunks
-        ]
-    to_redo = {commit.chunk_index for commit in redo.commits}
-    redo.kept = [commit for index, commit in commits.items() if index not in to_redo]
-    redo.letters = [
-        letters_of(commits.values(), one.chunk_index) for one in redo.commits if one.counts.dead
-    ]
-    if redo.commits or redo.lost:
-        plan.redo.append(redo)
-
-
-def _obstacle(
-    rank: RankLedger, commits: dict[int, Commit], commit: Commit, shared: set[str | None]
-) -> str | None:
-    if any(file.path in shared for file in commit.files):
-        return "another commit names the same output file, which would be overwritten."
-    if commit.counts.dead and not _letters_are_whole(rank, commits, commit):
-        return (
-            f"its dead letters are damaged in {rank.dead_letters_file}. Restore that file from "
-            "a copy."
-        )
-    return None
-
-
-def letters_of(commits: Iterable[Commit], chunk_index: int) -> tuple[int, int]:
-    """Returns start and end of a commit's dead letters in their file, which follows the commits'
-    order.
-    """
-    start = end = 0
-    for commit in commits:
-        start = end
-        end = commit.dead_letters_size
-        if commit.chunk_index == chunk_index:
-            break
-    return start, end
-
-
-def _letters_are_whole(rank: RankLedger, commits: dict[int, Commit], commit: Commit) -> bool:
-    """Whether the dead letters are whole lines, or missing, or overwritten by an interrupted
-    repair.
-    """
-    start, end = letters_of(commits.values(), commit.chunk_index)
-    if all(not block.strip(b" ") for block in rank.dead_letters(start, end)):
-        return True
-    first = b"".join(rank.dead_letters(max(start - 1, 0), max(start, 1)))
-    last = b"".join(rank.dead_letters(end - 1, end))
-    starts_whole = not start or first in (b"\n", b" ")
-    return (
-        starts_whole and last == b"\n" and rank.count_dead_letters(start, end) == commit.counts.dead
-    )
-
-
-def _holes(
-    rank: RankLedger, commits: dict[int, Commit], kept: dict[int, Commit]
-) -> Iterator[tuple[range, bool]]:
-    """Yields gaps between kept commits, and whether redone chunks would end where they must."""
-    per_chunk = rank.run.get("records_per_chunk") or 0
-    ordinal = expected = 0
-    for index in sorted(kept):
-        if index > expected:
-            chunks = range(expected, index)
-            yield chunks, kept[index].first_ordinal - ordinal == per_chunk * len(chunks)
-        expected = index + 1
-        ordinal = kept[index].next_ordinal
-    chunks = range(expected, max(commits, default=-1) + 1)
-    if chunks:
-        # After the last kept commit, only journals limit the end of redone chunks.
-        journals = max(journal_indices(rank.folder), default=-1)
-        yield (
-            chunks,
-            all(
-                commits[i].counts.read == per_chunk for i in chunks if i in commits and i < journals
-            ),
         )
 
 
@@ -435,15 +405,14 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
         if plan.markers:
             markers = [f"completions/{number:05d}" for number in plan.markers]
             remove_output(get_datafolder(str(plan.logging_dir)), markers)
-        changed = [redo for redo in plan.redo if redo.before is None or redo.commits]
-        for redo in changed:
+        for redo in plan.redo:
             _blank_letters(redo)
         names = [
             file.path for redo in plan.redo for commit in redo.commits for file in commit.files
         ]
         keep = {problem.path for problem in plan.foreign}
         remove_output(report.folder, [name for name in names if name not in keep])
-        for redo in changed:
+        for redo in plan.redo:
             _carry_out(redo)
 
 
@@ -451,22 +420,17 @@ def _claim(rank: RankLedger) -> RunClaim:
     return RunClaim(rank.folder, RunIdentity(rank.settings))
 
 
-def _letters_end(redo: Redo) -> int:
-    return max((commit.dead_letters_size for commit in redo.kept if commit.counts.dead), default=0)
-
-
 def _blank_letters(redo: Redo) -> None:
     # Letters after the last to keep are cut off later, or, after a crash, by the next run.
     path = redo.rank.dead_letters_file
-    end = _letters_end(redo)
-    between = [place for place in redo.letters if place[0] < end]
+    between = [place for place in redo.letters if place[0] < redo.letters_end]
     if between and path.exists():
         files.disk.replace(path, _blanked(path, between))
 
 
 def _carry_out(redo: Redo) -> None:
     rank = redo.rank
-    letters_end = _letters_end(redo)
+    letters_end = redo.letters_end
     if redo.before is None:
         # Files of lost commits are the rank's own, and unnamed now.
         files.disk.remove(rank.folder / PUBLISHING)

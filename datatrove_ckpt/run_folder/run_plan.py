@@ -28,24 +28,11 @@ from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import naming_hub
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
-from datatrove_ckpt.errors.names import setting_name, setting_of, step_place
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_place
 from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
-
-
-@dataclass(frozen=True)
-class Folders:
-    """The checkpoints of a run, as they are read here.
-
-    Attributes:
-        checkpoint: the folder, or a copy of a mirror.
-        shown_as: the folder, or the mirror's URL, for messages.
-    """
-
-    checkpoint: Path
-    shown_as: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +49,7 @@ class RunnerPlan:
     index: int
     step: InferenceRunner
     before: Sequence[PipelineStep]
-    copy: Folders | None
+    copy: Path | None
 
     @property
     def root(self) -> Path | None:
@@ -73,7 +60,7 @@ class RunnerPlan:
             ConfigError: a variable in it is not set, and the tasks run here.
         """
         if self.copy is not None:
-            return self.copy.checkpoint
+            return self.copy
         if self.step.checkpoints_local_dir is None or self.plan.as_jobs:
             return None
         try:
@@ -113,7 +100,7 @@ class RunPlan:
     """
 
     def __init__(
-        self, executor: PipelineExecutor, copies: Mapping[int, Folders] | None = None
+        self, executor: PipelineExecutor, copies: Mapping[int, Path] | None = None
     ) -> None:
         self.name = type(executor).__name__
         self.pipeline: Sequence[PipelineStep] = executor.pipeline
@@ -134,7 +121,7 @@ class RunPlan:
         self.runners = self._find_runners(copies or {})
         no_bars_in_logs()
 
-    def _find_runners(self, copies: Mapping[int, Folders]) -> list[RunnerPlan]:
+    def _find_runners(self, copies: Mapping[int, Path]) -> list[RunnerPlan]:
         found: list[RunnerPlan] = []
         before: list[PipelineStep] = []
         for index, step in enumerate(self.pipeline):
@@ -219,28 +206,16 @@ class RunPlan:
 
         if not dry_run:
             self._executor._ensure_logging_dir_repo()
-        copies: dict[int, Folders] = {}
+        copies: dict[int, Path] = {}
         with ExitStack() as stack:
             for runner in self.runners:
                 url = runner.step.checkpoints_remote_dir
                 if url is not None:
-                    folder = stack.enter_context(TemporaryDirectory(prefix="datatrove-ckpt-"))
-                    copies[runner.index] = Folders(Path(folder), url)
-                    MirrorReader(url, Path(folder), lambda name, _: not is_journal(name)).refresh()
-            seen = RunPlan(self._executor, copies)
-            try:
-                yield seen
-            except CkptError as error:
-                error.args = tuple(map(seen.shown, error.args))
-                raise
-
-    def shown(self, part: object) -> object:
-        """Returns a part of a message; a text has mirrors in place of their copies."""
-        text = str(part)
-        for runner in self.runners:
-            if runner.copy is not None:
-                text = text.replace(str(runner.copy.checkpoint), runner.copy.shown_as)
-        return part if text == str(part) else text
+                    temporary = TemporaryDirectory(prefix="datatrove-ckpt-")
+                    copy = copies[runner.index] = Path(stack.enter_context(temporary))
+                    name_copy(copy, url)
+                    MirrorReader(url, copy, lambda name, _: not is_journal(name)).refresh()
+            yield RunPlan(self._executor, copies)
 
     def incomplete(
         self, ranks: Iterable[int] | None = None, skip_completed: bool | None = None
@@ -253,6 +228,10 @@ class RunPlan:
         with naming_hub():  # a run looks there first
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
+
+    def completed(self) -> list[int]:
+        """Returns the ranks of this executor that have a marker, so that they do not run."""
+        return sorted({*self.local_ranks}.difference(self.incomplete(self.local_ranks)))
 
     def marker(self, rank: int) -> str:
         return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))

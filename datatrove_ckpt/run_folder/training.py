@@ -78,33 +78,27 @@ class TrainingState:
 
 def read_training(folder: Path, full: bool) -> TrainingState:
     """Reads the folder; with ``full`` each file of each step, else only file sizes."""
-    names = step_names(path.name for path in folder.iterdir())
-    manifests: dict[StepName, Manifest] = {}
-    damages: dict[StepName, str] = {}
-    for name in names:
-        try:
-            manifests[name] = read_manifest(folder, name)
-            _check(folder, name, manifests[name], full)
-        except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
-            damages[name] = str(error)
-    left = set(step_names(path.name for path in folder.iterdir()))
-    names = [name for name in names if name in left]  # a training removes steps
+    found = [
+        (name, *_read(folder, name, full))
+        for name in step_names(path.name for path in folder.iterdir())
+    ]
+    left = set(step_names(path.name for path in folder.iterdir()))  # a training removes steps
     training = ""
-    if manifests:
-        training = manifests[max(manifests)]["training"]
     steps = []
-    for name in names:
-        manifest = manifests.get(name)
-        damage = damages.get(name, "")
+    for name, manifest, damage in reversed(found):
+        if name not in left:
+            continue
         if manifest is None:
             steps.append(SavedStep(name.step, str(name), damage=damage))
             continue
+        training = training or manifest["training"]
         if not damage and manifest["training"] != training:
             damage = f"{folder / str(name)} is of another training."
         size = size_of(manifest)
         steps.append(
             SavedStep(name.step, str(name), size, manifest["at"], manifest["metrics"], damage)
         )
+    steps.reverse()
     events = list(read_events(folder))
     saved = next((event for event in reversed(events) if event["event"] == "saved"), {})
     holder = files.lock_holder(folder / ".lock")
@@ -114,15 +108,21 @@ def read_training(folder: Path, full: bool) -> TrainingState:
     )
 
 
-def _check(folder: Path, name: StepName, manifest: Manifest, full: bool) -> None:
-    if full:
-        check_files(folder, name)
-        return
-    for file, (size, _) in manifest["files"].items():
-        path = folder / str(name) / file
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            raise CheckpointCorrupt(f"{path} has {found} bytes instead of {size}.")
+def _read(folder: Path, name: StepName, full: bool) -> tuple[Manifest | None, str]:
+    """Returns the manifest of a step, and what is wrong with the step."""
+    manifest = None
+    try:
+        manifest = read_manifest(folder, name)
+        if full:
+            check_files(folder, name)
+        for file, (size, _) in manifest["files"].items():
+            path = folder / str(name) / file
+            found = path.stat().st_size if path.is_file() else None
+            if found != size:
+                return manifest, f"{path} has {found} bytes instead of {size}."
+    except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
+        return manifest, str(error)
+    return manifest, ""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ chunk that a run finishes in between never counts as missing.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from itertools import chain
 from pathlib import Path
 from posixpath import dirname
 
@@ -18,14 +18,14 @@ from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.identity import (
-    Change,
+    RankState,
     RunIdentity,
-    comparable,
-    compare,
+    compare_runs,
     name_tasks,
     read_run,
     recorded_output,
     removed_ranks,
+    settings_in,
 )
 from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import (
@@ -33,16 +33,17 @@ from datatrove_ckpt.checkpoint.ledger import (
     JobSums,
     RankLedger,
     Want,
+    misplaced,
     name_place,
     read_rank,
     read_ranks,
 )
 from datatrove_ckpt.checkpoint.lines import Json
-from datatrove_ckpt.common.formatting import number_range, plural, repair_command
+from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import Schema
-from datatrove_ckpt.output.chunk_writing import Misfit, misfits, read_schema
+from datatrove_ckpt.output.chunk_writing import misfits, read_schema
 from datatrove_ckpt.output.committed import (
     STRAY_ADVICE,
     FoundFiles,
@@ -65,7 +66,7 @@ REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 
 @dataclass(slots=True)
 class Problem:
-    """One problem, or, in ``Report.unfinished``, work that is not done yet."""
+    """One problem; with the kind "unfinished" it is work that is not done yet."""
 
     kind: str
     message: str
@@ -73,6 +74,18 @@ class Problem:
     rank: int | None = None
     chunk_index: int | None = None
     path: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rank: RankLedger,
+        kind: str,
+        message: str,
+        chunk_index: int | None = None,
+        path: str | Path | None = None,
+    ) -> Problem:
+        shown = None if path is None else str(path)
+        return cls(kind, message, *rank.key, chunk_index, shown)
 
     def __str__(self) -> str:
         place = name_place(self.root, self.rank, self.chunk_index)
@@ -101,7 +114,6 @@ class Report:
     Attributes:
         repair_command: the command that repairs the chunks to redo.
         ranks: without their commits, which ``chunks`` has.
-        not_started: ranks that are not there, and of which nothing shows that they ever were.
         uncounted: the writers whose rows cannot be counted.
     """
 
@@ -112,28 +124,36 @@ class Report:
     ranks: list[RankLedger] = field(default_factory=list)
     sums: JobSums = field(default_factory=JobSums)
     chunks: list[CommittedChunk] = field(default_factory=list)
-    not_started: list[int] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     unfinished: list[Problem] = field(default_factory=list)
     uncounted: set[str] = field(default_factory=set)
 
-    def add_problem(
-        self,
-        kind: str,
-        message: str,
-        rank: RankLedger | None = None,
-        chunk_index: int | None = None,
-        path: object = None,
-    ) -> None:
-        found = Problem(kind, message, chunk_index=chunk_index)
-        if rank is not None:
-            found.root, found.rank = rank.key
-        if path is not None:
-            found.path = str(path)
-        if kind == "unfinished":
-            self.unfinished.append(found)
-        else:
-            self.problems.append(found)
+    def add(self, problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            if problem.kind == "unfinished":
+                self.unfinished.append(problem)
+            else:
+                self.problems.append(problem)
+
+    @property
+    def recorded(self) -> str:
+        """The output folder of the last start."""
+        return recorded_output(self.checkpoints) or self.output
+
+    @property
+    def accepted(self) -> list[Json]:
+        """The changes that the user accepted."""
+        runs = [self.job, *(rank.run for rank in self.ranks)]
+        return [change for run in runs for change in run.get("accepted_changes", [])]
+
+    @cached_property
+    def job(self) -> Json:
+        """The content of ``job.json``; empty if it is missing or damaged."""
+        path = self.checkpoints / JOB
+        with suppress(CheckpointError):
+            if path.exists():
+                return read_run(path)
+        return {}
 
     @property
     def templates(self) -> list[str]:
@@ -167,15 +187,15 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add_rank(rank)
-        _check_rank(report, rank)
+        report.add(_check_rank(report, rank))
         rank.commits = {}  # there may be millions
     report.output = output or find_output(place, report.ranks)
     report.folder = get_datafolder(report.output)
-    _check_settings(report)
-    _check_ranks(report)
-    check_output(report, full, folder_is_given=output is not None)
+    report.add(_check_settings(report))
+    report.add(_check_ranks(report))
+    report.add(check_output(report, full, folder_is_given=output is not None))
     if full:
-        check_columns(report)
+        report.add(check_columns(report))
     return report
 
 
@@ -192,8 +212,7 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
     what = place.given[0]
     if place.config and place.output is not None:  # whatever the checkpoint says
         return str(get_datafolder(place.output).resolve_paths(""))
-    runs = [rank.run for rank in ranks if rank.run]
-    recorded = recorded_output(checkpoints, runs)
+    recorded = recorded_output(checkpoints)
     if recorded is not None:
         now = checkpoints.absolute().with_name("output")
         other = other_run(checkpoints, recorded)
@@ -236,43 +255,34 @@ def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
     ) and "://" not in recorded
 
 
-def _check_rank(report: Report, rank: RankLedger) -> None:
+def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
     if rank.damage is not None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
-        report.add_problem(kind, str(rank.damage), rank)
+        yield Problem.of(rank, kind, str(rank.damage))
         return
     is_countable = is_known(str(rank.run.get("output_writer")))
     for commit in rank.commits.values():
         documents = commit.counts.written if is_countable else None
         report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
-    _check_ordinals(report, rank)
-    _check_dead_letters(report, rank)
-    _list_unfinished(report, rank)
+    yield from _check_ordinals(rank)
+    yield from _check_dead_letters(rank)
+    yield from _list_unfinished(rank)
 
 
-def _check_ordinals(report: Report, rank: RankLedger) -> None:
-    start_over = (
-        "Restore commits.jsonl from a copy, or start this task over: remove "
-        f"{rank.folder} and its output."
-    )
-    chunk_index = ordinal = 0
-    for _, commit in sorted(rank.commits.items()):
-        gap = f"no commit covers documents {number_range(ordinal, commit.first_ordinal)}"
-        if commit.first_ordinal < ordinal:
-            twice = number_range(commit.first_ordinal, min(ordinal, commit.next_ordinal))
-            message = f"an earlier commit also covers documents {twice}. {start_over}"
-            report.add_problem("overlap", message, rank, commit.chunk_index)
-        elif commit.chunk_index == chunk_index and commit.first_ordinal > ordinal:
-            report.add_problem("lost", f"{gap}. {start_over}", rank)
-        elif commit.chunk_index > chunk_index and rank.state == "finished":
-            advice = f"To process them: {report.repair_command}, then run again."
-            message = f"{gap} (chunks {number_range(chunk_index, commit.chunk_index)}). {advice}"
-            report.add_problem("lost", message, rank, chunk_index)
-        chunk_index = commit.chunk_index + 1
-        ordinal = commit.next_ordinal
+def _check_ordinals(rank: RankLedger) -> Iterator[Problem]:
+    for kind, what, index in misplaced(rank.commits):
+        if kind == "gap":
+            if rank.state != "finished":
+                continue
+            kind = "lost"
+        message = (
+            f"{what}. Restore commits.jsonl from a copy, or start this task over: remove "
+            f"{rank.folder} and its output."
+        )
+        yield Problem.of(rank, kind, message, index)
 
 
-def _check_dead_letters(report: Report, rank: RankLedger) -> None:
+def _check_dead_letters(rank: RankLedger) -> Iterator[Problem]:
     """Checks that dead letters of a commit lie between recorded sizes."""
     path = rank.dead_letters_file
     start = 0
@@ -284,101 +294,67 @@ def _check_dead_letters(report: Report, rank: RankLedger) -> None:
                 f"{path} holds {plural(found, 'dead letter')} of this chunk instead of "
                 f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
             )
-            report.add_problem("dead_letters", message, rank, commit.chunk_index, path)
+            yield Problem.of(rank, "dead_letters", message, commit.chunk_index, path)
     size = path.stat().st_size if path.exists() else 0
-    message = ""
     if size < start:
         message = (
             f"{path} has {size} bytes instead of the {start} that commits name. Restore it "
             "from a copy."
         )
+        yield Problem.of(rank, "dead_letters", message, path=path)
     elif size > start and rank.state == "finished":
         message = (
             f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         )
-    if message:
-        report.add_problem("dead_letters", message, rank, path=path)
+        yield Problem.of(rank, "dead_letters", message, path=path)
 
 
-def _list_unfinished(report: Report, rank: RankLedger) -> None:
+def _list_unfinished(rank: RankLedger) -> Iterator[Problem]:
     if rank.state == "finished":
         return
-    before = len(report.unfinished)
     journals = rank.open_journals
     last = max([*rank.commits, *journals], default=-1)
-    for index in range(last):
-        if index not in rank.commits and index not in journals:
-            report.add_problem(
-                "unfinished", "is not started, although later chunks are.", rank, index
-            )
-    for index, counts in journals.items():
-        held = plural(counts.read, "document")
-        report.add_problem("unfinished", f"is not finished; its journal holds {held}.", rank, index)
-    if len(report.unfinished) == before:
-        report.add_problem(
-            "unfinished", "is not finished: the run is active, or must be run again.", rank
-        )
+    missing = [index for index in range(last + 1) if index not in rank.commits]
+    for index in missing:
+        text = "is not started, although later chunks are."
+        if index in journals:
+            held = plural(journals[index].read, "document")
+            text = f"is not finished; its journal holds {held}."
+        yield Problem.of(rank, "unfinished", text, index)
+    if not missing:
+        text = "is not finished: the run is active, or must be run again."
+        yield Problem.of(rank, "unfinished", text)
 
 
-def _check_settings(report: Report) -> None:
-    """Compares identities with the most frequent one."""
-    roots: dict[str, list[RankLedger]] = defaultdict(list)
-    for rank in report.ranks:
-        if rank.settings:
-            roots[rank.root].append(rank)
-    for ranks in roots.values():
-        variants: dict[bytes, list[RankLedger]] = defaultdict(list)
-        for rank in ranks:
-            variants[comparable("", rank.settings)].append(rank)
-        usual, *others = sorted(variants.values(), key=len, reverse=True)
-        for rank in chain.from_iterable(others):
-            changes = _not_accepted(rank, usual[0])
-            if changes:
-                differences = "; ".join(line for one in changes for line in one.lines)
-                message = (
-                    f"was run with settings that differ from task {usual[0].number}: {differences}."
-                )
-                report.add_problem("identity", message, rank, path=rank.folder / RUN)
+def _check_settings(report: Report) -> Iterator[Problem]:
+    """Compares ranks with the job, or with the first one. A retry has settings of its own."""
+    ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
+    usual = next((rank.settings for rank in ranks.values()), {})
+    if report.job:
+        usual = settings_in(report.job)
+    others = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
+    found = compare_runs(others, _is_done, report.job, RunIdentity(usual), only_tasks=False)
+    for number, changes in found.by_rank.items():
+        rank = ranks[number]
+        differences = "; ".join(line for change in changes for line in change.lines)
+        message = f"was run with other settings than the job: {differences}."
+        yield Problem.of(rank, "identity", message, path=rank.folder / RUN)
 
 
-def _not_accepted(rank: RankLedger, usual: RankLedger) -> list[Change]:
-    """Returns the differences between two ranks, unless the user accepted all their values."""
-    known = defaultdict[str, set[bytes]](set)
-    for accepted in accepted_changes(rank, usual):
-        name = str(accepted.get("field"))
-        known[name] |= {
-            comparable(name, accepted.get("old")),
-            comparable(name, accepted.get("new")),
-        }
-    changes = compare(usual.run, RunIdentity(rank.settings))
-    for change in changes:
-        if (
-            not {comparable(change.field, change.old), comparable(change.field, change.new)}
-            <= known[change.field]
-        ):
-            return changes
-    return []
+def _is_done(rank: int) -> RankState:
+    return RankState(holds_work=True, is_finished=True, is_live=False)
 
 
-def accepted_changes(*ranks: RankLedger) -> list[Json]:
-    runs = [rank.run for rank in ranks]
-    job = ranks[0].folder.parent / JOB
-    with suppress(CheckpointError):
-        if job.exists():
-            runs.append(read_run(job))
-    return [change for run in runs for change in run.get("accepted_changes", [])]
-
-
-def _check_ranks(report: Report) -> None:
+def _check_ranks(report: Report) -> Iterator[Problem]:
     # A retry has only ranks with dead letters, so its ranks do not count.
     ranks = {rank.number for rank in report.ranks if not rank.root}
     missing = [rank for rank in range(report.tasks) if rank not in ranks]
     removed = removed_ranks(report.checkpoints, missing)
-    report.not_started = [rank for rank in missing if rank not in removed]
     tasks = plural(report.tasks, "task")
-    if report.not_started:
-        started = f"{len(report.not_started)} of {tasks}: {name_tasks(report.not_started)}."
-        report.add_problem("unfinished", f"not started: {started}")
+    not_started = [rank for rank in missing if rank not in removed]
+    if not_started:
+        started = f"{len(not_started)} of {tasks}: {name_tasks(not_started)}."
+        yield Problem("unfinished", f"not started: {started}")
     for rank in removed:
         folder = str(rank_folder(report.checkpoints, rank))
         message = (
@@ -386,13 +362,12 @@ def _check_ranks(report: Report) -> None:
             "good, have its documents processed, and paid, again: move the output files of task "
             f"{rank} elsewhere, delete completions/{rank:05d} in logging_dir, then run."
         )
-        report.problems.append(Problem("rank", message, rank=rank, path=folder))
+        yield Problem("rank", message, rank=rank, path=folder)
     for rank in sorted(ranks):
         if 0 < report.tasks <= rank:
             folder = str(rank_folder(report.checkpoints, rank))
-            report.problems.append(
-                Problem("rank", f"is one too many: the run has {tasks}.", rank=rank, path=folder)
-            )
+            message = f"is one too many: the run has {tasks}."
+            yield Problem("rank", message, rank=rank, path=folder)
 
 
 # Output files -------------------------------------------------------------------------------------
@@ -412,59 +387,63 @@ _OF_ANOTHER_JOB = (
 )
 
 
-def check_output(report: Report, full: bool, folder_is_given: bool) -> None:
-    """Adds the problems of the output files to the report.
+def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[Problem]:
+    """Compares the output files with the commits.
 
     Args:
         full: also read the files.
         folder_is_given: the user named the output folder, so if it does not exist, its files are
             missing.
     """
+    claims: dict[str, list[CommittedChunk]] = defaultdict(list)
+    committed: dict[str, OutputFile] = {}
+    for chunk in report.chunks:
+        for file in chunk.files:
+            claims[plain(file.path)].append(chunk)
+            committed[plain(file.path)] = file
     try:
         is_owned(report)
-    except OutputMismatch as refusal:
-        report.add_problem("owner", str(refusal), path=report.output)
-        return
-    found = _list(report, folder_is_given)
-    if found is None:
+        found = _list(report, committed, folder_is_given)
+    except (OutputMismatch, OutputFailed) as refusal:
+        kind = "owner" if isinstance(refusal, OutputMismatch) else "output"
+        yield Problem(kind, str(refusal), path=report.output)
         return
     names = {path for path in found.sizes if not _is_ours(report, path)}
-    committed = _check_duplicates(report)
+    for path, claimants in claims.items():
+        if len(claimants) > 1:
+            message = (
+                f"{path} is named by {' and by '.join(map(str, claimants))}. One overwrote the "
+                "other: start one of them over."
+            )
+            yield Problem.of(claimants[0].rank, "duplicate", message, claimants[0].index, path)
     for chunk in report.chunks:
-        _check_chunk(report, chunk, found, full)
+        yield from _check_chunk(report, chunk, found, full)
     uncommitted = _Uncommitted(report)
-    for path in sorted(names - committed):
-        uncommitted.check(path)
+    for path in sorted(names - committed.keys()):
+        yield from uncommitted.check(path)
 
 
-def _list(report: Report, folder_is_given: bool) -> FoundFiles | None:
-    committed: dict[str, OutputFile] = {
-        plain(file.path): file for chunk in report.chunks for file in chunk.files
-    }
+def _list(report: Report, committed: dict[str, OutputFile], folder_is_given: bool) -> FoundFiles:
+    """Raises:
+    OutputFailed: the folder cannot be listed, or is gone.
+    """
     look = partial(list_files, report.folder, committed)
     try:
         with file_system_call():
             if report.hub is not None:
-                found = HubReads(report.hub, StoppableCalls()).listed(look, committed.values())
-            else:
-                found = look()
-            is_there = bool(found.sizes) or (report.hub is None and report.folder.exists(""))
-    except (OSError, OutputFailed) as failure:
-        error = failure.__cause__ or failure
-        advice = storage_advice if report.hub is None else report.hub.advice
-        report.add_problem(
-            "output", f"{report.output} cannot be listed: {failure_line(error)}. {advice(error)}"
-        )
-        return None
-    if not is_there and not folder_is_given and report.sums.numbers.files:
-        report.add_problem(
-            "output",
+                return HubReads(report.hub, StoppableCalls()).listed(look, committed.values())
+            found = look()
+            is_there = folder_is_given or not committed or found.sizes or report.folder.exists("")
+    except OSError as error:
+        raise OutputFailed(
+            f"{report.output} cannot be listed: {failure_line(error)}. {storage_advice(error)}"
+        ) from error
+    if not is_there:
+        raise OutputFailed(
             f"the output folder {report.output} does not exist. If it was moved, give its place "
             "with --output; if it is lost, give the same folder with --output, and all its files "
-            "count as missing.",
-            path=report.output,
+            "count as missing."
         )
-        return None
     return found
 
 
@@ -494,45 +473,30 @@ def _is_ours(report: Report, path: str) -> bool:
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
-def _check_duplicates(report: Report) -> set[str]:
-    claims: dict[str, list[CommittedChunk]] = defaultdict(list)
-    for chunk in report.chunks:
-        for file in chunk.files:
-            claims[plain(file.path)].append(chunk)
-    for path, claimants in claims.items():
-        if len(claimants) > 1:
-            names = " and by ".join(str(chunk) for chunk in claimants)
-            message = (
-                f"{path} is named by {names}. One overwrote the other: start one of them over."
-            )
-            report.add_problem("duplicate", message, claimants[0].rank, claimants[0].index, path)
-    return set(claims)
-
-
-def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool) -> None:
+def _check_chunk(
+    report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool
+) -> Iterator[Problem]:
     is_right = True
     for file in chunk.files:
-        wrong = _wrong(report, file, found, full)
-        if wrong is None:
+        kind, text = _wrong(report, file, found, full)
+        if not kind:
             continue
         is_right = False
-        kind, text = wrong
         message = f"{file.path} {text}."
         if kind in REDO_KINDS:
             message += f" To redo it: {report.repair_command}, then run again."
-        report.add_problem(kind, message, chunk.rank, chunk.index, file.path)
+        yield Problem.of(chunk.rank, kind, message, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash suffices.
     if full and is_right and report.hub is None:
-        _check_documents(report, chunk)
+        yield from _check_documents(report, chunk)
 
 
-def _wrong(
-    report: Report, file: OutputFile, found: FoundFiles, full: bool
-) -> tuple[str, str] | None:
+def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str]:
+    """Returns kind and description of a file's problem; "" and "" if there is none."""
     if not found.is_right(file):
         return file_problem(file, found.size(file))
     if not full and plain(file.path) not in found.touched:
-        return None
+        return "", ""
     try:
         with file_system_call():
             actual = content_hash(report.folder, file.path)
@@ -542,15 +506,15 @@ def _wrong(
         ):
             return "missing", "is missing"
         return "output", f"cannot be read: {failure_line(error)}"
-    if actual != file.xxh128:
-        return (
-            "altered",
-            f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}",
-        )
-    return None
+    if actual == file.xxh128:
+        return "", ""
+    return (
+        "altered",
+        f"is altered: the xxh128 of its content is {actual} instead of {file.xxh128}",
+    )
 
 
-def _check_documents(report: Report, chunk: CommittedChunk) -> None:
+def _check_documents(report: Report, chunk: CommittedChunk) -> Iterator[Problem]:
     found = None
     if chunk.documents is not None:
         with suppress(ImportError, ValueError, OSError, EOFError):
@@ -562,7 +526,7 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> None:
             f"its output files hold {found} documents instead of the {chunk.documents} that "
             "were committed."
         )
-        report.add_problem("documents", f"{message} Please report this.", chunk.rank, chunk.index)
+        yield Problem.of(chunk.rank, "documents", f"{message} Please report this.", chunk.index)
 
 
 def _count_documents(folder: DataFolder, path: str) -> int:
@@ -585,19 +549,17 @@ class _Uncommitted:
         self._published = cache(partial(published_names, report.checkpoints))
         self._patterns = [output_pattern(template) for template in report.templates if template]
 
-    def check(self, path: str) -> None:
+    def check(self, path: str) -> Iterator[Problem]:
         if not self._patterns:
             return  # no run.json can be read
         if path.startswith(f"{STAGING}/"):
-            self._report.add_problem("foreign", f"{path}: {_STAGED}", path=path)
+            yield Problem("foreign", f"{path}: {_STAGED}", path=path)
             return
-        matches = [pattern.fullmatch(path) for pattern in self._patterns]
-        advice = f"{STRAY_ADVICE}."
-        if not any(matches):
-            advice = _OF_ANOTHER_NAME
-            if self._report.hub is not None:
-                return  # a repository holds a card, and other jobs' files
-        for match in filter(None, matches):
+        matches = [*filter(None, (pattern.fullmatch(path) for pattern in self._patterns))]
+        if not matches and self._report.hub is not None:
+            return  # a repository holds a card, and other jobs' files
+        advice = f"{STRAY_ADVICE}." if matches else _OF_ANOTHER_NAME
+        for match in matches:
             key, chunk_index = rank_and_chunk(match)
             rank = self._ranks.get(key)
             if rank is not None and rank.state == "damaged":
@@ -620,9 +582,9 @@ class _Uncommitted:
                     advice = _of_another_job(self._report.checkpoints)
                 elif (*key, chunk_index) not in self._committed:
                     message = f"{path} is published but not committed yet."
-                    self._report.add_problem("unfinished", message, rank, chunk_index, path)
+                    yield Problem.of(rank, "unfinished", message, chunk_index, path)
                     return
-        self._report.add_problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+        yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
 
 def _of_another_job(checkpoints: Path) -> str:
@@ -646,7 +608,7 @@ def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | N
 # Columns ------------------------------------------------------------------------------------------
 
 
-def check_columns(report: Report) -> None:
+def check_columns(report: Report) -> Iterator[Problem]:
     broken = {problem.path for problem in report.problems}
     files = {
         file.path: chunk
@@ -655,21 +617,15 @@ def check_columns(report: Report) -> None:
         if file.path.endswith(".parquet") and file.path not in broken
     }
     firsts: dict[str, tuple[str, Schema]] = {}
-    found: dict[tuple[str, str], list[tuple[CommittedChunk, str, Misfit]]] = defaultdict(list)
     for path, chunk in sorted(files.items()):
         schema = read_schema(report.folder, path)
         if schema is None:
             continue
         first, expected = firsts.setdefault(dirname(path), (path, schema))
         for why in misfits(expected, schema):
-            found[first, why.column].append((chunk, path, why))
-    for (first, column), misfitting in found.items():
-        chunk, path, why = misfitting[0]
-        message = (
-            f"{path} does not load after {first}, or as text: column {column!r} is {why.later} "
-            f"there, and {why.first} in the first file, whose types loaders take."
-        )
-        if len(misfitting) > 1:
-            message += f" So {plural(len(misfitting) - 1, 'more file')}."
-        message += " Give the loader a schema, or start over with one for ParquetWriter."
-        report.add_problem("columns", message, chunk.rank, chunk.index, path)
+            message = (
+                f"{path} does not load after {first}, or as text: column {why.column!r} is "
+                f"{why.later} there, and {why.first} in the first file, whose types loaders take. "
+                "Give the loader a schema, or start over with one for ParquetWriter."
+            )
+            yield Problem.of(chunk.rank, "columns", message, chunk.index, path)

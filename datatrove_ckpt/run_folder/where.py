@@ -1,7 +1,7 @@
 """Makes WHAT (a run folder, a checkpoint folder, its mirror, or the run's YAML file) a folder to
 read.
 
-A mirror is copied into a temporary folder. Messages name the mirror instead (``Place.said``).
+A mirror is copied into a temporary folder. Messages name the mirror instead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import plural_or_no
 from datatrove_ckpt.config.paths import default_mirror, expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
+from datatrove_ckpt.errors.names import name_copy
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.restore import MirrorReader
@@ -65,12 +67,6 @@ class Place:
         if self.mirror is not None:
             self.mirror.refresh()
 
-    def said(self, text: str) -> str:
-        """Returns the text with the mirror's URL in place of the copy's path."""
-        if not self.is_copy:
-            return text
-        return text.replace(str(self.folder), self.what)
-
 
 def is_config(what: str) -> bool:
     if _URL.match(what):
@@ -106,7 +102,7 @@ def open_place(
     if url is None:
         yield place
         return
-    from datatrove_ckpt.mirror.object_store import check_url  # fsspec is slow to import
+    from datatrove_ckpt.common.object_store import check_url  # fsspec is slow to import
     from datatrove_ckpt.mirror.restore import MirrorReader
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)
@@ -118,6 +114,7 @@ def open_place(
         for mirror in mirrors:
             place.mirror = MirrorReader(mirror, place.folder, wanted)
             place.what = place.mirror.url
+            name_copy(folder, place.what)
             place.refresh()
             if place.mirror.ranks:
                 break
@@ -194,6 +191,7 @@ def restored(place: Place) -> Iterator[Place]:
     from datatrove_ckpt.mirror.restore import restore_ranks  # fsspec is slow to import
 
     with tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder:
+        name_copy(folder, place.what)
         restore_ranks(place.mirror.url, place.mirror.ranks, Path(folder))
         yield replace(place, folder=Path(folder))
 
@@ -233,16 +231,15 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
         str(local),
         local or Path(),
         [path],
-        tasks=1,
+        tasks=tasks if is_count(tasks) else 1,
         logging_dir=logging_dir,
         output=output,
         config=config,
     )
-    if is_count(tasks):
-        place.tasks = tasks
-    if runs_as_jobs or local is None or (remote is not None and _mirror_has_more(local, remote)):
+    is_here = local is not None and local.is_dir() and layout.rank_numbers(local)
+    if remote is not None and (runs_as_jobs or not is_here or _has_more(remote, place.folder)):
         return place, remote
-    if not local.is_dir() or not layout.rank_numbers(local):
+    if not is_here:
         raise _not_begun(place, f"{local}, its checkpoints_local_dir on this node")
     return place, None
 
@@ -274,12 +271,10 @@ def _not_begun(place: Place, where: object) -> ConfigError:
     return NotBegun(f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}")
 
 
-def _mirror_has_more(local: Path, remote: str) -> bool:
+def _has_more(remote: str, local: Path) -> bool:
     """Whether other nodes have worked on ranks, so that the mirror has more than this node."""
     from datatrove_ckpt.mirror.restore import find_outdated
 
-    if not local.is_dir() or not layout.rank_numbers(local):
-        return True
     try:
         return bool(find_outdated(remote, local))
     except (OSError, ConfigError, CheckpointError):  # the folder's own reader reports damage
@@ -293,16 +288,12 @@ def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:
     found = {
         index: step for index, step in steps if isinstance(step.get("checkpoints_local_dir"), str)
     }
-    if not found:
+    if len(found) != 1:
+        folders = [step["checkpoints_local_dir"] for step in found.values()]
         raise ConfigError(
-            f"{path}: no step of its pipeline has checkpoints_local_dir, so there is no checkpoint."
-        )
-    if len(found) > 1:
-        several = ", ".join(
-            f"pipeline[{index}]: {step['checkpoints_local_dir']}" for index, step in found.items()
-        )
-        raise ConfigError(
-            f"{path}: several steps keep a checkpoint. Give the folder of one of them: {several}."
+            f"{path}: one step of its pipeline must have checkpoints_local_dir, and "
+            f"{plural_or_no(len(found), 'step')} has it. Give the folder of one: "
+            f"{', '.join(folders) or 'none is known'}."
         )
     return found.popitem()
 

@@ -72,7 +72,7 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(examined, tmp_path):
 @pytest.mark.parametrize(
     ("override", "check", "says"),
     [
-        ("--pipeline.1.output_writer.output_folder=job.yaml", "output, checked",
+        ("--pipeline.1.output_writer.output_folder=job.yaml", "output, reachable",
          "problem: output_folder: '{}/job.yaml' cannot be a folder, because {}/job.yaml is a file"),
         ("--pipeline.1.checkpoints_local_dir=null", "checkpoints, folder", "warning: none: a run"),
         ("--pipeline.1.config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready",
@@ -100,9 +100,7 @@ def test_a_folder_that_never_answers_is_a_problem(examined, monkeypatch):
     monkeypatch.setattr(checks, "REMOTE_SECONDS", 0.5)
     said = examined(code=1)["checkpoints, reachable"]
     never.set()
-    assert said.endswith(
-        "there was no answer within 0 s. Repair the mount, or choose another folder."
-    )
+    assert said.endswith("there was no answer within 0 s. Check the network, or the mount.")
 
 
 # Remote folders ----------------------------------------------------------------------------------

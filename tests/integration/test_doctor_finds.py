@@ -173,5 +173,5 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
     monkeypatch.setattr(input_checks, "as_read", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."
-    assert checks["checkpoints, checked"] == ("problem", message)
+    assert checks["checkpoints, reachable"] == ("problem", message)
     assert checks["input, readable"][0] == "problem"

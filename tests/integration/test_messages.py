@@ -29,7 +29,7 @@ def test_a_full_disk_below_the_logs_is_named(job, command):
     (job / "logs").mkdir()
     (job / "logs/executor.json").symlink_to("/dev/full")
     message = refused(job, command)
-    assert f"No space left on device: logging_dir {job / 'logs'}" in message
+    assert f"Could not use {job / 'logs'} or {job / 'checkpoints'}: No space left" in message
     assert "Free some space and run the same command again" in message
 
 

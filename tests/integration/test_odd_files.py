@@ -180,7 +180,7 @@ def test_a_run_that_has_read_hidden_files_is_refused_and_goes_on_with_a_list(
     last.write_bytes(whole)
     asked = len(server.payloads)
     said = command("run", "job.yaml", code=1).err
-    assert "removed: '.x.jsonl'" in said
+    assert "'.x.jsonl' is gone" in said
     assert len(server.payloads) == asked
     write(here, "list.txt", "\n".join(names).encode())
     data = '{data_folder: input, paths_file: "list.txt"}'

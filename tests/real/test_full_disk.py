@@ -48,9 +48,7 @@ UNSAVED = 24  # the server gives no more answers than this that are not saved ye
 PADDING = "x" * 4000
 
 FREE = "Free some space and run the same command again"
-MAKE_WRITABLE = (
-    "Make it writable for this user (or choose another folder) and run the same command again"
-)
+MAKE_WRITABLE = "Give this user the permission (or mount it writable, or choose another folder)"
 # All that SQLite, and ext4 on a sync, let us say.
 CHECK = "Check the disk and run the same command again"
 

@@ -17,6 +17,7 @@ import pytest
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.ledger import misplaced
 from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.mirror import manifests
@@ -289,7 +290,7 @@ def test_the_kinds_of_problems_are_those_of_verify():
         for code in codes(row[0])
         if code.islower() and not code.startswith("--")
     ]
-    sources = "".join(map(inspect.getsource, (verify, file_problem)))
+    sources = "".join(map(inspect.getsource, (verify, misplaced, file_problem)))
     assert set(re.findall(r'roblem\(\s*"(\w+)"', sources)) <= {*listed, "unfinished"}
     assert [kind for kind in listed if f'"{kind}"' not in sources] == []
 

@@ -116,9 +116,8 @@ def test_a_mirror_is_copied_and_the_copy_removed(tmp_path, where):
             "retry-00001/00002/commits.jsonl",
         }
         assert (place.folder / "00000/commits.jsonl").read_bytes() == b"new\n"
-        assert place.said(f"{place.folder}/00000/commits.jsonl is damaged") == (
-            f"{place.what}/00000/commits.jsonl is damaged"
-        )
+        error = CheckpointCorrupt(place.folder / "00000/commits.jsonl", " is damaged")
+        assert str(error) == f"{place.what}/00000/commits.jsonl is damaged"
         assert place.mirror.ranks["00000"].when == 1767225602
         copy = place.folder
     assert not copy.exists()

@@ -16,8 +16,8 @@ from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
 from datatrove_ckpt.readers import ParquetReader
-from datatrove_ckpt.torch.index import table_rows
 from tests.jobs import documents, runner
+from tests.unit.tables import table_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -46,7 +46,10 @@ class Revisions:
         found = resolve()
         if found is None:
             return None
-        self._keep(path, {"dataset": dataset, "revision": revision, "commit": found})
+        content = {"dataset": dataset, "revision": revision, "commit": found}
+        files.keep_first(
+            path, orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        )
         return self._read(path)
 
     def _read(self, path: Path) -> str | None:
@@ -65,7 +68,3 @@ class Revisions:
             "Restore it from a copy, or write the commit as `revision` into dataset_options and "
             "remove the file.",
         )
-
-    def _keep(self, path: Path, content: dict[str, str]) -> None:
-        data = orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        files.keep_first(path, data)

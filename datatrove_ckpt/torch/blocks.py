@@ -161,11 +161,10 @@ class BlockInput:
 
     def _index_files(self) -> list[FileIndex]:
         numbers = range(len(self.names))
-        if isinstance(self._reader, JsonlReader) or not self._reader.data_folder.is_local():
-            return self._count(RowCounts(self._inputs, self._kind), numbers)
-        return _in_threads(self._index_file, numbers)
-
-    def _count(self, counts: RowCounts, numbers: Sequence[int]) -> list[FileIndex]:
+        # The footers of Parquet files have the rows.
+        if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
+            return _in_threads(self._index_file, numbers)
+        counts = RowCounts(self._inputs, self._kind)
         known = _in_threads(counts.get, numbers)
         if None not in known:
             return [index for index in known if index is not None]

@@ -3,11 +3,13 @@
 import gzip
 import json
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.torch.index import batch_rows
 
 _COMPRESS = {".gz": gzip.compress, ".zst": zstandard.compress}
 
@@ -37,3 +39,9 @@ def reader_of(folder, kind):
         "arrow": IpcReader,
     }
     return readers.get(kind, JsonlReader)(folder.as_posix())
+
+
+def table_rows(table):
+    """All rows, as samples of a training."""
+    batches = [batch for batch in table.to_batches() if batch.num_rows]
+    return [row for batch in batches for row in batch_rows(batch, np.arange(batch.num_rows))]

@@ -12,6 +12,7 @@ import pytest
 
 from datatrove_ckpt.torch import index
 from datatrove_ckpt.torch.index import RowBatches, batch_rows, json_row
+from tests.unit.tables import table_rows
 
 TOKENS = [[1, 2, 3], [], [4], [5, 6]]
 COLUMNS = {
@@ -53,11 +54,6 @@ def sliced(array):
     return [
         pa.table({"a": column}) for column in (array, longer.slice(len(array), len(array)), chunks)
     ]
-
-
-def table_rows(table):
-    batches = [batch for batch in table.to_batches() if batch.num_rows]
-    return [row for batch in batches for row in batch_rows(batch, np.arange(batch.num_rows))]
 
 
 def test_values_are_those_of_pyarrow():

@@ -304,7 +304,7 @@ def test_lost_commits_of_a_finished_rank_are_damage_and_the_advice_works(
     assert f"00000/commits.jsonl holds {lines} commits" in said
     assert proof in said
     assert "elete" not in said
-    assert "If there is none: datatrove-ckpt repair " in said
+    assert "With neither, datatrove-ckpt repair " in said
     assert outputs(job / "output") == before
     follow_advice(said, command)
     assert outputs(job / "output") == before

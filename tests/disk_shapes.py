@@ -13,7 +13,7 @@ import orjson
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import unseal
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.common.object_store import ObjectStore
 
 _OUTPUT = re.compile(r"staging|_chunk_")
 """What the user's writer makes."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from datatrove_ckpt.checkpoint.history import (
     End,
-    InputPosition,
     Progress,
     Record,
     ServerEvent,
@@ -18,13 +17,13 @@ from datatrove_ckpt.checkpoint.history import (
 )
 from datatrove_ckpt.checkpoint.lines import unseal, whole_lines
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 
 def progress(documents=7, at=0.0, attempt=1):
     """One in which each number is another, of a rank in the middle of its work."""
     own = WorkCounts(
-        documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, Counter({"timeout": 2, "HTTP 503": 3})
+        documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, errors=Counter({"timeout": 2, "HTTP 503": 3})
     )
     return Progress(
         at=at,

@@ -37,7 +37,7 @@ class FakeProvider(FakeServer):
         refuse: returns the errors of a batch that fails as a whole.
         unseen: how often a file that was uploaded is not found.
         forgotten: ids of batches that it does not know any more.
-        oldest_first, ignores_after: of its list.
+        ignores_after: of its list.
         write: returns the bytes of a file of answers as they are sent.
         describe: returns a batch as it is sent.
     """
@@ -59,7 +59,6 @@ class FakeProvider(FakeServer):
         self.refuse = lambda batch: []
         self.unseen = 0
         self.forgotten = set()
-        self.oldest_first = False
         self.ignores_after = False
         self.write = lambda content: content
         self.describe = lambda batch: batch
@@ -192,8 +191,6 @@ class FakeProvider(FakeServer):
     async def _list(self, request):
         now = time.monotonic()
         names = [name for name in reversed(self.batches) if self._listed[name] <= now]
-        if self.oldest_first:
-            names.reverse()
         after = request.query.get(self.after)
         if after and not self.ignores_after:
             names = names[names.index(after) + 1 :]

@@ -8,12 +8,12 @@ import orjson
 
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
-from datatrove_ckpt.checkpoint.history import End, InputPosition, Progress, Start
+from datatrove_ckpt.checkpoint.history import End, Progress, Start
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.run_folder.where import Place
 
 ELSEWHERE = "node7"

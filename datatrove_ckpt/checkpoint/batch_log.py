@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import re
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,13 +39,16 @@ from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER, LOCK, RUN
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject
 
 ANSWER = "batch_answer"
 """In the JSON of a row: the body of an answer that no rollout has used yet."""
 FAILURE = "batch_failure"
 """Likewise: why there is no answer, for a request that is to be sent again."""
 OF_BATCH = frozenset({ANSWER, FAILURE})
+MOST_REQUESTS = 50_000  # of a batch
+_SIZES = 1000  # of batches in Anthropic's form, which are found by their size
+MOST_BYTES = 190_000_000
 _ID = re.compile(r"(?:[0-9a-f]{6}-)?(\d+)-(\d+)-(\d+)-([0-9a-f]{32})-(\d+)-(\d+)")
 
 
@@ -77,6 +81,27 @@ class RequestId(NamedTuple):
 
     def row(self, answer: Answer) -> CachedRequest:
         return CachedRequest(self.chunk_index, self.ordinal, "", self.key, answer)
+
+
+class ParkedRequest(NamedTuple):
+    """A request that waits for a batch.
+
+    Attributes:
+        model: name of its model in the config.
+        path: begins with ``/v1/``.
+        body: JSON.
+    """
+
+    model: str
+    path: str
+    id: RequestId
+    body: bytes
+
+    def line(self) -> bytes:
+        before = b'","params":'
+        if self.path != MESSAGES:
+            before = b'","method":"POST","url":"%s","body":' % self.path.encode()
+        return b"%s%s%s%s}\n" % (CUSTOM_ID, str(self.id).encode(), before, self.body)
 
 
 def kept_for_rollout(kind: str, value: object, attempt: int, run: str) -> Answer:
@@ -146,14 +171,32 @@ def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
     return batches, size
 
 
+@dataclass
+class _Parked:
+    """A file of parked requests. ``most``: requests that it takes."""
+
+    number: int
+    model: str
+    path: str
+    file: files.AppendFile
+    most: int
+    requests: int = 0
+
+
 class BatchLog:
     """``batches.jsonl`` of one rank, and its files of requests. Belongs to the storage thread.
 
     Making it removes files that no line names, and a torn line.
+
+    Args:
+        run: digest of the run's identity.
     """
 
-    def __init__(self, folder: Path, fence: Fence) -> None:
+    def __init__(self, folder: Path, fence: Fence, run: str = "") -> None:
         self._fence = fence
+        self._run = run
+        self._parked: list[_Parked] = []
+        self._filling: dict[tuple[str, str], _Parked] = {}
         self._folder = folder / BATCHES_FOLDER
         self.batches, size = read_batches(folder)
         self.file = files.AppendFile(folder / BATCHES, size)
@@ -170,16 +213,52 @@ class BatchLog:
     def path(self, number: int) -> Path:
         return self._folder / f"{number:05d}.jsonl"
 
-    def write(self, number: int, requests: bytes) -> None:
-        """Does a part of step 1."""
-        files.disk.make_dirs(self._folder, files.PRIVATE_FOLDER)
-        files.disk.append(self.path(number), requests)
+    def requests(self, number: int) -> Iterator[RequestId]:
+        """Yields the requests in a batch's file; none if another node has it."""
+        path = self.path(number)
+        if path.exists():
+            with path.open("rb") as lines:
+                for line in lines:
+                    name, _, _ = line.removeprefix(CUSTOM_ID).partition(b'"')
+                    if (request := RequestId.parse(name.decode())) is not None:
+                        yield request
 
-    def filled(self, number: int, model: str, path: str, requests: int, run: str) -> None:
-        files.disk.sync(self.path(number))
-        files.disk.sync_dir(self._folder)
-        files.disk.forget(self.path(number))
-        self.note(number, "filled", model=model, path=path, requests=requests, run=run)
+    def park(self, request: ParkedRequest) -> None:
+        """Does a part of step 1: adds a request to the file of its model and path."""
+        kind = request.model, request.path
+        line = request.line()
+        parked = self._filling.get(kind)
+        if (
+            parked is None
+            or parked.requests >= parked.most
+            or parked.file.size + len(line) > MOST_BYTES
+        ):
+            files.disk.make_dirs(self._folder, files.PRIVATE_FOLDER)
+            number = max(self.batches, default=0) + len(self._parked) + 1
+            most = MOST_REQUESTS
+            if request.path == MESSAGES:
+                most -= secrets.randbelow(min(most, _SIZES))
+            parked = _Parked(number, *kind, files.AppendFile(self.path(number)), most)
+            self._parked.append(parked)
+            self._filling[kind] = parked
+        parked.file.append(line)
+        parked.requests += 1
+
+    def filled(self) -> None:
+        """Ends step 1, and does step 2. A pass that is cut off before this leaves no request."""
+        for parked in self._parked:
+            parked.file.sync()
+            files.disk.forget(parked.file.path)
+            self.note(
+                parked.number,
+                "filled",
+                model=parked.model,
+                path=parked.path,
+                requests=parked.requests,
+                run=self._run,
+            )
+        self._parked.clear()
+        self._filling.clear()
 
     def note(self, number: int, state: str, **fields: object) -> None:
         """Appends a line, and syncs it: before the effect that it announces, after the one that it
@@ -199,10 +278,6 @@ class BatchLog:
         if not batch.is_open:
             files.disk.remove(self.path(number))
             files.disk.remove_dir(self._folder)
-
-    @property
-    def next_number(self) -> int:
-        return max(self.batches, default=0) + 1
 
 
 def give_up(folder: Path, number: int) -> None:

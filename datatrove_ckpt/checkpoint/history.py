@@ -41,13 +41,12 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, explained, last_lines, seal, unseal
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
-    NUMBERS,
     DocumentCounts,
     Rates,
     Seconds,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
 """A server: is started; answers; was started for an earlier rank of this process, and answers; died
@@ -65,29 +64,6 @@ _PROGRESS = b'"k":"progress"'
 _SPREAD = b'"k":"spread"'
 _START = b'"k":"start"'
 _EVENTS = (_START, b'"k":"server"', b'"k":"end"')
-
-
-class InputPosition(NamedTuple):
-    """How much of its input a rank has read.
-
-    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
-    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this one on
-    have no input; None if it is not known.
-    """
-
-    done: int = 0
-    total: int | None = None
-    unit: Literal["bytes", "rows"] | None = None
-    tasks: int | None = None
-
-    @property
-    def share(self) -> float | None:
-        """From 0 to 1; None if it is not known. An empty input is done."""
-        if self.unit is None or self.total is None:
-            return None
-        if not self.total:
-            return 1.0
-        return min(1.0, self.done / self.total)
 
 
 class Silence(NamedTuple):
@@ -258,7 +234,7 @@ class Progress(_Record):
         in_flight, waiting, in_work = data["q"]
         return cls(
             seconds=Seconds(*data["s"]),
-            documents=DocumentCounts(*data["d"][: len(NUMBERS)]),
+            documents=DocumentCounts.of_numbers(data["d"], reasons=Counter()),
             chunks=data["c"],
             total=_work(data, "all", ""),
             own=_work(data, "own", "own_"),
@@ -275,7 +251,7 @@ class Progress(_Record):
 def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
     errors = _named_counts(data[f"{prefix}err"])
     tiers = _named_counts(data.get(f"{prefix}tier", {}))
-    return WorkCounts.from_json(data[numbers], errors, tiers)
+    return WorkCounts.of_numbers(data[numbers], errors=errors, tiers=tiers)
 
 
 class Buckets(Counter[int]):
@@ -285,17 +261,11 @@ class Buckets(Counter[int]):
     power of two.
     """
 
-    def add(self, value: float, times: int = 1) -> None:
+    def add(self, value: float) -> None:
         bucket = 0
         if value >= 1:
             bucket = int(math.log2(value) * 4) + 1
-        self[bucket] += times
-
-    def add_all(self, values: Sequence[int]) -> int:
-        """Adds values, equal ones at once. Returns their sum."""
-        for value, times in Counter(values).items():
-            self.add(value, times)
-        return sum(values)
+        self[bucket] += 1
 
     @staticmethod
     def lower(bucket: int) -> float:
@@ -326,9 +296,9 @@ class Spread(_Record):
     @classmethod
     def read(cls, data: Json) -> Spread:
         return cls(
-            milliseconds=Buckets(data["ms"]),
-            prompt_tokens=Buckets(data["pt"]),
-            completion_tokens=Buckets(data["ct"]),
+            milliseconds=Buckets(dict(data["ms"])),
+            prompt_tokens=Buckets(dict(data["pt"])),
+            completion_tokens=Buckets(dict(data["ct"])),
         )
 
 
@@ -403,7 +373,7 @@ class HistoryLog:
         attempt: number of this process's attempt.
 
     Attributes:
-        earlier, position, skipped: of the last progress line in the file.
+        earlier: the last progress line in the file.
         generation: number of replacements. It grows before a replacement, so a reader that opens
             the file and then finds an equal number has the matching file.
     """
@@ -413,10 +383,8 @@ class HistoryLog:
         self._attempt = attempt
         content = self._read()
         whole = content.rfind(b"\n") + 1
-        last = next(_latest_progress(content[:whole].splitlines(keepends=True)), Progress())
-        self.earlier = last.total
-        self.position = last.position
-        self.skipped = last.skipped
+        lines = content[:whole].splitlines(keepends=True)
+        self.earlier = next(_latest_progress(lines), Progress())
         self.file = files.AppendFile(path, whole)
         self._is_torn = False
         self.generation = 0
@@ -433,7 +401,7 @@ class HistoryLog:
         for record in records:
             record.attempt = self._attempt
             if isinstance(record, Progress):
-                record.total = self.earlier + record.own
+                record.total = self.earlier.total + record.own
             lines.append(record.to_line())
         data = b"".join(lines)
         if self.file.size and self.file.size + len(data) > MAX_BYTES:
@@ -569,15 +537,15 @@ class History:
         minutes: progress lines, including the last line of each attempt.
         spreads: the last line of each attempt, over all its requests. Read only with minutes.
         servers: events of servers in the newest attempt.
-        window: two progress lines of the newest attempt, ``RATE_SECONDS`` apart or as far as lines
-            reach; None if the attempt has ended.
+        then: the progress line of the newest attempt that is ``RATE_SECONDS`` older than its last
+            one, or as old as lines reach; None if the attempt has ended.
     """
 
     attempts: list[AttemptSummary] = field(default_factory=list)
     minutes: list[Progress] = field(default_factory=list)
     spreads: list[Spread] = field(default_factory=list)
     servers: list[ServerEvent] = field(default_factory=list)
-    window: tuple[Progress, Progress] | None = None
+    then: Progress | None = None
 
     @property
     def last(self) -> Progress | None:
@@ -589,18 +557,17 @@ class History:
 
     @property
     def seconds(self) -> float:
-        if self.window is None:
+        if self.then is None or self.last is None:
             return 0.0
-        return self.window[1].at - self.window[0].at
+        return self.last.at - self.then.at
 
     def rates(self) -> Rates:
         seconds = self.seconds
-        if self.window is None or seconds <= 0:
+        if self.then is None or self.last is None or seconds <= 0:
             return Rates()
-        then, last = self.window
         names = ("documents", "requests", "prompt_tokens", "completion_tokens")
-        grown = [getattr(last.own, name) - getattr(then.own, name) for name in names]
-        grown.append(last.position.done - then.position.done)
+        grown = [getattr(self.last.own, name) - getattr(self.then.own, name) for name in names]
+        grown.append(self.last.position.done - self.then.position.done)
         return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
 
 
@@ -638,7 +605,7 @@ def parse_history(lines: Sequence[bytes], most: int) -> History:
     for attempt in found.attempts[:-1]:
         attempt.without_a_word = attempt.ended is None
     if found.last is not None and found.attempts[-1].ended is None:
-        found.window = _window(lines, found.attempts[-1].number, found.last)
+        found.then = _then(lines, found.attempts[-1].number, found.last)
     return found
 
 
@@ -669,13 +636,13 @@ def _wanted(lines: Sequence[bytes], most: int) -> list[bytes]:
     return wanted[::-1]
 
 
-def _window(lines: Sequence[bytes], attempt: int, last: Progress) -> tuple[Progress, Progress]:
-    first = last
+def _then(lines: Sequence[bytes], attempt: int, last: Progress) -> Progress:
+    then = last
     for record in _latest_progress(lines):
         # An outage is no time at work.
         if record.attempt != attempt or (record.silence.lasts and not last.silence.lasts):
             break
-        first = record
-        if last.at - first.at >= RATE_SECONDS - 1:
+        then = record
+        if last.at - then.at >= RATE_SECONDS - 1:
             break
-    return first, last
+    return then

@@ -193,7 +193,6 @@ NO_SETTINGS = frozenset({FORMAT_KEY, WRITTEN_BY, "owner", "accepted_changes", "f
 
 Earlier builds of 0.2.0 wrote ``forked``.
 """
-_VERSION = re.compile(r"[0-9][0-9A-Za-z.+!-]{0,39}")
 
 
 def stamped(fields: Json) -> Json:
@@ -234,11 +233,9 @@ def check_format(
     writer = content.get(WRITTEN_BY, written_by)
     who = "another datatrove-ckpt"
     get = "the version that wrote it"
-    if isinstance(writer, str) and writer != __version__ and _VERSION.fullmatch(writer) is not None:
+    if isinstance(writer, str) and writer != __version__:
         who = f"datatrove-ckpt {writer}"
-        get = who
-        if number >= known.stop:
-            get = f"{who} or newer"
+        get = f"{who} or newer"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
         f"which reads format {number_range(known.start, known.stop)}. Nothing was changed. "
@@ -701,8 +698,8 @@ class JobChanges:
         return any(change.is_layout for change in self.changes)
 
 
-class RankWork(NamedTuple):
-    """What binds a rank to its run: a rank with work, or at work."""
+class RankState(NamedTuple):
+    """A rank with work, or at work, is bound to its run."""
 
     holds_work: bool
     is_finished: bool
@@ -791,7 +788,7 @@ def compare_job(
     Args:
         ranks: the ranks to compare if ``job.json`` agrees with the job; None: all that have a
             folder.
-        only_tasks: see ``compare_kept``.
+        only_tasks: see ``compare_runs``.
     """
     job = _read(root)
     if ranks is None or not job or compare(job, identity):
@@ -885,16 +882,16 @@ def _compare_ranks(
         if path.exists():
             runs[rank] = read_run(path)
 
-    def work(rank: int) -> RankWork:
+    def state_of(rank: int) -> RankState:
         folder = rank_folder(root, rank)
-        return RankWork(holds_work(folder), is_finished(folder), _is_live(folder, runs[rank]))
+        return RankState(holds_work(folder), is_finished(folder), _is_live(folder, runs[rank]))
 
-    return compare_kept(runs, work, _read(root), identity, only_tasks)
+    return compare_runs(runs, state_of, _read(root), identity, only_tasks)
 
 
-def compare_kept(
+def compare_runs(
     runs: Mapping[int, Json],
-    work: Callable[[int], RankWork],
+    state_of: Callable[[int], RankState],
     job: Json,
     identity: RunIdentity,
     only_tasks: bool,
@@ -902,7 +899,8 @@ def compare_kept(
     """Compares a job with the ``run.json`` of its ranks.
 
     Args:
-        work: returns the state of a rank.
+        runs: the content of each ``run.json``.
+        state_of: called for ranks that differ.
         job: the content of ``job.json``; empty if there is none.
         only_tasks: compare the number of tasks, and nothing else.
     """
@@ -918,9 +916,12 @@ def compare_kept(
             changes = [change for change in changes if change.field == "tasks"]
         if not changes:
             continue
-        state = work(rank)
+        state = state_of(rank)
         if not state.is_live:
             changes = [change for change in changes if change.field != OUTPUT_FOLDER]
+        if changes and not state.holds_work and not state.is_live:
+            found.empty.append(rank)
+            continue
         if state.is_finished:
             changes = [
                 change

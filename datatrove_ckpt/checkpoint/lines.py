@@ -39,7 +39,7 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
             raise limit_reached(f"Could not {action} {path}") from error
         cause = getattr(error, "strerror", None) or error
         raise StorageFailed(
-            f"Could not {action} {path}: {cause}. {_advice(action, error, path)}"
+            f"Could not {action} {path}: {cause}. {_advice(error, path)}"
         ) from error
 
 
@@ -56,18 +56,13 @@ def too_large() -> str:
     )
 
 
-def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
+def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
         return "Free some space and run the same command again; everything saved so far is kept."
     is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
     if code == errno.EFBIG or (is_limited and "disk I/O error" in str(error)):  # as SQLite says it
         return too_large()
-    if code == errno.ENOENT and action == "make the folder" and Path(path).parent.is_dir():
-        return (
-            f"{Path(path).parent} takes no folders. Choose another folder and run the same "
-            "command again."
-        )
     if _was_removed(error, path):
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only "
@@ -79,11 +74,6 @@ def _advice(action: str, error: Exception, path: str | os.PathLike[str]) -> str:
         return (
             "Give this user the permission (or mount it writable, or choose another folder) and "
             "run the same command again."
-        )
-    if code in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST):
-        return (
-            "A folder has a file's place, or a file a folder's: move it away and run the same "
-            "command again."
         )
     return "Check the disk and run the same command again; everything saved so far is kept."
 

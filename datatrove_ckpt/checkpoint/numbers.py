@@ -143,9 +143,6 @@ class DocumentCounts(Added):
         dropped = len(outcomes) - written - dead
         return cls(len(outcomes), written, dropped, dead, *sums, reasons=unusual)
 
-    def numbers(self) -> list[int]:
-        return [getattr(self, name) for name in NUMBERS]
-
     def of_retry(self) -> Self:
         """Returns the counts of a retry as they are added to the first attempt's: its documents
         were read and dead before.

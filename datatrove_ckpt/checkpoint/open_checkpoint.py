@@ -2,19 +2,19 @@
 
 Everything here is synchronous and returns at once. The storage thread writes (``rank_files``), the
 publisher thread turns complete journals into output files (steps 2 and 3 of a commit), and
-``on_change`` is called after progress and failure. Publishing may take minutes (gzip, uploads), so
-it runs beside the storage thread, which commits.
+is a thread of its own, because publishing may take minutes (gzip, uploads); the storage thread
+commits. The event loop looks at the state from time to time.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import (
     AbstractContextManager,
     ExitStack,
-    closing,
     contextmanager,
     nullcontext,
     suppress,
@@ -23,7 +23,7 @@ from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.chunks import (
@@ -65,6 +65,9 @@ from datatrove_ckpt.checkpoint.storage import MAX_BACKLOG_BYTES, StorageThread
 from datatrove_ckpt.common.declared import Seconds as SecondsOrAuto
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.process.shutdown import Shutdown
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.batch_log import ParkedRequest
 
 # Counting a chunk of 100,000 at once would hold the GIL for 40 ms.
 _COUNTED_AT_ONCE = 1000
@@ -146,9 +149,8 @@ class Publisher:
         self.on_failure(self.lease.files.fence.explain(error))
 
     def _publish(self, chunk: Chunk, journal: ChunkJournal) -> None:
-        # Closed also on failure, where the traceback would keep the journal open.
-        with closing(_WrittenDocuments(chunk, journal, self.lease)) as documents:
-            chunk.files = self.output.write_chunk(chunk.index, documents)
+        documents = _WrittenDocuments(chunk, journal, self.lease)
+        chunk.files = self.output.write_chunk(chunk.index, documents)
         written = chunk.done.counts.read
         if written != chunk.read:
             raise CheckpointCorrupt(
@@ -171,33 +173,22 @@ class _WrittenDocuments:
     chunk: Chunk
     journal: ChunkJournal
     lease: RankLease
-    _pass: Generator[Finished, None, None] | None = None
 
     def __iter__(self) -> Iterator[Finished]:
-        self.close()
-        self._pass = self._read()
-        return self._pass
-
-    def close(self) -> None:
-        if self._pass is not None:
-            self._pass.close()
-
-    def _read(self) -> Generator[Finished, None, None]:
         chunk = self.chunk
         chunk.done = Done()
         chunk.dead_letters = bytearray()
         took: list[Took] = []
-        with closing(self.journal.read_in_order()) as documents:
-            for finished in documents:
-                took.append(finished.took)
-                if len(took) == _COUNTED_AT_ONCE:
-                    self._count(took)
-                if self.lease.stopping.is_set():
-                    raise Stopping
-                if finished.outcome == "dead":
-                    chunk.dead_letters += finished.document + b"\n"
-                elif finished.outcome == "written":
-                    yield finished
+        for finished in self.journal.read_in_order():
+            took.append(finished.took)
+            if len(took) == _COUNTED_AT_ONCE:
+                self._count(took)
+            if self.lease.stopping.is_set():
+                raise Stopping
+            if finished.outcome == "dead":
+                chunk.dead_letters += finished.document + b"\n"
+            elif finished.outcome == "written":
+                yield finished
         self._count(took)
         # The last moment before the caller publishes.
         self.lease.check()
@@ -240,6 +231,8 @@ class OpenCheckpoint:
         self.lease = lease
         self.has_locks = lease.lock.works
         """False: the file system has no locks, and only the fence keeps two processes apart."""
+        self.run = rank_files.run
+        """Digest of the run's identity."""
         self.resumed = point = rank_files.point
         self.clock = rank_files.clock
         """Measures this attempt."""
@@ -247,12 +240,10 @@ class OpenCheckpoint:
         """What went wrong in the publisher's or the mirror's thread; after ``close``, in any
         thread.
         """
-        self.on_change: Callable[[], None] = lambda: None
-        """Called in other threads after progress and failure. Must return at once."""
         self._folder = folder = settings.folder
         self._files = rank_files  # used in the storage thread only, except its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
-        self._storage = StorageThread(rank_files, lambda: self.on_change())
+        self._storage = StorageThread(rank_files)
         self._output = output
         self._placed_later = settings.placed_later
         self._publisher = Publisher(output, lease, self._commit, self.fail, settings.shutdown)
@@ -324,15 +315,18 @@ class OpenCheckpoint:
             slot.cached = slot.cached or self._files.old is not None
         return slot
 
-    def lookup(self, slot: ChunkSlot, receive: Callable[[dict[AnswerKey, Answer]], None]) -> None:
-        """Reads a document's cached answers.
-
-        ``receive`` is called with them in the storage thread.
-        """
-        self._storage.call(lambda: receive(self._files.answers(slot)))
+    def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, Answer]]:
+        """Reads a document's cached answers, in the storage thread."""
+        found: Future[dict[AnswerKey, Answer]] = Future()
+        self._storage.call(lambda: found.set_result(self._files.answers(slot)))
+        return found
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
         self._storage.put_answer(CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer))
+
+    def park(self, request: ParkedRequest) -> None:
+        """Hands a request over to be sent in a batch."""
+        self._storage.put_parked(request)
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         """Hands a document over to be written. It is done once its line is in the journal."""
@@ -376,7 +370,7 @@ class OpenCheckpoint:
 
     @property
     def congested(self) -> bool:
-        """Whether the disk is behind; wait until ``on_change`` is called and this is False."""
+        """Whether the disk is behind; wait until this is False."""
         return self._storage.backlog_bytes > MAX_BACKLOG_BYTES
 
     @property
@@ -412,15 +406,10 @@ class OpenCheckpoint:
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.on_change()
 
     def change(self, change: Callable[[RankFiles], T]) -> T:
         """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""
         return self._storage.ask(partial(change, self._files))
-
-    def change_later(self, change: Callable[[RankFiles], None]) -> None:
-        """Changes the batches without waiting. A failure stops the rank."""
-        self._storage.call(partial(change, self._files))
 
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""
@@ -571,7 +560,8 @@ class LockedRank:
             point = recover(folder, log, cache, settings.records_per_chunk)
             point.interrupted = interrupted and not self.is_first
             interval = Interval(settings.sync_seconds, SYNC_TUNING)
-            rank_files = RankFiles(folder, cache, log, fence, interval, point, old)
+            run = settings.identity.digest
+            rank_files = RankFiles(folder, cache, log, fence, interval, point, old, run)
             rank_files.start_history()
             undo.pop_all()
         return RankLease(self.lock, rank_files, settings.mirror)

@@ -126,6 +126,7 @@ class RankFiles:
         cache, log: the rank's, open and recovered.
         point: what recovery found.
         old: the answers of an old run, see ``old_answers``.
+        run: digest of the run's identity.
     """
 
     folder: Path
@@ -135,6 +136,7 @@ class RankFiles:
     interval: Interval
     point: ResumePoint
     old: RequestCache | None = None
+    run: str = ""
 
     def __post_init__(self) -> None:
         point = self.point
@@ -161,7 +163,7 @@ class RankFiles:
     def batches(self) -> BatchLog:
         from datatrove_ckpt.checkpoint.batch_log import BatchLog  # few runs need it
 
-        return BatchLog(self.folder, self.fence)
+        return BatchLog(self.folder, self.fence, self.run)
 
     def close(self, completed: bool) -> None:
         try:
@@ -304,11 +306,11 @@ class RankFiles:
 
         An attempt that has read nothing yet has its predecessor's position.
         """
-        progress.skipped = progress.skipped or self._history.skipped
+        progress.skipped = progress.skipped or self._history.earlier.skipped
         if progress.position.unit is not None:
             position = progress.position
         else:
-            position = self._history.position
+            position = self._history.earlier.position
         if is_done and position.total is not None:
             position = position._replace(done=position.total)
         progress.position = position

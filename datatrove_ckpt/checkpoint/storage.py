@@ -15,13 +15,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.process.shutdown import get_within
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.checkpoint.batch_log import ParkedRequest
 
 # Beyond this many unwritten bytes admission waits, so a slow disk does not fill the memory.
 MAX_BACKLOG_BYTES = 64 * 2**20
@@ -34,9 +37,11 @@ Call = Callable[[], None]
 T = TypeVar("T")
 
 
-_Item = tuple[int, Chunk, Finished] | tuple[int, None, CachedRequest] | Call | None
-"""What is queued: a finished document, with the bytes handed over so far and its chunk, or an
-answer. None ends the thread.
+_Item = (
+    tuple[int, Chunk, Finished] | tuple[int, None, "CachedRequest | ParkedRequest"] | Call | None
+)
+"""What is queued: a finished document, with the bytes handed over so far and its chunk, an answer,
+or a request for a batch. None ends the thread.
 """
 
 
@@ -45,15 +50,12 @@ class StorageThread:
 
     Args:
         files: the rank's files. This thread alone uses them from ``start`` until ``stop`` returns.
-        on_change: called in this thread after each group and when the thread fails. Must return at
-            once.
     """
 
-    def __init__(self, files: RankFiles, on_change: Callable[[], None]) -> None:
+    def __init__(self, files: RankFiles) -> None:
         self.error: BaseException | None = None
         """Why the thread failed. Once set, it stays."""
         self._files = files
-        self._on_change = on_change
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         # Two counters with one writer each need no lock.
         self._submitted_bytes = 0  # event loop
@@ -84,6 +86,12 @@ class StorageThread:
             raise self.error
         self._submitted_bytes += _ITEM_BYTES + len(finished.document)
         self._queue.put((self._submitted_bytes, chunk, finished))
+
+    def put_parked(self, request: ParkedRequest) -> None:
+        if self.error is not None:
+            raise self.error
+        self._submitted_bytes += _ITEM_BYTES + len(request.body)
+        self._queue.put((self._submitted_bytes, None, request))
 
     def stop(self) -> None:
         """Writes and syncs what was submitted, and ends the thread.
@@ -124,11 +132,10 @@ class StorageThread:
     def _run(self) -> None:
         try:
             while self._work():
-                self._on_change()
+                pass
             self._files.sync()
         except BaseException as error:  # every failure here must reach the event loop
             self.error = self._files.fence.explain(error)
-        self._on_change()
 
     def _work(self) -> bool:
         answers: list[CachedRequest] = []
@@ -142,12 +149,15 @@ class StorageThread:
                 if item is None:
                     return False
                 item()
-            elif item[1] is None:
-                submitted, _, answer = item
-                answers.append(answer)
-            else:
+            elif item[1] is not None:
                 submitted, chunk, finished = item
                 documents[chunk].append(finished)
+            else:
+                submitted, _, request = item
+                if isinstance(request, CachedRequest):
+                    answers.append(request)
+                else:
+                    self._files.batches.park(request)
         self._write(answers, documents, submitted)
         if self._files.seconds_to_sync == 0:
             self._files.sync()
@@ -170,4 +180,4 @@ class StorageThread:
     ) -> None:
         if answers or documents:
             self._files.write(answers, documents)
-            self._written_bytes = submitted_bytes
+        self._written_bytes = submitted_bytes

@@ -76,6 +76,11 @@ class KeepPolicy(Policy):
         raise NotImplementedError
 
 
+class _Checked:
+    def __post_init__(self) -> None:
+        check(type(self), vars(self))
+
+
 class AnyOf(SavePolicy, KeepPolicy):
     def __init__(self, parts: tuple[Any, ...]) -> None:
         self._parts = parts
@@ -92,20 +97,17 @@ class AnyOf(SavePolicy, KeepPolicy):
 
 
 @dataclass(frozen=True)
-class EverySteps(SavePolicy):
+class EverySteps(_Checked, SavePolicy):
     """Saves at multiples of ``steps``, or at the first step after one that the loop skips."""
 
     steps: Count
-
-    def __post_init__(self) -> None:
-        check(EverySteps, vars(self))
 
     def is_due(self, moment: Moment) -> bool:
         return moment.step // self.steps > moment.last_step // self.steps
 
 
 @dataclass(frozen=True)
-class EverySeconds(SavePolicy):
+class EverySeconds(_Checked, SavePolicy):
     """Saves after so many seconds.
 
     "auto": the first time after a minute, then Daly's interval, from the measured pause and
@@ -114,9 +116,6 @@ class EverySeconds(SavePolicy):
 
     seconds: Seconds = "auto"
     mtbf_seconds: float = 6 * 3600.0
-
-    def __post_init__(self) -> None:
-        check(EverySeconds, vars(self))
 
     def is_due(self, moment: Moment) -> bool:
         return moment.seconds >= self.interval(moment)
@@ -130,27 +129,21 @@ class EverySeconds(SavePolicy):
 
 
 @dataclass(frozen=True)
-class Last(KeepPolicy):
+class Last(_Checked, KeepPolicy):
     """Keeps the newest steps."""
 
     count: Count = 3
-
-    def __post_init__(self) -> None:
-        check(Last, vars(self))
 
     def kept(self, metrics: Metrics) -> set[StepName]:
         return set(sorted(metrics)[-self.count :])
 
 
 @dataclass(frozen=True)
-class Best(KeepPolicy):
+class Best(_Checked, KeepPolicy):
     """Keeps the steps with the lowest ``metric``; "-accuracy": with the highest accuracy."""
 
     metric: str = "loss"
     count: CountFromZero = 1
-
-    def __post_init__(self) -> None:
-        check(Best, vars(self))
 
     @property
     def name(self) -> str:
@@ -171,13 +164,10 @@ class Best(KeepPolicy):
 
 
 @dataclass(frozen=True)
-class Every(KeepPolicy):
+class Every(_Checked, KeepPolicy):
     """Keeps the steps that are multiples of ``steps``."""
 
     steps: Count
-
-    def __post_init__(self) -> None:
-        check(Every, vars(self))
 
     def kept(self, metrics: Metrics) -> set[StepName]:
         return {name for name in metrics if name.step % self.steps == 0}

@@ -54,11 +54,11 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal, rank_folder
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.object_store import ObjectStore, is_in_repository, refuse_repository
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.mirror.job import newest_manifest
-from datatrove_ckpt.mirror.object_store import ObjectStore, is_in_repository, refuse_repository
 
 Progress = tuple[int, int, int]
 """Bytes of a rank's commits, journals and saved answers.

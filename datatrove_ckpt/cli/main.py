@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.common.declared import meanings
-from datatrove_ckpt.common.formatting import did_you_mean
+from datatrove_ckpt.common.formatting import did_you_mean, seconds_of
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -71,7 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--wandb was removed. Use --mlflow, or a script that logs the `totals` of `status WHAT "
             "--json`."
         )
-    _refuse_no_command(parser, given)
     arguments = parser.parse_args(rest)
     # Not for --help, because loguru is slow to import.
     from datatrove_ckpt.process.task_errors import safe_log
@@ -98,16 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.command = _run_command(arguments, given)
     with written_in(""):
         return _call(arguments)
-
-
-def _refuse_no_command(parser: argparse.ArgumentParser, given: list[str]) -> None:
-    names = [name for name, _, _, _ in _COMMANDS]
-    if not given or given[0].startswith("-") or given[0] in names:
-        return
-    hint = did_you_mean(given[0], names) or f"; the commands are {', '.join(names)}."
-    if given[0].endswith((".yaml", ".yml")):
-        hint = f', did you mean "run {given[0]}"?'
-    parser.error(f'there is no command "{given[0]}"{hint}')
 
 
 def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
@@ -154,6 +143,8 @@ class _Parser(argparse.ArgumentParser):
         hint = ""
         if message.startswith("unrecognized"):
             hint = ". A pattern, or a value with spaces, needs quotes."
+        if re.search(r"argument COMMAND: .* '\S+\.ya?ml'", message):
+            hint = ". Write run before the file."
         super().error(f"{message}{hint}")
 
 
@@ -251,18 +242,12 @@ def _count(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d)", text)
-    if not found or not float(found[1]) > 0:
+    seconds = seconds_of(text)
+    if not seconds:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h"
         )
-    return float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
-
-
-def parse_seconds(text: str) -> float:
-    if text[-1:].isdigit():
-        text += "s"
-    return parse_time(text)
+    return seconds
 
 
 def _argument(metavar: str, help: str, *names: str, **options: Any) -> _Argument:
@@ -409,7 +394,7 @@ def doctor() -> None:
         "TIME",
         "how long a save stops the training, such as 140s",
         "--save-cost",
-        type=parse_seconds,
+        type=parse_time,
     ),
 )
 def plan() -> None:

@@ -68,6 +68,10 @@ _SUFFIXES = {
     ".csv": "CSVReader",
 }
 _SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".html", ".htm"), "TextReader")
+_SUFFIXES |= dict.fromkeys(
+    (".pdf", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".tif", ".tiff"), "PageReader"
+)
+_FILES_AS_DOCUMENTS = ("TextReader", "PageReader")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
 _MOST_TASKS = 100
 _LOOKED_AT = 100  # lines
@@ -193,6 +197,8 @@ def expand(content: Node, only_look: bool = False) -> Node:
     if tasks is None:
         tasks = 1 if only_look else _count_tasks(reader["init_args"], job)
     rollout = _rollout(job, content)
+    if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
+        _send_media(rollout)
     answer = begun.get("answer")
     # This machine cannot see the files of a run that began elsewhere.
     if not begun and not url and job.task != "batch":
@@ -293,11 +299,16 @@ def _first_request(reader: Node) -> Node:
     return {}
 
 
+def _send_media(rollout: Node) -> None:
+    if "images" in parameters_of(import_name(rollout["class_path"], form()))[0]:
+        rollout["init_args"]["images"] = "media"
+
+
 def _allow_no_text(reader: Node, rollout: object) -> None:
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
     that was given as ``text_key`` alone.
     """
-    if not isinstance(rollout, dict) or reader["class_path"] == "TextReader":
+    if not isinstance(rollout, dict) or reader["class_path"] in _FILES_AS_DOCUMENTS:
         return
     given = rollout["init_args"]
     templates = [given[name] for name in ("prompt", "judge_prompt") if given.get(name)]
@@ -556,8 +567,9 @@ def _reader(given: str, only_look: bool) -> Node:
     ]
     input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
     known = sorted({_suffix(name) for name in input_names} & _SUFFIXES.keys())
-    rows = [suffix for suffix in known if _SUFFIXES[suffix] != "TextReader"]
-    known = rows or known
+    rows = [suffix for suffix in known if _SUFFIXES[suffix] not in _FILES_AS_DOCUMENTS]
+    texts = [suffix for suffix in known if _SUFFIXES[suffix] == "TextReader"]
+    known = rows or texts or known  # texts may have pictures beside them
     others = [name for name in names if _suffix(name) not in known]
     odd = [name for name in others if pattern or _looks_like(name, known)]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]

@@ -7,13 +7,11 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 
 from datatrove_ckpt.checkpoint.ledger import name_place
 from datatrove_ckpt.cli.printing import say, takes_unicode, wrapped
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import (
-    byte_size,
     duration,
     figure,
     filled_cells,
@@ -51,7 +49,6 @@ MAX_TROUBLED = 20
 """Most reasons shown for one trouble; others show only the ranks' numbers."""
 _BAR = 24
 _REST = "░"
-_LEAST_FREE = 1 << 20  # bytes
 _LABEL = 10
 
 
@@ -72,7 +69,6 @@ def describe(state: RunState, bars: bool = True) -> Iterator[str]:
     yield from _describe_trouble(state)
     if not state.totals.states["running"] and not state.retried.states["running"]:
         yield from _what_next(state)
-    yield from _full_disk(state)
 
 
 def _what_next(state: RunState) -> Iterator[str]:
@@ -99,24 +95,6 @@ def _what_next(state: RunState) -> Iterator[str]:
             "Nothing runs at the moment, and the run is not finished. To resume, unless a queue, "
             f"another node or the same command is about to start the next task: {command}"
         )
-
-
-def _full_disk(state: RunState) -> Iterator[str]:
-    """A rank on a full disk cannot write why it ends."""
-    if (
-        state.is_copy
-        or not state.ranks
-        or all(rank.state in ("running", "finished") for rank in state.ranks)
-    ):
-        return
-    with suppress(OSError):
-        free = shutil.disk_usage(state.ranks[0].folder).free
-        if free < _LEAST_FREE:
-            yield (
-                f"The disk of {state.what} is full: {byte_size(free)} are free. Tasks may have "
-                "ended for that reason, and could not write it down. Make room, and run the same "
-                "command again."
-            )
 
 
 def _describe_trouble(state: RunState) -> Iterator[str]:

@@ -53,7 +53,7 @@ _NAMES_BY_MODULE = {
     "datatrove_ckpt": "InferenceRunner InferenceConfig LocalPipelineExecutor SlurmPipelineExecutor "
     "JobsPipelineExecutor",
     "datatrove_ckpt.readers": "BatchReader CSVReader HuggingFaceDatasetReader IpcReader "
-    "JsonlReader ParquetReader TextReader",
+    "JsonlReader PageReader ParquetReader TextReader",
     "datatrove_ckpt.rollouts": "PromptRollout CompletionRollout ChunkedRollout JudgeRollout "
     "EmbedRollout ClassifyRollout BatchRollout batch_line chat",
     "datatrove.executor": "RayPipelineExecutor",
@@ -98,13 +98,11 @@ def load(path: str | Path) -> JsonObject:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
     """
-    is_other = Path(path).suffix not in (".yaml", ".yml")
-    hint = " A YAML file goes there; a pattern, or a value with spaces, needs quotes." * is_other
     try:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.{hint}"
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}."
         ) from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -112,10 +110,9 @@ def load(path: str | Path) -> JsonObject:
         where = ""
         if mark:
             where = f":{mark.line + 1}:{mark.column + 1}"
-        if not hint and re.search("character '[@`%]|mapping values", str(problem)):
+        hint = ""
+        if re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
-        if "'\\t'" in str(problem):
-            hint = " Indent with spaces."
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(

@@ -6,6 +6,10 @@ from typing import Any
 
 BATCH = "batch"
 """The ``service_tier`` of answers of provider batches."""
+CUSTOM_ID = b'{"custom_id":"'
+"""What each line of a batch's requests begins with."""
+MESSAGES = "/v1/messages"
+"""The path of requests whose batches have Anthropic's form."""
 LAUNCH = "DATATROVE_CKPT_LAUNCH"
 """The environment variable whose value all workers of a launch share.
 
@@ -13,8 +17,3 @@ A launch tries again the ranks that an earlier launch gave up.
 """
 JsonObject = dict[str, Any]
 """An object of a JSON text, as a parser returns it."""
-
-
-def datatrove_arguments(given: dict[str, Any], *own: str) -> dict[str, Any]:
-    """Leaves only the arguments of datatrove's class in the ``locals()`` of an ``__init__``."""
-    return {name: value for name, value in given.items() if name not in ("self", "__class__", *own)}

@@ -142,15 +142,18 @@ def check_value(name: str, hint: object, value: object) -> None:
     raise ConfigError(f"{shown} is not {in_words(kinds)}{advice}", setting=name)
 
 
-_PLAIN: Mapping[object, tuple[type, ...]] = {
-    bool: (bool,),
-    int: (Integral,),
-    float: (Real,),
-    str: (str, os.PathLike),
-    list: (list, tuple),
-    Sequence: (list, tuple),
-    dict: (Mapping,),
+_LIST = ((list, tuple), "a list such as [a, b]")
+_PLAIN: Mapping[object, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "true or false"),
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    str: ((str, os.PathLike), "a text"),
+    list: _LIST,
+    tuple: _LIST,
+    Sequence: _LIST,
+    dict: ((Mapping,), "a mapping such as {name: value}"),
 }
+"""The types of values, and what they are called."""
 _DATA = (bool, int, float, str, list, dict, type(None))
 
 
@@ -166,10 +169,12 @@ def _takes(kind: Any, value: object) -> bool:
     if outer is Literal:
         choices = typing.get_args(kind)
         return any(choice == value and type(choice) is type(value) for choice in choices)
-    if outer is list and isinstance(value, list | tuple):
-        return all(takes(inner, item) for item in value for inner in typing.get_args(kind))
+    if kind == list[str] and isinstance(value, list | tuple):
+        return all(isinstance(item, str) for item in value)
     if outer in _PLAIN:
-        return isinstance(value, _PLAIN[outer]) and (outer is bool or not isinstance(value, bool))
+        return isinstance(value, _PLAIN[outer][0]) and (
+            outer is bool or not isinstance(value, bool)
+        )
     if outer is Any or not inspect.isclass(outer) or not isinstance(value, _DATA):
         return True
     return not getattr(outer, "_is_protocol", False) and isinstance(value, outer)
@@ -212,28 +217,18 @@ def _choices(kinds: Sequence[object]) -> list[str]:
     return choices
 
 
-_NAMES_OF_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a text",
-    "dict": "a mapping such as {name: value}",
-    "bool": "true or false",
-    "list": "a list such as [a, b]",
-    "tuple": "a list such as [a, b]",
-    "Sequence": "a list such as [a, b]",
-}
-
-
 def _word(kind: Any) -> str:
     if typing.get_origin(kind) is Annotated:
         return f"{_word(origin(kind))} {kind.__metadata__[0].rule}"
     if is_callable(kind):
-        return "an import path such as my_module.my_function"
+        return "a function, such as my_module.my_function"
+    if origin(kind) in _PLAIN:
+        return _PLAIN[origin(kind)][1]
     name = getattr(origin(kind), "__name__", str(kind))
     article = "a"
     if name[0] in "AEIOU":
         article = "an"
-    return _NAMES_OF_TYPES.get(name, f"{article} {name}")
+    return f"{article} {name}"
 
 
 def is_class(kind: object) -> bool:

@@ -22,6 +22,7 @@ _EXTRAS = {
     "prometheus_client": "metrics",
     "mlflow": "mlflow",
     "PIL": "media",
+    "pypdfium2": "media",
 }
 
 _MOST_RUNS = 50
@@ -105,6 +106,17 @@ def filled_cells(share: float, cells: int, rest: str = " ") -> str:
     """Returns a bar of so many characters, filled by eighths of a character."""
     full, part = divmod(int(share * cells * 8), 8)
     return f"{'█' * full}{' ▏▎▍▌▋▊▉'[part] if part else ''}".ljust(cells, rest)
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def seconds_of(text: str) -> float | None:
+    """Returns the seconds of a text such as 90m or 1.5h; None: it is no duration."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*(s|m|min|h|d|)", text)
+    if match is None:
+        return None
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def duration(seconds: float) -> str:

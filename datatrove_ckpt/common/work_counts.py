@@ -1,11 +1,15 @@
-"""WorkCounts: what a rank did, counted where it happens. The history keeps it, displays show it."""
+"""What a rank did, counted where it happens, and how far it is. The history keeps it, displays show
+it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
+
+Unit = Literal["bytes", "rows"]
 
 
 class Added:
@@ -22,6 +26,16 @@ class Added:
             else:
                 values[name] = value + getattr(other, name)
         return type(self)(**values)
+
+    def numbers(self) -> list[int]:
+        """Returns the whole numbers, in the order of their fields."""
+        return [value for value in self.fields().values() if isinstance(value, int)]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int], **others: Any) -> Self:
+        """Reads ``numbers()``; a later release may have written more of them."""
+        names = [name for name in cls.__dataclass_fields__ if name not in others]
+        return cls(**dict(zip(names, numbers, strict=False)), **others)
 
     def fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
@@ -57,24 +71,36 @@ class WorkCounts(Added):
     retries: int = 0
     resent: int = 0
     restarts: int = 0
-    errors: Counter[str] = field(default_factory=Counter)
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     cost: int = 0
-    tiers: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter, kw_only=True)
+    tiers: Counter[str] = field(default_factory=Counter, kw_only=True)
 
     @property
     def lost(self) -> int:
         """Attempts that ended without an answer, and whose request was sent again."""
         return self.retries + self.resent
 
-    def numbers(self) -> list[int]:
-        return [getattr(self, name) for name in _WORK_NUMBERS]
 
-    @classmethod
-    def from_json(cls, numbers: Sequence[int], errors: Counter[str], tiers: Counter[str]) -> Self:
-        named = dict(zip(_WORK_NUMBERS, numbers, strict=False))
-        return cls(**named, errors=errors, tiers=tiers)
+class InputPosition(NamedTuple):
+    """How much of its input a rank has read.
 
+    ``done``, ``total``: in ``unit``. ``total`` is None if the input's size is not known; ``unit``
+    is None if not even the position is, and then ``done`` is 0. ``tasks``: ranks from this one on
+    have no input; None if it is not known.
+    """
 
-_WORK_NUMBERS = tuple(entry.name for entry in fields(WorkCounts) if entry.type == "int")
+    done: int = 0
+    total: int | None = None
+    unit: Unit | None = None
+    tasks: int | None = None
+
+    @property
+    def share(self) -> float | None:
+        """From 0 to 1; None if it is not known. An empty input is done."""
+        if self.unit is None or self.total is None:
+            return None
+        if not self.total:
+            return 1.0
+        return min(1.0, self.done / self.total)

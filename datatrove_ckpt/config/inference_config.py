@@ -245,15 +245,13 @@ class InferenceConfig:
                 'provider_batches: needs server_type "endpoint", one endpoint_url, and '
                 "texts_per_request 1."
             )
-        if self.server_python is not None and not self.engine.takes_interpreter:
-            takers = engines_where(lambda engine: engine.takes_interpreter)
-            raise ConfigError(f"server_python: is for {takers} only; remove it.")
-        if self.accept_null_finish_reason and self.engine.is_known:
-            unknown = engines_where(lambda engine: not engine.is_known)
-            raise ConfigError(
-                f"accept_null_finish_reason: is for {unknown} only, because the other servers give "
-                "one; remove it."
-            )
+        fits = {
+            "server_python": self.engine.takes_interpreter,
+            "accept_null_finish_reason": not self.engine.is_known,
+        }
+        for name, is_taken in fits.items():
+            if getattr(self, name) and not is_taken:
+                raise ConfigError(f"{name}: is not for {self.server_type}; remove it.")
 
     def _check_gpus(self) -> None:
         if self.gpus is None:
@@ -411,6 +409,7 @@ REQUESTS_WITHOUT_METRICS = 500
 _PRICES = ("prompt", "cached", "completion")
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_ENDPOINT = re.compile(r"(https?://|\$\{\w+\})[^\s@]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
 
 
@@ -433,19 +432,10 @@ def _check_flags(flags: JsonObject) -> None:
 def _check_url(url: str) -> None:
     """Raises ConfigError if the URL cannot be used, or has a secret, as executor.json has it."""
     # A variable is checked where the task runs.
-    if not (url.startswith(("http://", "https://")) or _FROM_ENVIRONMENT.match(url)):
+    if not _ENDPOINT.fullmatch(url):
         raise ConfigError(
-            "must start with http:// or https://, or with ${NAME}, an "
-            "environment variable that does.",
-            setting="endpoint_url",
-        )
-    if any(char.isspace() for char in url):
-        raise ConfigError(
-            "contains a space or a line break. Remove it, or write %20.", setting="endpoint_url"
-        )
-    if "@" in url:
-        raise ConfigError(
-            "contains a user or a password, which would be written to files; use api_key_env.",
+            "must start with http:// or https://, or with ${NAME}, an environment variable that "
+            "does, and have no space, user or password; for a key use api_key_env.",
             setting="endpoint_url",
         )
     # In a part without "=", the name may be the secret.

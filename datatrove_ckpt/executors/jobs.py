@@ -16,7 +16,6 @@ import hashlib
 import io
 import math
 import os
-import re
 import signal
 import time
 import uuid
@@ -37,7 +36,7 @@ from loguru import logger
 
 from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
-from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
     may_hold_secret,
@@ -73,7 +72,6 @@ _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
 _ALIVE = ("SCHEDULING", "RUNNING")
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _THREADS = 32
 _MOST_SHOWN = 5
 _CANCELED = "canceled"  # a file in logging_dir
@@ -569,12 +567,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
     def _seconds(self) -> float:
         if self.timeout is None:
             return _DEFAULT_SECONDS
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", str(self.timeout))
-        if found is None:
+        seconds = seconds_of(str(self.timeout))
+        if seconds is None:
             raise ConfigError(
                 f"timeout: takes seconds, or a text such as 90m or 2h; it is {self.timeout!r}."
             )
-        return float(found[1]) * _UNITS[found[2]]
+        return seconds
 
     def _secrets(self) -> dict[str, str | None]:
         """Raises:

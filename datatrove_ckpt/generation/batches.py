@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Protocol
@@ -44,47 +44,35 @@ class Waiter(Protocol):
     order: int
     is_suspect: bool
 
-    def request_started(self) -> None: ...
 
-    def request_finished(self) -> None: ...
-
-
+@dataclass(eq=False)
 class _Text:
-    """One text that waits for its vector.
+    """One text that waits for its vector."""
 
-    Attributes:
-        is_answered: its document waits no longer, though its task has not run yet: an early stop
-            must not cut it off.
-    """
-
-    def __init__(self, text: str, waiter: Waiter) -> None:
-        self.text = text
-        self.waiter = waiter
-        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.is_answered = False
+    text: str
+    waiter: Waiter
+    answer: asyncio.Future[Completion]
 
     def give(self, answer: Completion | Exception) -> None:
         if self.answer.done():  # cancelled
             return
-        self.is_answered = True
-        self.waiter.request_finished()
         if isinstance(answer, Exception):
             self.answer.set_exception(answer)
         else:
             self.answer.set_result(answer)
 
 
+@dataclass(eq=False)
 class _Batch:
     """The texts of one shared request. ``rest``: of the payload."""
 
-    def __init__(self, client: CompletionClient, rest: JsonObject, way: Way) -> None:
-        self.client = client
-        self.rest = rest
-        self.way = way
-        self.texts: list[_Text] = []
-        self.waiting = 0
-        self.timer: asyncio.TimerHandle
-        self.task: asyncio.Task[None] | None = None
+    client: CompletionClient
+    rest: JsonObject
+    way: Way
+    timer: asyncio.TimerHandle | None = None
+    texts: list[_Text] = field(default_factory=list)
+    waiting: int = 0
+    task: asyncio.Task[None] | None = None
 
 
 class Batches:
@@ -101,17 +89,14 @@ class Batches:
     async def complete(
         self, client: CompletionClient, payload: Payload, way: Way, waiter: Waiter
     ) -> Completion:
-        """Returns the answer to one text, with the errors of ``CompletionClient.complete``.
-
-        Args:
-            waiter: has started to wait, and waits again when this returns.
-        """
+        """Returns the answer to one text, with the errors of ``CompletionClient.complete``."""
+        loop = asyncio.get_running_loop()
         key = orjson.dumps([way.path, {**payload, "input": None}, way.extras], option=PAYLOAD_JSON)
         # The rest as it is now: the rollout may change what is in it.
         if (batch := self._filling.get(key)) is None:
             batch = self._filling[key] = _Batch(client, orjson.loads(key)[1], way)
-            batch.timer = asyncio.get_running_loop().call_later(_LONGEST, self._send, key, batch)
-        text = _Text(payload["input"], waiter)
+            batch.timer = loop.call_later(_LONGEST, self._send, key, batch)
+        text = _Text(payload["input"], waiter, loop.create_future())
         batch.texts.append(text)
         batch.waiting += 1
         if len(batch.texts) >= self._most:
@@ -119,14 +104,13 @@ class Batches:
         try:
             return await text.answer
         finally:
-            if text.is_answered:
-                waiter.request_started()
             batch.waiting -= 1
             if not batch.waiting and batch.task is not None:
                 batch.task.cancel()
 
     def _send(self, key: bytes, batch: _Batch) -> None:
-        batch.timer.cancel()
+        if batch.timer is not None:
+            batch.timer.cancel()
         del self._filling[key]
         if batch.waiting:
             request = Request(batch.client.sender, order=batch.texts[0].waiter.order)

@@ -32,7 +32,6 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.machinery import PathFinder
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
@@ -58,6 +57,9 @@ _PACING = re.compile(r"(_?asyncio|concurrent|logging|loguru|_?queue|_?threading|
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _BASES = (str, bytes, int, float)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
+_BYTECODE = (
+    "without its source, code is compared by its bytecode, which differs between Python versions"
+)
 _MAX_OBJECTS = 5000
 _MAX_EXACT = 2**53
 
@@ -264,18 +266,6 @@ def type_name(cls: type) -> str:
 # what a pickle holds -----------------------------------------------------------------------------
 
 
-def is_importable(function: types.FunctionType) -> bool:
-    """Whether an import gives the function, so that a pickle holds only its name."""
-    found: Any = sys.modules.get(function.__module__)
-    if function.__module__ in MAIN:
-        return False
-    for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    while found is not None and found is not function:
-        found = getattr(found, "__wrapped__", None)
-    return found is function
-
-
 Key = tuple[str, str]
 """A file, and a name that it binds; an empty name is all of the file."""
 _HINTS = frozenset(
@@ -294,9 +284,9 @@ _SUBCLASSES = frozenset("ABCMeta EnumMeta __init_subclass__ __subclasses__ type"
 _OUTSIDE = frozenset("CLI argv cli parse_args parse_known_args stdin".split())  # noqa: SIM905
 _UNSTABLE = frozenset(
     """
-    TemporaryDirectory check_output choice ctime cwd frozenset getcwd gethostname getoutput getpid
+    TemporaryDirectory check_output choice ctime cwd getcwd gethostname getoutput getpid
     gettempdir hash id mkdtemp monotonic node now object perf_counter popen randint random run
-    sample set shuffle strftime time time_ns today token_hex urandom utcnow uuid1 uuid4
+    sample shuffle strftime time time_ns today token_hex urandom utcnow uuid1 uuid4
     """.split()  # noqa: SIM905
 )
 """Calls whose results differ at each start: what is named after them is not compared by value."""
@@ -343,13 +333,11 @@ class Unit(NamedTuple):
     Attributes:
         label: of the field.
         way: the names that lead to it, from the rollout.
-        own: a pickle holds it by value.
     """
 
     label: str
     way: tuple[str, ...]
     statements: list[Statement]
-    own: bool
 
 
 class _Walk:
@@ -363,7 +351,9 @@ class _Walk:
     def __init__(self, known: frozenset[str], roots: list[Root]) -> None:
         self._documented = not known.isdisjoint(_HINTS)
         self._subclasses = not known.isdisjoint(_SUBCLASSES)
-        self._roots = {home(root.file): root for root in roots}
+        self._main = str(getattr(sys.modules["__main__"], "__file__", ""))
+        self._roots = {home(root.file) for root in roots}
+        self.by_value = {self._main, *(home(root.file) for root in roots if is_away(root))}
         self._place = functools.cache(_find)
         self.words: set[str] = set()
         self.units: dict[Key, Unit] = {}
@@ -372,11 +362,10 @@ class _Walk:
         self.sources: dict[str, CodeSource] = {}
         self._importers: dict[str, set[str]] = {}
         self._changed: dict[str, dict[Key, list[Statement]]] = {}
-        self._main = str(getattr(sys.modules["__main__"], "__file__", ""))
         if self._main and is_of_user(self._main):
             self._load(self._main)
-        for file in self._roots:
-            self._load(file)
+        for root in roots:
+            self._load(home(root.file))
         for root in roots:
             self._start(root)
 
@@ -411,7 +400,7 @@ class _Walk:
     def _keys(self, statement: Statement, chain: Chain) -> list[Key]:
         """Returns where a name leads, through all imports."""
         imports = [one for one in statement.imports if one.bound == chain[0]]
-        return [*dict.fromkeys(self._follow(home(statement.file), chain, imports, set()))]
+        return [*dict.fromkeys(self._follow(statement.source.path, chain, imports, set()))]
 
     def _follow(
         self, file: str, chain: Chain, imports: list[Import], seen: set[tuple[str, Chain]]
@@ -517,13 +506,12 @@ class _Walk:
                     for statement in changing:
                         self._go((path, statement.alias), label, (*way, name))
         kept = [one for one in dict.fromkeys(statements) if one.is_definition or not one.is_pacing]
-        root = self._roots.get(file)
-        own = file == self._main or (root is not None and is_away(root))
-        self.units[key] = Unit(label, way, kept, own)
+        self.units[key] = Unit(label, way, kept)
         for statement in kept:
             self.words |= statement.words
-            # An import was followed with what is taken of it.
-            for found in self._mentioned(statement) if not statement.is_import or not name else ():
+            if statement.is_import and name:
+                continue  # it was followed with what is taken of it
+            for found in self._mentioned(statement):
                 shown = found[1] or Path(found[0]).stem
                 self._go(found, USED + shown, (*way, shown))
 
@@ -532,10 +520,10 @@ class _Walk:
         found = [key for chain in chains for key in self._keys(statement, chain)]
         if not statement.is_import and not statement.words.isdisjoint(_WHOLE):
             # Names do not show what such a statement reaches.
-            source = self.sources[home(statement.file)]
+            folder = statement.source.folder
             texts = sorted(filter(_MODULE.fullmatch, statement.texts))
-            files = [self._file(self._place(source.folder, 0, text)) for text in texts]
-            found += [(file, "") for file in (source.path, *files) if file]
+            files = [self._file(self._place(folder, 0, text)) for text in texts]
+            found += [(file, "") for file in (statement.source.path, *files) if file]
         return [*dict.fromkeys(found)]
 
     def resume(self, before: CodeDescription) -> None:
@@ -559,14 +547,14 @@ class _Walk:
         texts: dict[str, set[tuple[str, ...]]] = {}
         fields: dict[str, object] = {}
         for (path, name), unit in self.units.items():
-            if unit.own is not own:
+            if (path in self.by_value) is not own:
                 continue
             if not name and "getsource" in self.words:
                 content = "".join(self.sources[path].texts.values())
                 texts.setdefault(f"{USED}source of {Path(path).name}", set()).add((content,))
             for statement in unit.statements:
                 fields |= self._from_outside(statement)
-                place = Path(home(statement.file))
+                place = Path(statement.source.path)
                 order = place.name, place.parent.name, f"{statement.index:9}"
                 if text := self._text(statement):
                     texts.setdefault(f"{unit.label} code", set()).add((*order, text))
@@ -579,7 +567,10 @@ class _Walk:
         return fields
 
     def notes(self) -> dict[str, str]:
-        notes: dict[str, str] = {}
+        notes = {}
+        for name, value in self.bytecode.items():
+            if str(value).startswith("bytecode "):
+                notes[name] = _BYTECODE
         for unit in self.units.values():
             for one in unit.statements[:1]:
                 way = " -> ".join(dict.fromkeys(unit.way))
@@ -591,7 +582,7 @@ class _Walk:
         """Returns the text that counts: from which of the user's modules a name comes does not."""
         if statement.is_import:
             one = statement.imports[0]
-            place = self._place(self.sources[home(statement.file)].folder, one.level, one.module)
+            place = self._place(statement.source.folder, one.level, one.module)
             if place and is_of_user(place):
                 return "" if one.names in ((), (one.bound,)) else f"{one.bound}={one.names}"
         return statement.text
@@ -604,19 +595,13 @@ class _Walk:
                 if not _MACHINE.match(text):
                     found[f"{USED}environment {text}"] = f"hash {digest(os.environ[text])}"
         if isinstance(statement.node, ast.Assign) and not statement.words.isdisjoint(_OUTSIDE):
+            files = {getattr(one, "__file__", None): vars(one) for one in [*sys.modules.values()]}
             for name in statement.binds:
-                value = self._value(statement, name)
+                value = files.get(statement.file, {}).get(name)
                 for part, inner in getattr(value, "__dict__", {"": value}).items():
                     if not self.words.isdisjoint({part, "vars", "__dict__"}) or part == "":
                         found[f"{USED}{name}.{part}".rstrip(".")] = written(inner)
         return found
-
-    def _value(self, statement: Statement, name: str) -> object:
-        """Returns the value of a variable in the file of a statement; None if it has none."""
-        for module in [*sys.modules.values()]:
-            if getattr(module, "__file__", None) == statement.file:
-                return getattr(module, name, None)
-        return None
 
     @functools.cached_property
     def _written(self) -> set[str]:
@@ -668,16 +653,15 @@ def _find(folder: str, level: int, module: str) -> str:
         return os.path.normpath(os.path.join(folder, *[os.pardir] * (level - 1), *parts))  # noqa: PTH118
     if parts[0] in sys.stdlib_module_names:
         return ""
-    spec = getattr(sys.modules.get(parts[0]), "__spec__", None)
-    try:
-        spec = spec or PathFinder.find_spec(parts[0], [folder, *sys.path])
-    except (ImportError, ValueError):
-        return ""
-    places = [*(getattr(spec, "submodule_search_locations", None) or [])]
-    origin = getattr(spec, "origin", None)
-    if origin:
-        places.append(origin.removesuffix(".py"))
-    return os.path.join(os.path.abspath(places[0]), *parts[1:]) if places else ""  # noqa: PTH100, PTH118
+    file = getattr(sys.modules.get(parts[0]), "__file__", None)
+    if file:
+        top = file.removesuffix(".py").removesuffix(f"{os.sep}__init__")
+        return os.path.join(os.path.abspath(top), *parts[1:])  # noqa: PTH100, PTH118
+    for base in (folder, *sys.path):
+        top = os.path.join(os.path.abspath(base), parts[0])  # noqa: PTH100, PTH118
+        if os.path.isdir(top) or os.path.isfile(f"{top}.py"):  # noqa: PTH112, PTH113
+            return os.path.join(top, *parts[1:])  # noqa: PTH118
+    return ""
 
 
 def is_away(root: Root) -> bool:
@@ -754,15 +738,14 @@ def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescri
     own = {**walk.fields(True, {}), **walk.bytecode}
     left = []
     for label, value in values.items():
-        is_set = isinstance(value, dict) and not {"(set)", "(frozenset)"}.isdisjoint(value)
-        if not unstable.isdisjoint(label.split(".")[1:]) and not is_set:
+        if not unstable.isdisjoint(label.split(".")[1:]):
             left.append(label)
         elif label.rpartition(".")[0] not in partly or label.rpartition(".")[2] in names:
             own[label] = value
     imported = [
         (_off_path(file), name, unit.label)
         for (file, name), unit in walk.units.items()
-        if not unit.own
+        if file not in walk.by_value
     ]
     fields = own | walk.fields(False, own)
     for root in given.roots:

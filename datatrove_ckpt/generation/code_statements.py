@@ -212,6 +212,7 @@ class Statement:
         documented: docstrings and hints count.
 
     Attributes:
+        source: its file, or the notebook of its cell.
         binds: the names of the file that it binds.
         changes: chains of what it changes: ``D[k] = v``, ``D.update()``, ``@render.register``.
         passed: chains of what it passes to a call, which may change it.
@@ -221,7 +222,8 @@ class Statement:
         texts_at_import: its strings outside of functions' bodies.
     """
 
-    def __init__(self, file: str, node: Any, documented: bool) -> None:
+    def __init__(self, source: CodeSource, file: str, node: Any, documented: bool) -> None:
+        self.source = source
         self.file = file
         self.index = 0
         self.line = node.lineno
@@ -388,26 +390,25 @@ def words_of(node: ast.AST) -> set[str]:
 
 
 def _called(node: ast.AST) -> set[str]:
-    names = {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
-    if any(isinstance(one, ast.Set | ast.SetComp) for one in ast.walk(node)):
-        names.add("set")
-    return names
+    return {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
 
 
 def chain_of(node: Any) -> Chain:
     """``("a", "b")`` for ``a.b``, ``a.b[0]`` and ``a.b().c``."""
-    if isinstance(node, ast.Attribute):
-        inner = chain_of(node.value)
-        if isinstance(node.value, ast.Name | ast.Attribute) and inner:
-            return (*inner, node.attr)
-        return inner
-    if isinstance(node, ast.Subscript):
-        return chain_of(node.value)
-    if isinstance(node, ast.Call):
-        return chain_of(node.func)
-    if isinstance(node, ast.Name):
-        return (node.id,)
-    return ()
+    attributes: Chain = ()
+    while not isinstance(node, ast.Name):
+        if isinstance(node, ast.Attribute):
+            attributes = (node.attr, *attributes)
+            node = node.value
+        elif isinstance(node, ast.Subscript):
+            attributes = ()
+            node = node.value
+        elif isinstance(node, ast.Call):
+            attributes = ()
+            node = node.func
+        else:
+            return ()
+    return (node.id, *attributes)
 
 
 def _targets(node: Any) -> set[str]:
@@ -472,7 +473,7 @@ class CodeSource:
             # What cannot be parsed cannot be imported.
             with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
                 body = parse(text).body
-                found += [Statement(file, node, self._documented) for node in _apart(body)]
+                found += [Statement(self, file, node, self._documented) for node in _apart(body)]
         # A definition that a later one of its name replaces before it is used does not count.
         replaced: set[str] = set()
         kept: list[Statement] = []

@@ -145,49 +145,17 @@ def _attempt_of(letter: Letter) -> Attempt:
     return letter["ordinal"], letter["attempts"]
 
 
-class TakenLetters:
-    """The letters of a rank that its retries have taken."""
-
-    def __init__(self, root: Path, rank: int) -> None:
-        self._lines: dict[Attempt, tuple[Path, bytes]] = {}
-        for folder in retry_folders(root):
-            path = rank_folder(folder, rank) / RETRY_INPUT
-            for letter in read_letters(path):
-                self._lines[_attempt_of(letter)] = path, orjson.dumps(letter)
-
-    def __contains__(self, letter: Letter) -> bool:
-        return _attempt_of(letter) in self._lines
-
-    def get(self, document: Document, doc_id: str, ordinal: int) -> bytes | None:
-        """Returns the letter that replaces processing the document; None: no retry has taken it.
-
-        Args:
-            ordinal: its number in this input; the letter of a retried document overrides it.
-
-        Raises:
-            CheckpointMismatch: the retry has another document of this number.
-        """
-        if not self._lines:
-            return None
-        earlier: Letter | None = getattr(document, "letter", None)
-        attempt = (ordinal, 1)
-        if earlier:
-            attempt = (earlier["ordinal"], earlier["attempts"] + 1)
-        if attempt not in self._lines:
-            return None
-        path, line = self._lines[attempt]
-        if (taken := orjson.loads(line)["id"]) != doc_id:
-            raise CheckpointMismatch(
-                f"Document {attempt[0]} of this task is {safe_repr(doc_id)}, but {path} has "
-                f"{safe_repr(taken)} under this number, from a retry of dead letters: the input "
-                "was changed since. Restore the input, or start this task over: move its folder, "
-                "those of its retries, and its output files elsewhere."
-            )
-        return line
+def taken_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
+    """Returns the letters of a rank that its retries have taken, as lines."""
+    return {
+        _attempt_of(letter): orjson.dumps(letter)
+        for folder in retry_folders(root)
+        for letter in read_letters(rank_folder(folder, rank) / RETRY_INPUT)
+    }
 
 
 class Retry:
-    """One pass over a rank's dead letters.
+    """One pass over a rank's dead letters. Iterates over their documents.
 
     Attributes:
         root: the pass's ``checkpoints_local_dir``.
@@ -200,13 +168,18 @@ class Retry:
         self.folder = rank_folder(self.root, rank)
         self.input = self.folder / RETRY_INPUT
 
-    def documents(self) -> RetriedDocuments:
-        return RetriedDocuments(self.input)
+    def __len__(self) -> int:
+        return sum(1 for _ in read_letters(self.input))
+
+    def __iter__(self) -> Iterator[Document]:
+        for letter in read_letters(self.input):
+            document = decode(orjson.dumps(letter.pop("document")))
+            yield RetriedDocument(document, letter)
 
     @property
     def is_finished(self) -> bool:
         done = sum(commit.counts.read for commit in read_commits(self.folder / COMMITS).values())
-        return done == len(self.documents()) and not (self.folder / CACHE).exists()
+        return done == len(self) and not (self.folder / CACHE).exists()
 
 
 def next_retry(root: Path, rank: int) -> Retry | None:
@@ -234,29 +207,20 @@ def next_retry(root: Path, rank: int) -> Retry | None:
             return retry
         folders.append(retry.folder)
         last = number
-    taken = TakenLetters(root, rank)
-    found = [letter for each in folders for letter in read_letters(each / DEAD_LETTERS)]
-    # Chunks are committed in any order.
-    letters = sorted((letter for letter in found if letter not in taken), key=_attempt_of)
+    taken = taken_letters(root, rank)
+    letters = [
+        letter
+        for each in folders
+        for letter in read_letters(each / DEAD_LETTERS)
+        if _attempt_of(letter) not in taken
+    ]
     if not letters:
         return None
+    letters.sort(key=_attempt_of)  # chunks are committed in any order
     retry = Retry(root, last + 1, rank)
     files.disk.make_dirs(retry.folder, files.PRIVATE_FOLDER)
     files.disk.replace(retry.input, b"".join(orjson.dumps(letter) + b"\n" for letter in letters))
     return retry
-
-
-class RetriedDocuments:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __len__(self) -> int:
-        return sum(1 for _ in read_letters(self._path))
-
-    def __iter__(self) -> Iterator[Document]:
-        for letter in read_letters(self._path):
-            document = decode(orjson.dumps(letter.pop("document")))
-            yield RetriedDocument(document, letter)
 
 
 class RetriedDocument(Document):  # type: ignore[misc]
@@ -275,12 +239,12 @@ class Failures:
 
     Attributes:
         dead: dead letters of all attempts.
-        taken: letters of retries, whose documents are not processed here.
+        taken: lines of letters of retries, whose documents are not processed here.
     """
 
     step: Step
     dead: int
-    taken: TakenLetters
+    taken: dict[Attempt, bytes]
 
     @property
     def keep_as_read(self) -> bool:
@@ -289,6 +253,26 @@ class Failures:
     @property
     def are_kept(self) -> bool:
         return self.step.checkpoints_local_dir is not None
+
+    def taken_letter(self, source: SourceDocument, ordinal: int) -> bytes | None:
+        """Returns the letter that replaces processing the document; None: no retry has taken it.
+
+        Raises:
+            CheckpointMismatch: the retry has another document of this number.
+        """
+        attempt = (ordinal, 1)
+        earlier: Letter | None = getattr(source.document, "letter", None)
+        if earlier is not None:
+            attempt = (earlier["ordinal"], earlier["attempts"] + 1)
+        line = self.taken.get(attempt)
+        if line is not None and (taken := orjson.loads(line)["id"]) != source.id:
+            raise CheckpointMismatch(
+                f"Document {attempt[0]} of this task is {safe_repr(source.id)}, but a retry of "
+                f"dead letters has {safe_repr(taken)} under this number: the input was changed "
+                "since. Restore it.",
+                starts_over="with old results",
+            )
+        return line
 
     def letter_or_raise(
         self,

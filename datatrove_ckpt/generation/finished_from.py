@@ -13,7 +13,6 @@ of memory, 40 while sorted.
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import re
 import tempfile
@@ -22,6 +21,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,6 +174,7 @@ class _OldFile(NamedTuple):
     format: Format
 
 
+@dataclass(eq=False)
 class FinishedDocuments:
     """Finds the old results of documents. For one thread; another thread may call ``close``.
 
@@ -184,31 +185,22 @@ class FinishedDocuments:
         keeps_metadata: whether the rollout is none that may remove keys.
     """
 
-    def __init__(
-        self,
-        places: Places,
-        rank: int,
-        metadata_key: str,
-        rollouts: int,
-        folder: Path,
-        keeps_metadata: bool,
-    ) -> None:
-        self._places = _listed(places)
-        self._rank = rank
-        self._metadata_key = metadata_key
-        self._rollouts = rollouts
-        self._folder = folder
-        self._keeps_metadata = keeps_metadata
+    _places: Places
+    _rank: int
+    _metadata_key: str
+    _rollouts: int
+    _folder: Path
+    _keeps_metadata: bool
+
+    def __post_init__(self) -> None:
         self._lost: set[str] = set()  # names of which a line of the log tells
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (``close`` closes it)
+        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
         self._is_read = False
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
         self._causes = Counter[str]()
         self._most_results = 0
-        self.taken = 0
-        self.missing = 0
-        self.differing = 0
+        self._has_warned = False
 
     def take(self, document: Document) -> Json | None:
         """Returns the metadata of the finished document; None if the old output lacks the document.
@@ -235,27 +227,19 @@ class FinishedDocuments:
                         f"without {', '.join(map(repr, lost))}: the rollout removed that from the "
                         "metadata, or the old input lacked it."
                     )
-                self.taken += 1
                 # JSON has lost types that the document has as it was read.
                 for name in old.keys() & document.metadata.keys() - {self._metadata_key}:
                     old[name] = document.metadata[name]
                 old[self._metadata_key] = [_result(result) for result in old[self._metadata_key]]
                 return old
-        if rows and not self.differing:
+        if rows and not self._has_warned:
+            self._has_warned = True
             names = ", ".join(map(repr, self._differing(document.metadata, rows[0])))
             logger.warning(
                 f"finished_from: the document {safe_repr(str(document.id))} is requested again, as "
                 f"are others like it: its old metadata has another {names}. The input was another "
                 "one, or the rollout changed it."
             )
-        self.differing += bool(rows)
-        if not self.missing:
-            name = safe_repr(str(document.id))
-            logger.info(
-                f"finished_from: the document {name} is the first that it lacks, after "
-                f"{self.taken} found."
-            )
-        self.missing += 1
         return None
 
     def close(self) -> None:
@@ -291,8 +275,9 @@ class FinishedDocuments:
 
     def _read(self) -> None:
         file = self._file
-        found = [old for place in self._places for old in self._files(place)]
-        names = ", ".join(self._places)
+        places = _listed(self._places)
+        found = [old for place in places for old in self._files(place)]
+        names = ", ".join(places)
         keys = array("Q")
         offsets = array("Q")
         with explained("write a temporary file in", self._folder):
@@ -311,7 +296,7 @@ class FinishedDocuments:
         if 0 < self._most_results < self._rollouts:
             most = plural(self._most_results, "result")
             why = f"no document has over {most}, and rollouts_per_document is {self._rollouts}"
-        elif not keys and not any("${rank}" in place for place in self._places):
+        elif not keys and "${rank}" not in names:
             why = "; ".join(causes) or "no rows"
         if why:
             raise ConfigError(
@@ -429,12 +414,8 @@ def _lost(as_read: Json, old: Json) -> list[str]:
 def _is_same(as_read: object, old: object) -> bool:
     try:
         return _as_json(as_read) == _as_json(old)
-    except TypeError:
-        pass
-    try:  # integers beyond 64 bits
-        return json.dumps(as_read, sort_keys=True) == json.dumps(old, sort_keys=True)
-    except TypeError:  # no writer would have written it
-        return True
+    except TypeError:  # integers beyond 64 bits
+        return str(as_read) == str(old)
 
 
 def _as_json(value: object) -> object:

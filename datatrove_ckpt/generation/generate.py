@@ -6,10 +6,10 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar, TypeVarTuple
+from typing import NoReturn, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -18,7 +18,13 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.inference.types import ServerError as RolloutServerError
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.batch_log import ANSWER, FAILURE, OF_BATCH
+from datatrove_ckpt.checkpoint.batch_log import (
+    ANSWER,
+    FAILURE,
+    OF_BATCH,
+    ParkedRequest,
+    RequestId,
+)
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -52,7 +58,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
-from datatrove_ckpt.generation.progress import ModelObserver, RankReporter
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -75,16 +81,11 @@ from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.client import CompletionClient
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
-from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Classification, Payload
 from datatrove_ckpt.rollouts.answers import ends_in_blanks, is_cut_off
 from datatrove_ckpt.rollouts.media import media_key, split_media
 
-if TYPE_CHECKING:
-    from datatrove_ckpt.generation.provider_passes import Parking  # few runs need it
-
-_Arguments = TypeVarTuple("_Arguments")
 _PARKED_SECONDS = 0.05
 _UNKNOWN_FORMS = 2  # batches with such an answer to one request
 _CANCELLED_AGAIN_SECONDS = 1.0
@@ -96,11 +97,8 @@ _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"
 _GENERATING = (CHAT.path, COMPLETIONS.path)
 _IN_TIERS = (*_GENERATING, "responses")
 _MOST_SIZES = 1000  # params may be others for each document
-# Answers that have one size for each set of params: their field, and words for a message.
-_MEASURED = {
-    "embed()": ("embeddings", "a vector of ", "one of "),
-    "classify()": ("probabilities", "probabilities of classes: ", ""),
-}
+# The field of an answer that has one size for each set of params.
+_MEASURED = {"embed()": "embeddings", "classify()": "probabilities"}
 # Keys of what is hashed, never sent.
 _WAY = "$way"
 _MODEL = "$model"
@@ -120,7 +118,6 @@ class Model:
     """
 
     config: InferenceConfig
-    observer: ModelObserver
     client: asyncio.Future[CompletionClient]
     usual: Way
     batches: Batches | None
@@ -135,8 +132,8 @@ class RankContext(Protocol):
     model: Model
     checkpoint: OpenCheckpoint
     observer: RankReporter
-    drain: Drain
-    parking: Parking | None
+    waiting: int
+    has_batches: bool
     shutdown: Shutdown
     all_started: bool
     has_ended: bool
@@ -192,10 +189,7 @@ class Answers:
     async def cached(self) -> dict[AnswerKey, Answer]:
         """Returns what earlier attempts have kept."""
         if self._cached is None:
-            loop = asyncio.get_running_loop()
-            future = self._cached = loop.create_future()
-            receive = lambda rows: call_soon(loop, future.set_result, rows)  # noqa: E731
-            _hand_over(self._rank, self._rank.checkpoint.lookup, self.slot, receive)
+            self._cached = asyncio.wrap_future(self._rank.checkpoint.lookup(self.slot))
         return await asyncio.shield(self._cached)
 
     def fail(self, failure: CkptError) -> None:
@@ -259,12 +253,10 @@ class Answers:
         if task is not None and task.cancel():
             loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
 
-    def is_repeatable(self, run: str) -> bool:
-        """Whether the rollout repeats a request of its last pass that has an answer.
-
-        Args:
-            run: digest of the run's identity: the same code has parked the request.
-        """
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the rollout repeats a request of its last pass that has an answer."""
+        run = self._rank.checkpoint.run  # the same code has parked the request
         if self.batch_answers or self._cached is None or not self._cached.done():
             return True
         for answer in self._cached.result().values():
@@ -277,15 +269,12 @@ class Answers:
     def request_started(self) -> None:
         self._pending += 1
         if self._pending == 1:
-            drain = self._rank.drain
-            drain.waiting += 1
-            if drain.is_active:
-                drain.check_soon()
+            self._rank.waiting += 1
 
     def request_finished(self) -> None:
         self._pending -= 1
         if not self._pending:
-            self._rank.drain.waiting -= 1
+            self._rank.waiting -= 1
 
 
 T = TypeVar("T")
@@ -477,7 +466,7 @@ class Requests:
             completion = None
             if cached is not None and cached.error_message is not None:
                 answers.is_suspect = True
-            if cached is not None or rank.parking is not None:
+            if cached is not None or rank.has_batches:
                 completion = await self._batched(key, body, way, cached)
             if completion is None:
                 answers.request_started()
@@ -485,7 +474,7 @@ class Requests:
                     if model.client.done():
                         client = model.client.result()
                     else:
-                        client = await model.observer.until(model.client)
+                        client = await rank.observer.until(model.config.name, model.client)
                     if model.batches is not None and way.is_shared:
                         completion = await model.batches.complete(client, sent, way, answers)
                     else:
@@ -505,8 +494,7 @@ class Requests:
         response_id = completion.response_id
         name = completion.model
         kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
-        if self._keep(key, Answer(trim(kept), None)):
-            await rank.wait_for_storage()
+        await self._keep(key, Answer(trim(kept), None))
         answers.tokens += tokens
         return _result(fields, response_id, name)
 
@@ -516,16 +504,14 @@ class Requests:
         model = self._model
         rank.observer.own.failed += 1
         if isinstance(error, RequestRejected):
-            if self._keep(key, Answer(None, f"{error.status} {error.body}")):
-                await rank.wait_for_storage()
+            await self._keep(key, Answer(None, f"{error.status} {error.body}"))
             raise error
         at_fault = isinstance(error, RequestFailed) and error.is_documents
         if at_fault:
             model.client.result().sender.at_fault.add(self._answers.slot.ordinal)
             # Then the next attempt needs no other requests to compare with. Earlier versions, too,
             # send a request with this status again.
-            if self._keep(key, Answer(None, f"0 {error}")):
-                await rank.wait_for_storage()
+            await self._keep(key, Answer(None, f"0 {error}"))
         if at_fault or isinstance(error, RequestPoisoned):
             raise _failed(named(error, model.config.name), payload) from error
         model.is_dead = model.is_dead or isinstance(error, ServerDied | ServerUnavailable)
@@ -572,14 +558,21 @@ class Requests:
                     f"(request_max_attempts={config.request_max_attempts}; {_UNKNOWN_FORMS} for "
                     f"answers in an unknown form). Last cause: {cause}"
                 )
-        parking = self._rank.parking
-        if parking is not None and config.provider_batches:
-            await parking.wait_for_storage()
-            try:
-                parking.park(config.name, answers.slot, key, attempts + 1, way, body)
-            except ConfigError as error:
-                answers.fail(error)
-                raise
+        rank = self._rank
+        if rank.has_batches and config.provider_batches:
+            if way.path.startswith("/") or way.extras:
+                wrong = ConfigError(
+                    "provider_batches: a batch has requests to paths below /v1, without "
+                    "extra_headers and extra_query."
+                )
+                answers.fail(wrong)
+                raise wrong
+            await rank.wait_for_storage()
+            content = b"".join(body) if isinstance(body, Body) else body
+            slot = answers.slot
+            request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempts + 1)
+            request = ParkedRequest(config.name, f"/v1/{way.path}", request_id, content)
+            rank.checkpoint.park(request)
             answers.park()
             await wait_until_cancelled()
         return None
@@ -616,12 +609,12 @@ class Requests:
         """Stops the rank if an answer, not yet cached, differs in size from the first answer."""
         if way.name not in _MEASURED:
             return
-        field, found, before = _MEASURED[way.name]
         assert answered.answer is not None
+        numbers = answered.answer[_MEASURED[way.name]]
+        size = len(numbers)
+        if way.name == "embed()":
+            size = len(numbers[0]) * 3 // 16  # base64 of float32
         sizes = self._model.sizes
-        size = len(answered.answer[field])
-        if field == "embeddings":
-            size = len(answered.answer[field][0]) * 3 // 16  # base64 of float32
         if len(sizes) >= _MOST_SIZES:
             sizes.clear()
         first = sizes.setdefault(
@@ -630,10 +623,10 @@ class Requests:
         if first != size:
             name = answered.model or self._config.model_name_or_path
             error = ServerRefused(
-                f"The model {name!r} has answered with {found}{plural(size, 'number')}, and before "
-                f"with {before}{first}, for the same params. So its servers have, or had, "
-                "different models. This answer is not kept; when all servers have the model of "
-                "the first one, run the same command again. If that is the wrong one, start over.",
+                f"{name!r} has answered {way.name} with {plural(size, 'number')}, and before with "
+                f"{first}, for the same params. So its servers have, or had, different models. "
+                "This answer is not kept; when all servers have the model of the first one, run "
+                "the same command again. If that is the wrong one, start over.",
                 starts_over="anew",
             )
             raise self._stopped(error)
@@ -655,42 +648,21 @@ class Requests:
             return 0
         return client.answers
 
-    def _keep(self, key: AnswerKey, answer: Answer) -> bool:
+    async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         rank = self._rank
         answers = self._answers
-        _hand_over(rank, rank.checkpoint.put_answer, answers.slot, answers.doc_id, key, answer)
-        return rank.checkpoint.congested
+        rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer)
+        if rank.checkpoint.congested:
+            await rank.wait_for_storage()
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
-    # They are no coroutine functions, so that wrong arguments fail while the caller is known.
 
-    def embed(self, texts: str | Sequence[str], /, **params: object) -> Asked[Floats]:
+    async def embed(self, texts: str | Sequence[str], /, **params: object) -> Floats:
         if isinstance(texts, str):
-            wrong = self._wrong("embed", texts)
-        else:
-            wrong = self._wrong("embed", texts=texts)
-        if wrong:
-            return self._refused(wrong)
-        return self._embed(texts, params)
-
-    def classify(
-        self, text: str, /, labels: Sequence[str] | None = None, **params: object
-    ) -> Asked[Classification]:
-        wrong = self._wrong("classify", text)
-        if wrong:
-            return self._refused(wrong)
-        return self._classify(text, labels, params)
-
-    def score(self, query: str, texts: Sequence[str], /) -> Asked[Floats]:
-        wrong = self._wrong("score", query, texts)
-        if wrong:
-            return self._refused(wrong)
-        return self._score(query, list(texts))
-
-    async def _embed(self, texts: str | Sequence[str], params: Mapping[str, object]) -> Floats:
-        if isinstance(texts, str):
+            await self._check("embed", [texts])
             return from_base64((await self._ask("embed", (texts,), params))["embeddings"][0])
+        await self._check("embed", texts)
         asked = [self._ask("embed", (text,), params) for text in texts]
         # Gathers all: if one fails, the request cache has the others for a retry.
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -703,36 +675,39 @@ class Requests:
             return np.stack(vectors)
         return np.empty((0, 0), np.float32)
 
-    async def _classify(
-        self, text: str, labels: Sequence[str] | None, params: Mapping[str, object]
+    async def classify(
+        self, text: str, /, labels: Sequence[str] | None = None, **params: object
     ) -> Classification:
+        await self._check("classify", [text])
         answer = await self._ask("classify", (text,), params)
         label = answer["label"]
         scores = answer["probabilities"]
         best = max(range(len(scores)), key=scores.__getitem__)
-        if labels is not None and len(labels) != len(scores):
+        unnamed = f"LABEL_{best}"
+        if labels is None:
+            before = "LABEL_" if label == unnamed else ""
+            labels = [f"{before}{index}" for index in range(len(scores))]
+            return Classification(
+                label or labels[best], scores[best], dict(zip(labels, scores, strict=True))
+            )
+        if len(labels) != len(scores):
             await self._refused(
                 f"generate.classify has {len(labels)} labels, and the model has {len(scores)} "
                 "classes"
             )
-        if labels is None:
-            unnamed = "LABEL_" if label == f"LABEL_{best}" else ""
-            labels = [f"{unnamed}{index}" for index in range(len(scores))]
-            label = label or labels[best]
-        else:
-            if label not in ("", f"LABEL_{best}", labels[best]):
-                await self._refused(
-                    f"generate.classify: label {best} is {labels[best]!r}, but the model says "
-                    f"{label!r}"
-                )
-            label = labels[best]
-        return Classification(label, scores[best], dict(zip(labels, scores, strict=True)))
+        if label not in ("", unnamed, labels[best]):
+            await self._refused(
+                f"generate.classify: label {best} is {labels[best]!r}, but the model says {label!r}"
+            )
+        return Classification(labels[best], scores[best], dict(zip(labels, scores, strict=True)))
 
-    async def _score(self, query: str, texts: list[str]) -> Floats:
+    async def score(self, query: str, texts: Sequence[str], /) -> Floats:
+        await self._check("score", [query])
+        await self._check("score", texts)
         if not texts:
             return np.empty(0, np.float32)
         return from_base64(
-            (await self._ask("score", (query, texts), {}, count=len(texts)))["scores"]
+            (await self._ask("score", (query, list(texts)), {}, count=len(texts)))["scores"]
         )
 
     async def _ask(
@@ -744,27 +719,15 @@ class Requests:
         assert result.answer is not None
         return result.answer
 
-    def _wrong(self, name: str, text: object = "", texts: object = ()) -> str:
-        engine = self._config.engine
-        if lacks := engine.lacks(name):
-            return lacks
+    async def _check(self, name: str, texts: Sequence[object]) -> None:
+        wrong = self._config.engine.lacks(name)
         if isinstance(texts, str):
-            return f"generate.{name} takes a list of texts, and not one text"
-        for each in [text, *(texts if isinstance(texts, Sequence) else [texts])]:
-            if not isinstance(each, str):
-                return f"generate.{name} takes texts, and not a {type(each).__name__}"
-        return ""
-
-
-def _hand_over(
-    rank: RankContext, call: Callable[[*_Arguments], None], *arguments: *_Arguments
-) -> None:
-    """Calls the storage thread; its failure stops the rank, and passes through the rollout."""
-    try:
-        call(*arguments)
-    except BaseException as error:
-        rank.shutdown.abort(error)
-        raise
+            wrong = wrong or f"generate.{name} takes a list of texts, and not one text"
+        for text in texts if isinstance(texts, Sequence) else [texts]:
+            if not isinstance(text, str):
+                wrong = wrong or f"generate.{name} takes texts, and not a {type(text).__name__}"
+        if wrong:
+            await self._refused(wrong)
 
 
 @lru_cache(maxsize=1)
@@ -891,47 +854,3 @@ def request_seed(
     """
     request = orjson.dumps([seed, ordinal, doc_id, rollout_idx, digest, occurrence])
     return int(xxhash.xxh3_64_intdigest(request)) >> (64 - 31)
-
-
-# The drain of an early stop ----------------------------------------------------------------------
-# During a drain no new request is sent. The drain is over when no request is in flight, and every
-# document waits for an unsent request. A rollout that computes or sleeps has ``_GRACE_SECONDS``
-# more.
-
-_GRACE_SECONDS = 2.0
-
-
-class Drain:
-    """``waiting``: how many documents wait for an answer."""
-
-    def __init__(self, documents: Sized) -> None:
-        self.is_active = False
-        self.waiting = 0
-        self._documents = documents
-        self._models: Sequence[Model] = ()
-        self._over = asyncio.Event()
-        self._grace_started = False
-
-    async def until_over(self, models: Sequence[Model]) -> None:
-        """Returns when no more document can finish. ``models``: whose servers run."""
-        self.is_active = True
-        self._models = models
-        for model in models:
-            model.client.result().sender.on_release = self.check_soon
-        self.check_soon()
-        await self._over.wait()
-
-    def check_soon(self) -> None:
-        if self.is_active:
-            # A request whose last attempt has just ended still has to pass its answer to the
-            # rollout.
-            asyncio.get_running_loop().call_soon(self._check)
-
-    def _check(self) -> None:
-        if any(model.client.result().in_flight and not model.is_dead for model in self._models):
-            return
-        if self.waiting == len(self._documents):
-            self._over.set()
-        elif not self._grace_started:
-            self._grace_started = True
-            asyncio.get_running_loop().call_later(_GRACE_SECONDS, self._over.set)

@@ -27,15 +27,15 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.generation.as_read import AsRead, as_read
 from datatrove_ckpt.generation.finished_from import FinishedDocuments
 from datatrove_ckpt.generation.user_code import exit_error
 from datatrove_ckpt.output.documents import fingerprint
-from datatrove_ckpt.process.event_loop import call_soon, end_fork
+from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.readers import SeekingReader
-from datatrove_ckpt.readers.extent import UNKNOWN, Reached
-from datatrove_ckpt.readers.pipeline import PipelineReaders, name_file, steps_before
+from datatrove_ckpt.readers.pipeline import PipelineReaders, steps_before
 from datatrove_ckpt.readers.positions import Position, Reading, State, position_of, position_state
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_records import StepRecord
@@ -96,11 +96,11 @@ def _is_stateless(step: object) -> bool:
     )
 
 
+# The loop looks into the buffer so often. Waking it for each document would cost more.
+_LOOK_SECONDS = 0.005
 _BUFFER_DOCUMENTS = 128
 _BUFFER_BYTES = 2**21
 _LARGE = 2**16  # bytes of a document whose text and media are kept once
-# How long a document waits for the next document, which decides whether a resume may start there.
-_HOLD_SECONDS = 0.5
 
 
 class SourceDocument:
@@ -185,17 +185,16 @@ class DocumentSource:
         self._keep_as_read = keep_as_read
         self._reading = Reading(revisions=revisions)
         self._last_position: Position | None = None
-        self._held: SourceDocument | None = None
         self._previous: SourceDocument | None = None
         self._in_order = True
         self._saved: tuple[int, int] | None = None
         self._lock = threading.Lock()
+        self._room = threading.Event()  # set at each look, so that one that is missed does no harm
         self._buffer: list[SourceDocument] = []
         self._bytes = 0
-        self._change = threading.Condition()
         self._closed = False
         self._ended = False
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._shard: State = {}
         self.handed_over = 0
         """Number of documents."""
@@ -210,13 +209,11 @@ class DocumentSource:
     async def batches(self, point: ResumePoint) -> AsyncIterator[list[SourceDocument]]:
         """Yields the documents that are not done, in order. Skips the others by seeking or reading.
 
-        Raises:
-            CheckpointMismatch: the input is shorter than it was, or another one.
-            InputError: a file is damaged or cut off, or no row of any file is a document.
+        An ``error`` ends the input: ``CheckpointMismatch`` if it is shorter than it was, or another
+        one; ``InputError`` if a file is damaged or cut off, or no row of any file is a document; or
+        what a step before the runner has raised.
         """
         self._first = point.next_ordinal
-        self._arrived = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
         # A daemon, because a blocked reader must not keep a failed process running. In the rank's
         # context, for its log.
         work = copy_context().run
@@ -225,50 +222,31 @@ class DocumentSource:
         ).start()
         ended = False
         while not ended:
-            if not self._arrived.is_set():
-                # In Python 3.11 wait_for loses a cancellation that coincides with the arrival.
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_HOLD_SECONDS):
-                        await self._arrived.wait()
-            ended, batch = self._take()
+            ended = self._ended  # nothing is put after this
+            with self._lock:
+                batch = self._buffer
+                self._buffer = []
+                self._bytes = 0
+            self._room.set()
             if batch:
+                self.handed_over += len(batch)
+                self._newest = position_of(batch[-1].document)
                 yield batch
-        if self._error is not None:
-            raise self._error
-
-    def _wake(self) -> None:
-        call_soon(self._loop, self._arrived.set)
-
-    def _take(self) -> tuple[bool, list[SourceDocument]]:
-        with self._change:
-            stalled = not self._arrived.is_set()
-            self._arrived.clear()
-            batch = self._buffer
-            self._buffer = []
-            self._bytes = 0
-            ended = self._ended
-            if stalled and self._held is not None:
-                # The reader is slow: the held document has waited for _HOLD_SECONDS.
-                batch.append(self._held)
-                self._held = None
-            self._change.notify()
-        if batch:
-            self.handed_over += len(batch)
-            self._newest = position_of(batch[-1].document)
-        return ended, batch
+            elif not ended:
+                await asyncio.sleep(_LOOK_SECONDS)
 
     @property
     def is_at_end(self) -> bool:
-        return self._ended and self._error is None and not self._buffer
+        return self._ended and self.error is None and not self._buffer
 
-    def reached(self) -> Reached:
+    def reached(self) -> InputPosition:
         """Returns how much of the input lies before the end of the last document that was handed
         over.
         """
         if self._length is not None:
-            return Reached(self._first + self.handed_over, self._length, "rows")
+            return InputPosition(self._first + self.handed_over, self._length, "rows")
         if self._newest is None or self._readers.count != 1:
-            return UNKNOWN
+            return InputPosition()
         return self._newest[2].reached(self._newest)
 
     def shard(self) -> State:
@@ -281,9 +259,8 @@ class DocumentSource:
         self._stats.finish(self._read)
 
     def close(self) -> None:
-        with self._change:
-            self._closed = True
-            self._change.notify()
+        self._closed = True
+        self._room.set()
         if self._finished is not None:
             self._finished.close()
 
@@ -318,53 +295,35 @@ class DocumentSource:
             self._read = ordinal - point.next_ordinal
             if record := self._readers.finish(self._reading):
                 self._shard = record.to_json()
-            self._flush(is_last=True)
+            last = self._previous
+            if last is not None:
+                last.resumable = self._in_order and self._last_position is not None
+                last.stats = last.stats or self._stats.saved(ended=True)
         except BaseException as error:  # the rank raises whatever the reader raised
             end_fork(pid, error)
-            self._flush()
-            error = name_file(error)
             if isinstance(error, Exception):
-                self._error = error
+                self.error = error
             else:
-                self._error = exit_error("The reader, or a step after it,", error)
+                self.error = exit_error("The reader, or a step after it,", error)
         finally:
-            with self._change:
-                self._ended = True
-                self._wake()
+            self._ended = True
 
     def _put(self, source: SourceDocument) -> bool:
-        """Passes on the held document, and holds this one until the next comes.
-
-        Returns False if the rank has ended.
-        """
+        """Returns False if the rank has ended."""
         self._check_order(source)
-        with self._change:
-            while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
-                if self._closed:
-                    return False
-                self._change.wait()
-            self._pass_on_held()
-            self._held = source
-            return not self._closed
-
-    def _pass_on_held(self) -> None:
-        if self._held is not None:
-            if not self._buffer:
-                self._wake()
-            self._buffer.append(self._held)
-            self._bytes += self._held.size
-            self._held = None
-
-    def _flush(self, is_last: bool = False) -> None:
-        with self._change:
-            if self._previous is not None and is_last:
-                self._previous.resumable = self._in_order and self._last_position is not None
-                self._previous.stats = self._previous.stats or self._stats.saved(ended=True)
-            self._pass_on_held()
+        while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
+            if self._closed:
+                return False
+            self._room.clear()
+            self._room.wait()
+        with self._lock:
+            self._buffer.append(source)
+            self._bytes += source.size
+        return not self._closed
 
     def _check_order(self, source: SourceDocument) -> None:
-        """Decides whether a resume may start after the held document, now that the next one is
-        known.
+        """Decides whether a resume may start after the previous document, now that the next one is
+        known. Mostly it is known long before its chunk is committed; otherwise, a resume counts.
         """
         position = position_of(source.document)
         last = self._last_position

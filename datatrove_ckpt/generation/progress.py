@@ -9,12 +9,10 @@ attempt. The storage thread adds its numbers, and writes the line
 from __future__ import annotations
 
 import asyncio
-import copy
 import sys
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -25,7 +23,6 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.history import (
     End,
-    InputPosition,
     Record,
     ServerEvent,
     ServerWhat,
@@ -36,7 +33,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
@@ -62,54 +59,6 @@ _MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
 
 
-class Newest:
-    """When a count last changed, as seen once a second."""
-
-    def __init__(self) -> None:
-        self._at = time.monotonic()
-        self._count = 0
-
-    def look(self, count: int) -> None:
-        if count != self._count:
-            self._count = count
-            self._at = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Returns the seconds since the last change."""
-        return time.monotonic() - self._at
-
-
-class ModelObserver:
-    """Observes the servers of a model for a rank.
-
-    Attributes:
-        client: None until the servers are ready.
-        early: requests that wait for that.
-        outages: the outage clocks of the servers, also while they are not ready.
-    """
-
-    def __init__(self, on_serving: Callable[[], None]) -> None:
-        self.client: CompletionClient | None = None
-        self.early = 0
-        self.newest = Newest()
-        self._on_serving = on_serving
-        self.outages: list[Outage] = []
-
-    async def until(self, client: asyncio.Future[CompletionClient]) -> CompletionClient:
-        self.early += 1
-        try:
-            return await asyncio.shield(client)
-        finally:
-            self.early -= 1
-
-    def serving(self, client: CompletionClient) -> None:
-        self.client = client
-        self.newest = Newest()
-        self.outages.append(client.outage)
-        self._on_serving()
-
-
 class RankReporter:
     """One rank's progress in this attempt.
 
@@ -120,11 +69,12 @@ class RankReporter:
         interval: seconds between two log lines.
 
     Attributes:
-        own: what this attempt did. The scheduler counts documents; ``Requests`` count failures and
-            cached answers. Answers of servers are summed up once a second.
+        own: what this attempt did. The scheduler counts documents, ``Requests`` failures and cached
+            answers, and clients what they send.
+        clients: of the models whose servers are ready.
+        outages: the outage clocks of the servers, also while they are not ready.
         last: the last progress; empty before the end.
         end: how the attempt ended.
-        answers: seconds, prompt and completion tokens of the answers that are not summed up yet.
     """
 
     def __init__(
@@ -137,43 +87,51 @@ class RankReporter:
         self._interval = interval
         self._before = checkpoint.resumed.finished.read
         self._attempt = time.time_ns()
-        self._models: dict[str, ModelObserver] = {}
-        self._newest = Newest()
+        self.clients: list[CompletionClient] = []
+        self.outages: list[Outage] = []
+        self._early = Counter[str]()
+        self._ended = 0
+        self._ended_at = time.monotonic()  # when it last changed
         self._source: DocumentSource | None = None
-        self.answers: deque[tuple[float, int, int]] = deque()
         self._spread = Spread()
-        self._lock = threading.Lock()  # metrics are read in other threads
         self.waits_for_batches = False
         self.last = history.Progress()
         self.end: End | None = None
 
     # what happens --------------------------------------------------------------------------------
 
-    def of(self, config: InferenceConfig) -> ModelObserver:
-        return self._models.setdefault(config.name, ModelObserver(self._serving))
-
-    def _serving(self) -> None:
-        self._newest = Newest()
+    def serving(self, client: CompletionClient) -> None:
+        self.clients.append(client)
+        self.outages.append(client.outage)
+        self._ended_at = time.monotonic()
         self._checkpoint.clock.serving()
 
-    @property
-    def clients(self) -> list[CompletionClient]:
-        return [model.client for model in self._models.values() if model.client is not None]
+    async def until(self, name: str, client: asyncio.Future[CompletionClient]) -> CompletionClient:
+        """Waits for the servers of a model."""
+        self._early[name] += 1
+        try:
+            return await asyncio.shield(client)
+        finally:
+            self._early[name] -= 1
 
     def silence(self) -> Silence:
         longest = Silence()
-        for model in self._models.values():
-            for one in model.outages:
-                failing = Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
-                hanging = Silence(round(one.hangs, 1), model=one.model)
-                longest = max(longest, failing, hanging)
+        for one in self.outages:
+            failing = Silence(round(one.seconds, 1), one.patience, one.unreachable, one.model)
+            hanging = Silence(round(one.hangs, 1), model=one.model)
+            longest = max(longest, failing, hanging)
         return longest
 
     def answered(self, answer: Completion, config: InferenceConfig) -> tuple[int, int]:
         """Counts an answer of a server; returns its tokens."""
         tokens = token_counts(answer.usage)
         prompt, completion = tokens
-        self.answers.append((answer.seconds, prompt, completion))
+        self.own.requests += 1
+        self.own.prompt_tokens += prompt
+        self.own.completion_tokens += completion
+        self._spread.milliseconds.add(1000 * answer.seconds)
+        self._spread.prompt_tokens.add(prompt)
+        self._spread.completion_tokens.add(completion)
         cached, reasoning = token_details(answer.usage)
         if cached or reasoning:
             cached = min(cached, prompt)
@@ -193,20 +151,8 @@ class RankReporter:
         if tier in tiers or len(tiers) < _MOST_TIERS:
             tiers[tier] = tiers.get(tier, 0) + 1
 
-    def _sum_up(self) -> None:
-        """Counts the new answers; groups equal values, so that each answer costs little."""
-        with self._lock:
-            new = [self.answers.popleft() for _ in range(len(self.answers))]
-            if new:
-                seconds, prompt, completion = zip(*new, strict=True)
-                self.own.requests += len(new)
-                self.own.prompt_tokens += self._spread.prompt_tokens.add_all(prompt)
-                self.own.completion_tokens += self._spread.completion_tokens.add_all(completion)
-                self._spread.milliseconds.add_all([int(1000 * each) for each in seconds])
-
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""
-        self._sum_up()
         written = self._checkpoint.resumed.finished.written
         return self.own.requests + self.own.cached + written > 0
 
@@ -219,8 +165,6 @@ class RankReporter:
         if source is None:
             return InputPosition()
         reached = source.reached()
-        if reached.unit is None:
-            return InputPosition()
         # A reader is ahead of the rank, so documents are taken to be equal:
         #
         #     done = what lies before the last document handed over * documents finished / documents
@@ -234,7 +178,7 @@ class RankReporter:
         done = round(done * (self._before + self.own.documents) / max(known, 1))
         if reached.total is not None:
             done = min(done, reached.total)
-        return InputPosition(done, reached.total, reached.unit, reached.tasks)
+        return reached._replace(done=done)
 
     def server(self, what: str, name: str, url: str | None, why: str = "") -> None:
         if what == "restart":
@@ -278,26 +222,21 @@ class RankReporter:
                 report(self._rank, self.now())
 
     def _look(self) -> None:
-        self._sum_up()
-        self._newest.look(self.own.documents + self.own.requests + self.own.failed)
-        for model in self._models.values():
-            if model.client is not None:
-                model.newest.look(model.client.answers)
-                model.client.servers.look()
+        ended = self.own.documents + self.own.requests + self.own.failed
+        if ended != self._ended:
+            self._ended = ended
+            self._ended_at = time.monotonic()
+        for client in self.clients:
+            client.servers.look()
 
     def now(self) -> RankProgress:
-        self._sum_up()
-        position = self.position()
         return RankProgress(
             self._attempt,
             self._before + self.own.documents,
             (self.own.documents, self.own.requests + self.own.failed, self.own.completion_tokens),
-            position.share,
-            position.total,
-            position.unit,
+            self.position(),
             *self._state(),
             sum(client.in_flight for client in self.clients),
-            position.tasks,
         )
 
     def _state(self) -> tuple[str, float, bool]:
@@ -310,21 +249,17 @@ class RankReporter:
         silence = self.silence()
         if silence.lasts:
             return str(silence), silence.seconds, True
-        if not self.clients and self._source is not None and not self._source.handed_over:
+        clients = self.clients
+        if not clients and self._source is not None and not self._source.handed_over:
             return READING, 0.0, False
-        for name, model in self._models.items():
-            client = model.client
-            quiet = model.newest.seconds
-            if (
-                client is not None
-                and quiet >= _SILENCE_SECONDS
-                and client.in_flight + client.pausing
-            ):
-                return f"no answer from {name}".removesuffix(" from "), quiet, False
-            if client is None and model.early and self.clients:
-                return f"{WAITING} of {name}", 0.0, False
-            if not self.clients:
-                return WAITING, 0.0, False
+        quiet = time.monotonic() - self._ended_at
+        if quiet >= _SILENCE_SECONDS and any(one.in_flight + one.pausing for one in clients):
+            return "no answer", quiet, False
+        if not clients:
+            return WAITING, 0.0, False
+        early = next((name for name, number in self._early.items() if number), None)
+        if early is not None:
+            return f"{WAITING} of {early}", 0.0, False
         return "", 0.0, False
 
     # the history ---------------------------------------------------------------------------------
@@ -340,7 +275,6 @@ class RankReporter:
 
     def progress(self) -> history.Progress:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
-        self._sum_up()
         # Copies of the counters: they grow while other threads add them up.
         errors = Counter(self.own.errors)
         own = replace(self.own, errors=errors, tiers=Counter(self.own.tiers))
@@ -348,27 +282,30 @@ class RankReporter:
         for client in self.clients:
             found.in_flight += client.in_flight
             found.waiting += client.waiting
-        found.waiting += sum(model.early for model in self._models.values())
+        found.waiting += self._early.total()
         found.wait = self._wait()
         found.silence = self.silence()
         found.skipped = self.skipped
         return found
 
     def _wait(self) -> Wait:
-        quiet = round(self._newest.seconds, 1)
+        now = time.monotonic()
+        quiet = round(now - self._ended_at, 1)
         all_started = self._source is not None and self._source.is_at_end
         attempts = filter(None, [client.oldest for client in self.clients])
         oldest = min(attempts, key=lambda attempt: attempt.started_at, default=None)
         if oldest is None:
             return Wait(quiet, all_started=all_started)
-        seconds = round(time.monotonic() - oldest.started_at, 1)
+        seconds = round(now - oldest.started_at, 1)
         return Wait(quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started)
 
     def spread(self) -> Spread:
         """Returns a copy of the histograms, because other threads read it later."""
-        self._sum_up()
-        with self._lock:
-            return copy.deepcopy(self._spread)
+        return Spread(
+            milliseconds=self._spread.milliseconds.copy(),
+            prompt_tokens=self._spread.prompt_tokens.copy(),
+            completion_tokens=self._spread.completion_tokens.copy(),
+        )
 
     def last_records(self, completed: bool) -> Sequence[Record]:
         """Returns the end of the attempt. Called before the attempt's error is handled."""

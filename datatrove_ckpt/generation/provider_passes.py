@@ -1,19 +1,18 @@
 """Parked requests: what a rank with ``provider_batches`` does with requests without an answer.
 
-A pass over the input parks them in files (``Parking``). After it, ``ProviderPasses.settle`` uploads
-the files, creates batches, waits, and puts the answers into the request cache. The order of effects
-is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resume.
+A pass over the input parks them in files (``BatchLog``). After it, ``ProviderPasses.settle``
+uploads the files, creates batches, waits, and puts the answers into the request cache. The order of
+effects is in ``checkpoint/batch_log.py``. Then the rank is taken again, which is a resume.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, TypeVar
 
@@ -28,27 +27,22 @@ from datatrove_ckpt.checkpoint.batch_log import (
     attempts_of,
     kept_for_rollout,
 )
-from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.checkpoint.request_cache import Answer, CachedRequest
+from datatrove_ckpt.common import MESSAGES, retrying
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
-    ConfigError,
     ServerRefused,
     WaitsForBatches,
 )
-from datatrove_ckpt.inference.client.answers import RetryableError, Way
-from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.client import Outage
 from datatrove_ckpt.inference.client.provider_batches import (
-    CUSTOM_ID,
     ENDED,
-    MESSAGES,
     UNSENT,
     BatchAnswer,
     BatchProvider,
@@ -63,110 +57,18 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 T = TypeVar("T")
 
-MOST_REQUESTS = 50_000  # of a batch
-_SIZES = 1000  # of batches in Anthropic's form, which are found by their size
-MOST_BYTES = 190_000_000
 POLL_SECONDS = 60.0
 LIST_LAG_SECONDS = 60.0
 """A batch that was created may be missing in the provider's list for so long, and a file that was
 uploaded may not be found.
 """
 LOOK_SECONDS = 5.0
-_BLOCK_BYTES = 1 << 18
-_BACKLOG_BYTES = 1 << 26
-_BACKLOG_SECONDS = 0.05
 _ROWS = 500
 _FAILURES = 5  # for the wait after one
 _SHOWN = 2000
 _SHOWN_ID = 100
 _NO_LINE = "the batch has no line for this request"
 _FULL = "token_limit_exceeded"
-_RARER = 4  # the next look at incomplete answers, which reads all
-
-
-@dataclass
-class _RequestFile:
-    number: int
-    model: str
-    path: str
-    most: int
-    requests: int = 0
-    size: int = 0
-    block: bytearray = field(default_factory=bytearray)
-
-
-class Parking:
-    """The files of requests of one pass. On the event loop. A pass that is cut off leaves none.
-
-    Args:
-        run: digest of the run's identity.
-        next_number: of the first new batch.
-    """
-
-    def __init__(self, checkpoint: OpenCheckpoint, run: str, next_number: int) -> None:
-        self._checkpoint = checkpoint
-        self.run = run
-        self._next_number = next_number
-        self._files: list[_RequestFile] = []
-        self._open: dict[tuple[str, str], _RequestFile] = {}
-        # Two counters, each written by one thread only.
-        self._handed_over = 0
-        self._written = 0
-
-    async def wait_for_storage(self) -> None:
-        while self._handed_over - self._written > _BACKLOG_BYTES:  # noqa: ASYNC110 (rare)
-            await asyncio.sleep(_BACKLOG_SECONDS)
-
-    def park(
-        self, model: str, slot: ChunkSlot, key: AnswerKey, attempt: int, way: Way, body: AnyBody
-    ) -> None:
-        """Raises:
-        ConfigError: a batch cannot have this request.
-        """
-        if way.path.startswith("/") or way.extras:
-            raise ConfigError(
-                "provider_batches: a batch has requests to paths below /v1, without extra_headers "
-                "and extra_query."
-            )
-        path = f"/v1/{way.path}"
-        content = b"".join(body) if isinstance(body, Body) else body
-        request_id = RequestId(slot.chunk.index, slot.ordinal, key, attempt)
-        most = MOST_REQUESTS
-        if path == MESSAGES:
-            before = b'","params":'
-            most -= secrets.randbelow(min(most, _SIZES))
-        else:
-            before = b'","method":"POST","url":"%s","body":' % path.encode()
-        line = b"%s%s%s%s}\n" % (CUSTOM_ID, str(request_id).encode(), before, content)
-        file = self._open.get((model, path))
-        if file is None or file.requests >= file.most or file.size + len(line) > MOST_BYTES:
-            file = self._open[model, path] = _RequestFile(self._next_number, model, path, most)
-            self._files.append(file)
-            self._next_number += 1
-        file.block += line
-        file.size += len(line)
-        file.requests += 1
-        if len(file.block) >= _BLOCK_BYTES:
-            self._hand_over(file)
-
-    def finish(self) -> None:
-        for file in self._files:
-            self._hand_over(file)
-            self._checkpoint.change_later(partial(self._filled, file))
-
-    def _filled(self, file: _RequestFile, rank: RankFiles) -> None:
-        rank.batches.filled(file.number, file.model, file.path, file.requests, self.run)
-
-    def _hand_over(self, file: _RequestFile) -> None:
-        block = bytes(file.block)
-        file.block.clear()
-        self._handed_over += len(block)
-
-        def write(rank: RankFiles) -> None:
-            rank.batches.write(file.number, block)
-            self._written += len(block)
-
-        self._checkpoint.change_later(write)
 
 
 async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
@@ -213,7 +115,6 @@ class ProviderPasses:
 
     Args:
         configs: of the rank's models, by name.
-        run: digest of the run's identity.
         no_wait: end with ``WaitsForBatches`` once all batches are created.
         watch: what runs beside a wait: progress, the job's time limit.
     """
@@ -221,7 +122,6 @@ class ProviderPasses:
     _configs: Mapping[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
     _shutdown: Shutdown
-    _run: str
     _no_wait: bool
     _watch: Callable[[], list[asyncio.Task[None]]]
 
@@ -229,21 +129,17 @@ class ProviderPasses:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
         self._unknown_since: dict[int, float] = {}
         self._undecided: set[int] = set()
-        self._next_look: dict[int, float] = {}
         self._outage: Outage | None = None
 
-    async def parking(self) -> Parking:
-        number = await self._change(lambda rank: rank.batches.next_number)
-        return Parking(self._checkpoint, self._run, number)
-
     async def settle(self) -> bool:
-        """Returns when no batch is open: whether there was one.
+        """Sends the requests that are parked. Returns when no batch is open: whether there was one.
 
         Raises:
             Preempted: a stop was requested. Batches stay at the provider.
             WaitsForBatches: see ``no_wait``.
             ServerRefused, ServerUnavailable: the provider fails.
         """
+        await self._change(lambda rank: rank.batches.filled())
         if not await self._open():
             return False
         working = asyncio.create_task(self._settle())
@@ -310,7 +206,7 @@ class ProviderPasses:
     async def _advance(self, batch: Batch) -> bool:
         """Does the next effect. Returns False if that is for later."""
         config = self._configs.get(batch.model)
-        parks = config is not None and config.provider_batches and batch.run == self._run
+        parks = config is not None and config.provider_batches and batch.run == self._checkpoint.run
         if batch.state in ("filled", "uploaded") and not parks:
             await self._note(batch, "dropped")  # settings or code have changed since
             return True
@@ -342,8 +238,6 @@ class ProviderPasses:
                 return False
         if remote.status == "failed" and not (remote.files and remote.lines):
             return await self._refused(batch, remote)
-        if unix_seconds() < self._next_look.get(batch.number, 0.0):
-            return False
         return await self._collect(provider, batch, remote)
 
     async def _send(self, provider: BatchProvider, batch: Batch) -> bool:
@@ -423,10 +317,8 @@ class ProviderPasses:
         if batch.state != "incomplete":
             logger.warning(f"{missing}The run waits for the rest.")
             await self._note(batch, "incomplete")
-        waited = unix_seconds() - batch.at
         patience = self._configs[batch.model].server_patience_seconds
-        self._next_look[batch.number] = batch.at + min(_RARER * waited, patience)
-        return waited < patience
+        return unix_seconds() - batch.at < patience
 
     async def _refused(self, batch: Batch, remote: RemoteBatch) -> bool:
         """A batch that failed as a whole has cost nothing."""
@@ -524,21 +416,15 @@ def _put(rows: list[CachedRequest], rank: RankFiles) -> None:
 
 
 def _fail_others(batch: Batch, found: set[RequestId], rank: RankFiles) -> None:
-    path = rank.batches.path(batch.number)
-    if not path.exists():  # another node has it
-        return
     rows = []
-    with path.open("rb") as lines:
-        for line in lines:
-            name, _, _ = line.removeprefix(CUSTOM_ID).partition(b'"')
-            request = RequestId.parse(name.decode())
-            if request is None or request in found:
-                continue
-            # An earlier look may have saved its answer.
-            answer = rank.cache.answers(request.ordinal).get(request.key)
-            if answer is None or attempts_of(answer) < request.attempt:
-                failure = kept_for_rollout(FAILURE, _NO_LINE, request.attempt, batch.run)
-                rows.append(request.row(failure))
+    for request in rank.batches.requests(batch.number):
+        if request in found:
+            continue
+        # An earlier look may have saved its answer.
+        answer = rank.cache.answers(request.ordinal).get(request.key)
+        if answer is None or attempts_of(answer) < request.attempt:
+            failure = kept_for_rollout(FAILURE, _NO_LINE, request.attempt, batch.run)
+            rows.append(request.row(failure))
     _put(rows, rank)
     rank.sync()
 

@@ -39,7 +39,7 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
-from datatrove_ckpt.generation.failures import Failures, TakenLetters, next_retry, offer_skipping
+from datatrove_ckpt.generation.failures import Failures, next_retry, offer_skipping, taken_letters
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
@@ -170,7 +170,7 @@ class _Run:
             logger.info(f"Task {rank}: there are no dead letters to retry.")
             fill_stats(step.stats, sum_rank(rank, root), rank_folder(root, rank))
         else:
-            self._take_in_passes(retry.documents(), retry.root, retry.prefix)
+            self._take_in_passes(retry, retry.root, retry.prefix)
 
     def _take_in_passes(self, data: Iterable[Document], root: Path, prefix: str = "") -> None:
         """Takes the rank again with the input read anew, until no request waits for a batch."""
@@ -236,7 +236,7 @@ class _Run:
             lease = found.take(check_moved, old)
         output = ChunkOutput(output_folder, lease, step.hub_pace)
         checkpoint = OpenCheckpoint(manager, lease, output)
-        return self._process(data, checkpoint, others, output, identity.digest)
+        return self._process(data, checkpoint, others, output)
 
     def _open_mirror(self, folder: Path, identity: RunIdentity) -> RemoteMirror | None:
         """Returns what copies a rank's folder from now on; None without a mirror.
@@ -299,7 +299,6 @@ class _Run:
         checkpoint: OpenCheckpoint,
         others: Done,
         output: ChunkOutput,
-        identity: str,
     ) -> bool:
         """Returns whether requests were parked, so that another pass must follow."""
         step = self.step
@@ -319,7 +318,7 @@ class _Run:
                 output.prepare(types)
             shutdown.check()
             trial = WriterTrial(step.output_writer, types)
-            main = self._generate(data, checkpoint, progress, output.names, trial, identity)
+            main = self._generate(data, checkpoint, progress, output.names, trial)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
@@ -365,7 +364,7 @@ class _Run:
             models,
             self.rank,
             sender,
-            progress.of(config).outages.append,
+            progress.outages.append,
         )
 
     async def _generate(
@@ -375,7 +374,6 @@ class _Run:
         progress: RankReporter,
         names: FileNames,
         trial: WriterTrial,
-        identity: str,
     ) -> bool:
         step = self.step
         rank = self.rank
@@ -390,12 +388,12 @@ class _Run:
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             passes = ProviderPasses(
-                step.models, checkpoint, preemption.shutdown, identity, step.no_wait, watch
+                step.models, checkpoint, preemption.shutdown, step.no_wait, watch
             )
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-        taken = TakenLetters(self.root, rank)
+        taken = taken_letters(self.root, rank)
         failures = Failures(step, checkpoint.resumed.finished.dead, taken)
         documents = self._open_source(data, failures.keep_as_read)
         shared_host = shared_servers()
@@ -417,7 +415,7 @@ class _Run:
                     trial=trial if failures.are_kept else None,
                     drop_media=media_dropper(step.rollout_fn, step.output_writer),
                     media=servers.media,
-                    parking=await passes.parking() if passes is not None else None,
+                    has_batches=self.has_batches,
                 )
                 await scheduler.run(documents)
                 ends_well = True
@@ -434,9 +432,7 @@ class _Run:
                 documents.close()
         if scheduler.parked:
             assert passes is not None
-            assert scheduler.parking is not None
             progress.waits_for_batches = True
-            scheduler.parking.finish()
             await passes.settle()
         return scheduler.parked > 0
 

@@ -46,9 +46,6 @@ _UNDESCRIBED = 2
 """Version where the code could not be described, up to version 5."""
 _SHOWN_CHARACTERS = 2000
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
-_BYTECODE_NOTE = (
-    "without its source, code is compared by its bytecode, which differs between Python versions"
-)
 
 
 @dataclass(frozen=True)
@@ -138,13 +135,9 @@ def code_of(thing: object) -> dict[str, str]:
     if not fields:
         return {}
     python = ""
-    if any(map(_is_bytecode, fields.values())):
+    if any(str(value).startswith("bytecode ") for value in fields.values()):
         python = f" in {sys.implementation.cache_tag}"
     return {f"code{python}": digest(repr(sorted(fields.items())))}
-
-
-def _is_bytecode(value: object) -> bool:
-    return str(value).startswith("bytecode ")
 
 
 def _is_of_pipeline(thing: object) -> bool:
@@ -204,9 +197,6 @@ def run_identity(
     }
     version = {"identity_version": code.version}
     notes = {name: note for name, note in code.made.notes.items() if name in code.fields}
-    for name, value in code.fields.items():
-        if _is_bytecode(value):
-            notes[name] = _BYTECODE_NOTE
     notes[OUTPUT_FOLDER] = "a task is running: stop the run before its output is moved"
     fields = {**version, **_fields_of_models(models), **code.fields, **output}
     if b'"extra_body":' in orjson.dumps(fields):

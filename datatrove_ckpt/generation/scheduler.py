@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from datatrove.data import Document
 from loguru import logger
@@ -42,7 +42,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import Failures, RetriedDocument
-from datatrove_ckpt.generation.generate import Answers, Drain, Model, Parked, Requests
+from datatrove_ckpt.generation.generate import Answers, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
@@ -52,14 +52,11 @@ from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.output.documents import encode_finished, is_plain
 from datatrove_ckpt.output.writer_trial import WriterTrial
-from datatrove_ckpt.process.event_loop import call_soon, end_fork
+from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.generation.provider_passes import Parking
 
 # How many documents may be in work at once: as many as have places for their requests, and a few
 # more, so that there is a choice for each server. Rollouts that do other work between requests need
@@ -168,8 +165,10 @@ Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
 """Starts a model's servers; yields a client, and a coroutine function that raises when they die."""
 
 
-# Room on the disk may come back without any progress of this rank.
-_LOOK_AGAIN_SECONDS = 5.0
+# How often the loop looks at what other threads do for the rank. Being told of each change would
+# cost more: the disk writes hundreds of groups in a second.
+_LOOK_SECONDS = 0.01
+_SHORTEST_LOOK_SECONDS = 0.001  # of a small task, whose commits take milliseconds
 _MANY = 100  # documents of which one at least should be kept
 
 
@@ -189,7 +188,7 @@ class Scheduler:
     shutdown: Shutdown
     check_document: Callable[[Document, int], None]
     media: ByteBudget
-    parking: Parking | None = None
+    has_batches: bool = False
     trial: WriterTrial | None = None
     drop_media: Callable[[Document], None] | None = None
 
@@ -203,17 +202,13 @@ class Scheduler:
         self._takes_usual = False  # not known yet
         self._document_limit = DocumentLimit(first, *others, media=self.media)
         self._server_needed = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self.documents = DocumentTasks()
-        self.drain = Drain(self.documents)
+        self.waiting = 0  # documents that wait for an answer
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self._completed: asyncio.Future[None] = self._loop.create_future()
         self.models = {
             name: Model(
                 config,
-                self.observer.of(config),
                 self._loop.create_future(),
                 usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
@@ -221,8 +216,7 @@ class Scheduler:
             for name, config in self.step.models.items()
         }
         self.model = next(iter(self.models.values()))
-        self._change: asyncio.Future[None] = self._loop.create_future()
-        self._storage_free: asyncio.Future[None] = self._loop.create_future()
+        self._storage_free = asyncio.Event()
 
     async def run(self, documents: DocumentSource) -> None:
         """Returns when every document is committed, or ``parked``.
@@ -231,41 +225,39 @@ class Scheduler:
             BaseExceptionGroup: the first failure, and perhaps others that followed from it. The
                 failure is ``Preempted`` if a stop was requested.
         """
-        self.checkpoint.on_change = lambda: call_soon(self._loop, self._changed)
         self.observer.reading(documents)
         if self.checkpoint.resumed.interrupted:
             # The server loads its model while a reader that cannot seek counts documents.
             self._server_needed.set()
         async with asyncio.TaskGroup() as background:
-            serving = {
-                background.create_task(self._serve(model)): model for model in self.models.values()
-            }
+            serving = [background.create_task(self._serve(model)) for model in self.models.values()]
             watching = [
-                background.create_task(self._watch_checkpoint()),
-                background.create_task(stop_when_requested(self, [*serving])),
-                background.create_task(self.shutdown.failed()),
+                background.create_task(self._watch()),
+                background.create_task(stop_when_requested(self, serving)),
             ]
             await self._run_documents(documents)
             await self._save(documents)
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self.has_ended = True
-            self._completed.set_result(None)  # ends ``_serve`` of servers that are ready
-            for task, model in serving.items():
-                if not model.client.done():
-                    task.cancel()
-            for task in watching:
+            for task in (*serving, *watching):
                 task.cancel()
 
     async def _run_documents(self, documents: DocumentSource) -> None:
         # An error that ends a wait must abort before any document is cancelled.
         try:
             await self._admit_all(documents)
+            if documents.error is not None:
+                self.shutdown.fail(documents.error)
+                await wait_until_cancelled()
             self.all_started = True
             host = host_loop()
             if host is not None:
                 host.has_admitted = True
-            await self._idle.wait()
+            while self.documents:
+                await asyncio.wait([*self.documents.values()])
+            if self.shutdown.has_failed:
+                await wait_until_cancelled()
         except BaseException:
             self.shutdown.abort()
             raise
@@ -276,11 +268,13 @@ class Scheduler:
         if self.parked:
             self.checkpoint.hurry()
             while self.checkpoint.publishing:
-                await self.next_change()
+                await self.next_look()
         else:
             self.checkpoint.end_of_input(documents.shard())
+            seconds = _SHORTEST_LOOK_SECONDS
             while not self.checkpoint.all_committed:
-                await self.next_change()
+                await asyncio.sleep(seconds)
+                seconds = min(2 * seconds, _LOOK_SECONDS)
 
     async def _admit_all(self, documents: DocumentSource) -> None:
         async for batch in documents.batches(self.checkpoint.resumed):
@@ -292,13 +286,11 @@ class Scheduler:
                     self._look_at_first(source.document)
                     self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
-                    await self.next_change(_LOOK_AGAIN_SECONDS)
+                    await self.next_look()
                 await self._document_limit.acquire(source.size)
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
-                if not self.documents:
-                    self._idle.clear()
                 work = self._process(source, slot)
                 self.documents[slot.ordinal] = self._loop.create_task(work)
 
@@ -320,50 +312,36 @@ class Scheduler:
         await self._server_needed.wait()
         try:
             async with self.connect(model.config) as (client, watch):
-                model.observer.serving(client)
+                self.observer.serving(client)
                 self._document_limit.follow(model.config, client.servers.router, client.sender)
                 model.client.set_result(client)
-                watching = asyncio.ensure_future(watch())
-                try:
-                    await asyncio.wait(
-                        [watching, self._completed], return_when=asyncio.FIRST_COMPLETED
-                    )
-                    if not self._completed.done():
-                        await watching  # raises
-                finally:
-                    watching.cancel()
-                    await asyncio.gather(watching, return_exceptions=True)
+                await watch()  # raises when they die
         except CkptError as error:
             named(error, model.config.name)
-            if self._completed.done() or isinstance(error, CheckpointError):
+            if isinstance(error, CheckpointError):
                 raise
             model.is_dead = True
             self.shutdown.fail(error)
-            self.drain.check_soon()
             await wait_until_cancelled()
 
-    async def _watch_checkpoint(self) -> None:
+    async def _watch(self) -> NoReturn:
+        """Raises the failure of the rank, once its drain is over."""
         while True:
             self.checkpoint.raise_failure()
-            await self.next_change()
+            if self.shutdown.aborted and self.shutdown.failure is not None:
+                raise self.shutdown.failure
+            if not self.checkpoint.congested:
+                self._storage_free.set()
+            await self.next_look()
 
-    def _changed(self) -> None:
-        change = self._change
-        self._change = self._loop.create_future()
-        change.set_result(None)
-        if not self.checkpoint.congested:
-            free = self._storage_free
-            self._storage_free = self._loop.create_future()
-            free.set_result(None)
-
-    async def next_change(self, at_most_seconds: float | None = None) -> None:
-        """Waits until the checkpoint has made progress or has failed."""
-        await asyncio.wait([self._change], timeout=at_most_seconds)
+    async def next_look(self) -> None:
+        await asyncio.sleep(_LOOK_SECONDS)
 
     async def wait_for_storage(self) -> None:
-        # next_change would wake thousands of waiting requests every few milliseconds.
+        # next_look would wake thousands of waiting requests every few milliseconds.
         while self.checkpoint.congested:
-            await asyncio.shield(self._storage_free)
+            self._storage_free.clear()
+            await self._storage_free.wait()
 
     # one document --------------------------------------------------------------------------------
 
@@ -386,10 +364,6 @@ class Scheduler:
             # A callback of the task would take a turn of the event loop of its own.
             self.documents.pop(slot.ordinal, None)
             self._document_limit.release(source.size)
-            if self.drain.is_active:
-                self.drain.check_soon()
-            if not self.documents and not self.shutdown.has_failed:
-                self._idle.set()
 
     async def _run_document(self, source: SourceDocument, slot: ChunkSlot) -> Finished:
         document = source.document
@@ -397,7 +371,7 @@ class Scheduler:
         if isinstance(document, RetriedDocument):
             answers.is_suspect = document.letter["kind"] == RequestFailed.__name__
         requests = [Requests(self, answers, index) for index in self._rollouts]
-        taken = self.failures.taken.get(document, source.id, slot.ordinal)
+        taken = self.failures.taken_letter(source, slot.ordinal)
         if taken is not None:
             return answers.finished("dead", source.fingerprint, taken)
         try:
@@ -452,11 +426,12 @@ class Scheduler:
         Any other CancelledError of a rollout is a failure of the document. ``Task.cancelling``
         cannot separate the cases: in Python 3.11 a TaskGroup in the rollout leaves it raised.
         """
+        self.checkpoint.raise_failure()
         if self.shutdown.aborted:
             raise asyncio.CancelledError
         if answers.failure is not None:
             raise answers.failure
-        if self.parking is not None and answers.parked and answers.is_repeatable(self.parking.run):
+        if answers.parked and answers.is_repeatable:
             raise Parked
 
     def _not_repeatable(self) -> ConfigError:
@@ -540,6 +515,7 @@ class DocumentTasks(dict[int, asyncio.Task[None]]):
 #
 
 _PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
+_GRACE_SECONDS = 2.0  # for rollouts that compute or sleep
 
 
 async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[None]]) -> NoReturn:
@@ -560,57 +536,55 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     clients = [model.client.result() for model in models]
     in_flight = sum(client.in_flight for client in clients)
     if not clients:
-        _cancel(serving)  # a model may need minutes to load
+        for task in serving:  # a model may need minutes to load
+            task.cancel()
     elif shutdown.failure is None or in_flight:
         why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
-        if shutdown.cause:
-            hurried_by = shutdown.hurried_by
-        else:
-            hurried_by = shutdown.hurried_by.replace("second ", "")
         logger.warning(
             f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
-            f"answered; {hurried_by} ends the wait at once."
+            "answered; a further signal, or cancellation, ends the wait at once."
         )
     own = rank.observer.own
     lost = own.lost
-    cancelled = sum(client.cancelled for client in clients)
     # 1. Requests in flight are answered, and complete chunks published, until the deadline.
     try:
         shutdown.late = not await shutdown.wait_for(_drained(rank, models))
         if shutdown.parent is not None:
             shutdown.parent.late |= shutdown.late
-    except asyncio.CancelledError:  # the caller's loop ends, and cancels all its tasks
-        shutdown.given_up = sum(client.in_flight + client.cancelled for client in clients)
-        shutdown.given_up += own.lost - lost - cancelled
-        raise
-    shutdown.given_up = sum(client.in_flight for client in clients) + own.lost - lost
+    finally:
+        in_flight = sum(client.in_flight for client in clients)
+        shutdown.given_up = in_flight + own.lost - lost
     # 2. Other documents end unrecorded. The state comes first: a cancelled rollout is no failure.
     shutdown.abort()
     if shutdown.failure is not None:
-        await shutdown.failed()
-    if clients:  # else they were cancelled above
-        _cancel(serving)
+        raise shutdown.failure
+    for task in serving:
+        task.cancel()
     await rank.documents.end(shutdown.is_fast)
     # 3. Everything handed over is written, the mirror gets its last version, and the rank is
     # released.
     with shutdown.closing():
         await asyncio.wait(serving)
-        checkpoint.on_change = lambda: None  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close, False, rank.observer.last_records)
     # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()
 
 
-def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-
-
 async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     rank.checkpoint.hurry()
-    await rank.drain.until_over(models)
+    # Over when no request is in flight, none is sent any more, and every document waits for one.
+    # Twice: an answer that has just come still has to be passed to its rollout.
+    quiet = 0.0
+    while quiet < _GRACE_SECONDS:
+        await rank.next_look()
+        if any(model.client.result().in_flight and not model.is_dead for model in models):
+            quiet = 0.0
+        elif quiet and rank.waiting == len(rank.documents):
+            break
+        else:
+            quiet += _LOOK_SECONDS
     with suppress(TimeoutError):  # an upload may take minutes; its chunk's journal is safe
         async with asyncio.timeout(_PUBLISH_WAIT_SECONDS):
             while rank.checkpoint.publishing:
-                await rank.next_change()
+                await rank.next_look()

@@ -30,7 +30,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import Veil, environment_secrets, is_surely_secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.code_description import cells, is_importable
+from datatrove_ckpt.generation.code_description import cells
 from datatrove_ckpt.generation.code_statements import loaded_names
 from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
 
@@ -118,10 +118,12 @@ def say_missing(*things: object, sent: bool) -> None:
     if sent:
         along = {*own_modules(), "datatrove", "datatrove_ckpt"}
     paths = [Path(entry).resolve() for entry in sys.path]
-    modules = {
-        thing.__name__ if isinstance(thing, types.ModuleType) else _module_of(thing)
-        for thing in things
-    }
+    modules = set()
+    for thing in things:
+        if isinstance(thing, functools.partial):
+            thing = thing.func
+        field = "__name__" if isinstance(thing, types.ModuleType) else "__module__"
+        modules.add(str(getattr(thing, field, "")))
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
     for name in sorted(tops - along):
         if not (places := places_of(name)):
@@ -139,16 +141,6 @@ def say_missing(*things: object, sent: bool) -> None:
                 "script alone. The tasks find it if they have it, too: `export "
                 f"PYTHONPATH={folder}` before you submit, or install the module."
             )
-
-
-def _module_of(thing: object) -> str:
-    if isinstance(thing, functools.partial):
-        return _module_of(thing.func)
-    if isinstance(thing, type | types.FunctionType):
-        owner = thing
-    else:
-        owner = type(thing)
-    return str(owner.__module__)
 
 
 @contextmanager
@@ -189,6 +181,7 @@ class _Look:
         self._name = name
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
         self._places: dict[int, str] = {}
+        self._functions: dict[int, types.FunctionType] = {}
         self._variables = environment_secrets(is_surely_secret)
 
     def pickle(self, value: object) -> None:
@@ -204,6 +197,9 @@ class _Look:
             pickler.dump(value)
 
     def _look(self, thing: Any) -> None:
+        # The code of a function that is not written by its name; functions may share it.
+        if function := self._functions.get(id(thing)):
+            self._check(function.__qualname__, _variables(function))
         if id(thing) in self._objects:
             return
         self._objects[id(thing)] = thing
@@ -214,8 +210,7 @@ class _Look:
             if thing.get("__name__") not in sys.modules:
                 self._check(place, thing)
         elif isinstance(thing, types.FunctionType):
-            if not is_importable(thing):
-                self._check(thing.__qualname__, _variables(thing))
+            self._functions[id(thing.__code__)] = thing
             script = vars(sys.modules["__main__"])
             if thing.__globals__ is script:
                 used = loaded_names(thing.__code__) & script.keys()

@@ -18,6 +18,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
 from datatrove_ckpt.common.declared import Count, NotNegative, Seconds, check
+from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.config.inference_config import Nodes
@@ -33,7 +34,6 @@ from datatrove_ckpt.generation.run_identity import (
     run_identity,
 )
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads

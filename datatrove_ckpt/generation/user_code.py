@@ -68,7 +68,8 @@ def no_exit(who: str, shutdown: Shutdown) -> Iterator[None]:
 
 
 def name_of(function: object) -> str:
-    function = getattr(function, "func", function)  # of a partial
+    while isinstance(function, partial):
+        function = function.func
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
@@ -304,14 +305,11 @@ def _check_call(rollout_fn: Rollout, shared: Shared, complete: bool) -> None:
 
 
 def _shown(rollout_fn: Rollout) -> str:
-    inner: object = rollout_fn
-    while isinstance(inner, partial):
-        inner = inner.func
-    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    name = name_of(rollout_fn)
     try:
         parameters = list(inspect.signature(rollout_fn).parameters.values())
     except (TypeError, ValueError):
-        return str(name)
+        return name
     return f"{name}{inspect.Signature([one.replace(annotation=one.empty) for one in parameters])}"
 
 

@@ -17,10 +17,10 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import (
     JobChanges,
-    RankWork,
+    RankState,
     RunIdentity,
     compare,
-    compare_kept,
+    compare_runs,
     job_content,
     name_tasks,
     parse_run,
@@ -37,10 +37,10 @@ from datatrove_ckpt.checkpoint.layout import (
     rank_folder,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
 from datatrove_ckpt.mirror.manifests import Manifest, Versions
-from datatrove_ckpt.mirror.object_store import ObjectStore
 
 _MAX_BYTES = 2**26
 _THREADS = 32
@@ -138,23 +138,21 @@ def _compare(
     ]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
-        manifests = {
+        kept = {
             rank: manifest
             for rank, manifest in zip(ranks, found, strict=True)
             if manifest is not None
         }
 
-    def work(rank: int) -> RankWork:
-        manifest = manifests[rank]
-        holds_work = bool(manifest.answers) or any(
-            name in (BATCHES, COMMITS) or is_journal(name) for name in manifest.files
-        )
+    def state_of(rank: int) -> RankState:
+        manifest = kept[rank]
+        names = [name for name in manifest.files if name in (BATCHES, COMMITS) or is_journal(name)]
         # It is unknown whether a process works on the rank: the run is stopped before its output
         # moves.
-        return RankWork(holds_work, manifest.finished, is_live=False)
+        return RankState(bool(manifest.answers or names), manifest.finished, is_live=False)
 
-    runs = {rank: manifest.run for rank, manifest in manifests.items()}
-    return job, compare_kept(runs, work, job, identity, only_tasks)
+    runs = {rank: manifest.run for rank, manifest in kept.items()}
+    return job, compare_runs(runs, state_of, job, identity, only_tasks)
 
 
 def newest_manifest(url: str) -> Manifest | None:

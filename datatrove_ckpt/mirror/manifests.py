@@ -20,12 +20,22 @@ makes the second copy without a transfer.
 so their new bytes become a new object, and so do new answers of unfinished documents. Then the
 manifest completes the version, and objects that the last three versions do not need are removed. A
 kill leaves the previous version intact, and unneeded objects for the next process to remove.
+
+Versions are sealed with a key that is only in the environment, if there is one. A seal is an
+HMAC-SHA256 of the manifest, the name of the version and the rank's place on the
+mirror. So without the key no manifest can be made, changed, renumbered, or moved to another rank. A
+sealed manifest names the SHA-256 of each object, because xxh128 is not cryptographic.
+
+A writer can still remove versions, so that an older sealed version is the newest; only a node that
+still has its folder notices. A writer can also stop a run by claiming the mirror.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
+import hmac
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -46,6 +56,7 @@ from datatrove_ckpt.checkpoint.layout import (
     RETRY_INPUT,
     SHARD,
     is_journal,
+    retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
@@ -55,10 +66,10 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     has_right_types,
 )
+from datatrove_ckpt.common.object_store import ObjectStore, needs_bucket
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import Fenced
-from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
-from datatrove_ckpt.mirror.sealing import Seal, without_seal
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, Fenced, printable
 
 T = TypeVar("T")
 
@@ -125,6 +136,11 @@ class Part:
     size: int
     xxh128: str
     sha256: str = ""
+
+    def is_whole(self, data: bytes) -> bool:
+        if len(data) != self.size or xxhash.xxh3_128_hexdigest(data) != self.xxh128:
+            return False
+        return not self.sha256 or hashlib.sha256(data).hexdigest() == self.sha256
 
     def to_json(self) -> dict[str, str | int]:
         return {name: value for name, value in asdict(self).items() if value or name != "sha256"}
@@ -291,10 +307,100 @@ class Damaged(Exception):
     """A manifest is damaged, or both copies of an object are missing or damaged."""
 
 
+# seals ------------------------------------------------------------------------------------------
+
+_LEAST_CHARACTERS = 16
+_SEALED = re.compile(rb'(?s)(\{.*),"hmac":"([0-9a-f]{64})"\}')
+
+
+class Seal:
+    """Adds and checks the seals of one rank's versions. Without a key it adds none.
+
+    Args:
+        url: URL of the rank's folder on the remote.
+
+    Raises:
+        ConfigError: the key is too short.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        parents, _, folder = url.rstrip("/").rpartition("/")
+        parent = parents.rpartition("/")[2]
+        # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
+        self._place = folder
+        if retry_number(parent) is not None:
+            self._place = f"{parent}/{folder}"
+        self._key: Secret | None = None
+        if MIRROR_KEY_VARIABLE in os.environ:
+            self._key = Secret(os.environ[MIRROR_KEY_VARIABLE])
+        self.is_on = self._key is not None
+        """Whether there is a key."""
+        if self._key is not None and len(self._key.reveal()) < _LEAST_CHARACTERS:
+            raise ConfigError(
+                f"{MIRROR_KEY_VARIABLE}: a key has at least {_LEAST_CHARACTERS} characters "
+                "(`openssl rand -hex 32` makes one). Unset the variable to mirror without a key."
+            )
+
+    def add(self, name: str, body: bytes) -> bytes:
+        """Returns the manifest's JSON with its seal, if there is a key.
+
+        ``name``: of the version's object.
+        """
+        if self._key is None:
+            return body
+        return b'%s,"hmac":"%s"}' % (body[:-1], self._digest(name, body).encode())
+
+    def check(self, name: str, body: bytes) -> None:
+        """Checks a manifest that is about to be trusted.
+
+        Raises:
+            CheckpointCorrupt: it has no seal, or another one, and there is a key.
+            ConfigError: it has a seal, and there is no key.
+        """
+        sealed = _SEALED.fullmatch(body)
+        which = f"{self._url}/{name}"
+        if self._key is None:
+            if sealed is not None:
+                raise ConfigError(
+                    f"{MIRROR_KEY_VARIABLE} is not set, but {which} is sealed with a key. Export "
+                    "the key where the tasks run. To go on without a key, remove the mirror, and "
+                    "continue from the local folder."
+                )
+        elif sealed is None:
+            raise CheckpointCorrupt(
+                f"{which} is not sealed, although {MIRROR_KEY_VARIABLE} is set: anybody who can "
+                "write to the mirror may have made it. If it was made before you had a key, and "
+                "you trust it, start once without the key, and then with it: what is uploaded "
+                "from then on is sealed. Otherwise remove this version."
+            )
+        elif not hmac.compare_digest(self._digest(name, sealed[1] + b"}").encode(), sealed[2]):
+            raise CheckpointCorrupt(
+                f"{which} is not sealed with the key in {MIRROR_KEY_VARIABLE}, or not for this "
+                "task and version: it was made with another key, changed, or moved there. Set the "
+                "key that made it, or remove this version."
+            )
+
+    def _digest(self, name: str, body: bytes) -> str:
+        assert self._key is not None
+        message = f"datatrove-ckpt mirror 1\n{self._place}\n{name}\n".encode() + body
+        return hmac.digest(self._key.reveal().encode(), message, "sha256").hex()
+
+
+def without_seal(body: bytes) -> bytes:
+    sealed = _SEALED.fullmatch(body)
+    if sealed is None:
+        return body
+    return sealed[1] + b"}"
+
+
+# versions ---------------------------------------------------------------------------------------
+
+
 class Versions:
     def __init__(self, url: str) -> None:
-        self._store = ObjectStore(url)
-        self.url = self._store.url
+        self.store = ObjectStore(url)
+        self.url = self.store.url
         self._seal = Seal(self.url)
 
     def listing(self) -> tuple[list[Ownership], list[Version]]:
@@ -304,7 +410,7 @@ class Versions:
         """
         ownerships: list[Ownership] = []
         versions: list[Version] = []
-        for match in filter(None, map(_NAME.fullmatch, self._store.names())):
+        for match in filter(None, map(_NAME.fullmatch, self.store.names())):
             if match[1] == Ownership.kind:
                 ownerships.append(Ownership(int(match[2]), match[3]))
             else:
@@ -314,14 +420,6 @@ class Versions:
     def all_versions(self) -> list[Version]:
         """Oldest first."""
         return self.listing()[1]
-
-    def write_ownership(self, ownership: Ownership, owner: Json) -> None:
-        """Makes this process the owner: every earlier owner stops when it sees the object."""
-        self._store.put(ownership.file, orjson.dumps({"host": owner["host"], "pid": owner["pid"]}))
-
-    def owner_text(self, ownership: Ownership) -> str:
-        content = self._store.read(ownership.file, _MAX_OWNERSHIP_BYTES) or b"unknown"
-        return "".join(filter(str.isprintable, content.decode(errors="replace")))[:300]
 
     def newest(
         self, versions: list[Version], use: Callable[[Version], T], problems: list[str]
@@ -348,7 +446,7 @@ class Versions:
             VersionMismatch: a newer version of this program wrote it. Older ones lack work, so none
                 of them is tried.
         """
-        body = unseal(self._store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
+        body = unseal(self.store.read(version.file, _MAX_MANIFEST_BYTES) or b"")
         if body is None:
             raise Damaged("its manifest is damaged")
         if trusted:
@@ -356,14 +454,11 @@ class Versions:
         return Manifest.from_json(without_seal(body), f"{self.url}/{version.file}")
 
     def write_manifest(self, version: Version, manifest: Manifest, when: str) -> None:
-        self._store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
-
-    def remove(self, name: str) -> None:
-        self._store.delete(name)
+        self.store.put(version.file, seal(self._seal.add(version.file, manifest.to_json(when))))
 
     def put_object(self, name: str, data: bytes) -> Part:
-        self._store.put(f"objects/{name}", data)
-        self._store.copy(f"objects/{name}", f"copies/{name}", data)
+        self.store.put(f"objects/{name}", data)
+        self.store.copy(f"objects/{name}", f"copies/{name}", data)
         strong = ""
         if self._seal.is_on:
             strong = hashlib.sha256(data).hexdigest()
@@ -376,8 +471,8 @@ class Versions:
             Damaged: neither is.
         """
         for folder in ("objects", "copies"):
-            data = self._store.read(f"{folder}/{part.name}", part.size)
-            if data is not None and _is_part(data, part):
+            data = self.store.read(f"{folder}/{part.name}", part.size)
+            if data is not None and part.is_whole(data):
                 return data
             if folder == "objects":
                 logger.warning(
@@ -389,15 +484,9 @@ class Versions:
     def list_objects(self) -> set[tuple[str, str]]:
         """Returns folder and name of every object, of both copies. Foreign names are left out."""
         names = (
-            (folder, name) for folder in ("objects", "copies") for name in self._store.names(folder)
+            (folder, name) for folder in ("objects", "copies") for name in self.store.names(folder)
         )
         return {(folder, name) for folder, name in names if _OBJECT.fullmatch(name)}
-
-
-def _is_part(data: bytes, part: Part) -> bool:
-    if len(data) != part.size or xxhash.xxh3_128_hexdigest(data) != part.xxh128:
-        return False
-    return not part.sha256 or hashlib.sha256(data).hexdigest() == part.sha256
 
 
 KEPT_VERSIONS = 3
@@ -483,7 +572,9 @@ class Uploads:
                 1 + max((other.number for other in ownerships), default=0), self._nonce
             )
         with needs_bucket(self._versions.url):
-            self._versions.write_ownership(self._ownership, self._run["owner"])
+            owner = self._run["owner"]
+            content = orjson.dumps({"host": owner["host"], "pid": owner["pid"]})
+            self._versions.store.put(self._ownership.file, content)
         only_first = all(version.number == 1 for version in versions)
         if only_first and self._versions.newest(versions, self._versions.read_manifest, []) is None:
             # An empty first version, so that objects without a version always mean damage. A killed
@@ -576,9 +667,10 @@ class Uploads:
         """
         ownerships, versions = self._versions.listing()
         if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:
-            other = self._versions.owner_text(ownerships[-1])
+            content = self._versions.store.read(ownerships[-1].file, _MAX_OWNERSHIP_BYTES)
+            other = (content or b"another process").decode(errors="replace")[:300]
             raise Fenced(
-                f"Another process has taken this task over: {other} owns the mirror "
+                f"Another process has taken this task over: {printable(other)} owns the mirror "
                 f"{self._versions.url} now. This one writes nothing more; what it saved is kept."
             )
         return ownerships, versions
@@ -590,14 +682,14 @@ class Uploads:
         """
         keep = sorted(self._kept)[-KEPT_VERSIONS:]
         for version in sorted({*versions, *self._kept} - set(keep)):
-            self._versions.remove(version.file)
+            self._versions.store.delete(version.file)
         for ownership in ownerships[:-1]:
-            self._versions.remove(ownership.file)
+            self._versions.store.delete(ownership.file)
         self._kept = {version: self._kept[version] for version in keep}
         needed = set().union(*self._kept.values())
         for found in sorted(self._garbage):
             if found[1] not in needed:
-                self._versions.remove("/".join(found))
+                self._versions.store.delete("/".join(found))
                 self._garbage.discard(found)
 
 

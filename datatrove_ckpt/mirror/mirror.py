@@ -36,10 +36,10 @@ from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Seconds
+from datatrove_ckpt.common.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
-from datatrove_ckpt.mirror.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.shutdown import Shutdown, get_within
 
@@ -85,9 +85,10 @@ class RemoteMirror:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._looks: deque[threading.Event] = deque()
         """Set once it is known that this process owns the mirror."""
-        self._seen = -math.inf
+        self._saves: deque[threading.Event] = deque()
+        """Set once an upload that began later is complete."""
+        self._known_until = -math.inf  # no publication waits for a look before
         self._answers = True
-        self._waived_until = -math.inf
         self._ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._completed = False
         self._given_up = False
@@ -97,9 +98,6 @@ class RemoteMirror:
             target=work, args=(self._run,), name="datatrove-ckpt mirror", daemon=True
         )
         self._uploads: Uploads | None = None
-        # Uploads that have begun, and the last one of them that is complete.
-        self._begun = 0
-        self._saved = 0
         self._failures = 0
         self._failure = "no answer"
 
@@ -115,15 +113,12 @@ class RemoteMirror:
 
     def check(self, first: bool, stopping: threading.Event) -> None:
         if not self._is_owned and (first or self._was_restored()):
-            if not self._wait_for_look(retrying.STORAGE.patience, stopping):
+            if not self._wait_for(self._looks, retrying.STORAGE.patience, stopping):
                 raise self._without_version()
             return
-        if (
-            time.monotonic() < max(self._seen + _SEEN_SECONDS, self._waived_until)
-            or not self._is_owned
-        ):
+        if time.monotonic() < self._known_until or not self._is_owned:
             return
-        if not self._wait_for_look(_LOOK_SECONDS, stopping):
+        if not self._wait_for(self._looks, _LOOK_SECONDS, stopping):
             if self._answers:
                 logger.warning(
                     f"The mirror {self.url} does not say whether another process has taken this "
@@ -131,7 +126,7 @@ class RemoteMirror:
                     "answer, and is published then all the same."
                 )
             self._answers = False
-            self._waived_until = time.monotonic() + _LOOK_SECONDS
+            self._known_until = time.monotonic() + _LOOK_SECONDS
 
     def _was_restored(self) -> bool:
         """Whether another node had the rank, which must see a new owner before new output."""
@@ -147,34 +142,28 @@ class RemoteMirror:
             "command again."
         )
 
-    def _wait_for_look(self, seconds: float, stopping: threading.Event) -> bool:
-        """Whether the mirror's thread has looked within that time, and this process owns the
-        mirror.
-        """
-        look = threading.Event()
-        self._looks.append(look)
-        self._wake.put(False)
+    def _wait_for(
+        self, requests: deque[threading.Event], seconds: float, stopping: threading.Event
+    ) -> bool:
+        """Whether the mirror's thread has answered a request within that time."""
+        answer = threading.Event()
+        requests.append(answer)
+        self._wake.put(requests is self._saves)
         # By no clock, which runs on while the process is stopped.
         for _ in range(math.ceil(seconds / _POLL_SECONDS)):
-            if look.wait(_POLL_SECONDS):
+            if answer.wait(_POLL_SECONDS):
                 return True
             if stopping.is_set() or not self._thread.is_alive():  # it has failed the rank
                 raise Stopping
         return False
 
     def save(self, stopping: threading.Event) -> None:
-        wanted = self._begun + 1
-        self._wake.put(True)
-        # By no clock, as above.
-        for _ in range(math.ceil(retrying.STORAGE.patience / _POLL_SECONDS)):
-            if self._saved >= wanted:
-                return
-            if stopping.wait(_POLL_SECONDS) or not self._thread.is_alive():
-                raise Stopping
-        raise StorageFailed(
-            f"Nothing could be uploaded to the mirror {self.url} ({self._failure}), and a batch "
-            "that is paid for must be known there. Correct that, and run the same command again."
-        )
+        if not self._wait_for(self._saves, retrying.STORAGE.patience, stopping):
+            raise StorageFailed(
+                f"Nothing could be uploaded to the mirror {self.url} ({self._failure}), and a "
+                "batch that is paid for must be known there. Correct that, and run the same "
+                "command again."
+            )
 
     def _hurry(self) -> None:
         """Uploads at once when the rank starts to drain. Signal handlers call it."""
@@ -252,10 +241,9 @@ class RemoteMirror:
                 self._failure = failure_line(error)
                 if isinstance(error, OSError) and retrying.STORAGE.passes(error):
                     return
-            self._seen = now
+            self._known_until = now + _SEEN_SECONDS
             self._answers = True
-            for _ in range(number):
-                self._looks.popleft().set()
+            _answer(self._looks, number)
 
     def _try_upload(self) -> int:
         try:
@@ -297,7 +285,7 @@ class RemoteMirror:
         uploads = self._uploads
         last = self._stopping
         start = time.monotonic()
-        self._begun += 1
+        saves = len(self._saves)
         with ExitStack() as stack:
             with self._reading:
                 self._raise_if_interrupted(last)
@@ -320,7 +308,7 @@ class RemoteMirror:
         self._raise_if_interrupted(last)
         if uploads.publish(last and self._completed):
             self._interval.took(time.monotonic() - start)
-        self._saved = self._begun
+        _answer(self._saves, saves)
 
     def _raise_if_interrupted(self, last: bool) -> None:
         """Ends an upload when the rank stops, except the ``last`` upload."""
@@ -365,6 +353,11 @@ class RemoteMirror:
         data = file.read(size - start)
         file.close()
         return io.BytesIO(data)
+
+
+def _answer(requests: deque[threading.Event], number: int) -> None:
+    for _ in range(number):
+        requests.popleft().set()
 
 
 class _Interrupted(Exception):

@@ -65,6 +65,7 @@ from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch, StorageFailed
 from datatrove_ckpt.mirror.job import restore_job
@@ -80,7 +81,6 @@ from datatrove_ckpt.mirror.manifests import (
     decode_answers,
     is_mirrored,
 )
-from datatrove_ckpt.mirror.object_store import ObjectStore
 
 # Object stores answer each request after tens of milliseconds, and many at once.
 _THREADS = 32
@@ -317,7 +317,7 @@ def _build_newest(
             "nothing."
         )
         for version in versions:
-            mirrored.remove(version.file)
+            mirrored.store.delete(version.file)
         return None
     raise _no_complete_version(mirrored.url, "\n  ".join(problems))
 

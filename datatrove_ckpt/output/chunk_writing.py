@@ -49,6 +49,7 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
+from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
@@ -68,7 +69,6 @@ from datatrove_ckpt.output.committed import (
     FoundFiles,
     RankCommits,
     other_content,
-    published_names,
 )
 from datatrove_ckpt.output.documents import decode, decode_for, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
@@ -348,36 +348,28 @@ def name_culprit(
     """Returns which document cannot be written, and why; None if every row alone can.
 
     Args:
-        documents: it is read twice.
         known: the types of the chunks before, if the writer has no schema.
         given: types of the input's columns.
     """
-
-    def find(check: Callable[[Row], object], where: str) -> str | None:
-        for finished in documents:
-            document = decode(finished.document)
-            name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this task)"
-            row = writer.adapter(document)
-            try:
-                check(row)
-            except NotUnited as error:
-                return (
-                    f"{name}: column {error.column!r} is {error.new} there, and {error.old} in "
-                    f"{where}"
-                )
-            except Exception as error:
-                return f"{name}: {safe_text(error)}"
-        return None
-
-    if writer.schema is not None:
-        return find(lambda row: check_rows([row], writer.schema), "the writer's schema")
     types = ColumnTypes(given)
     types.types = dict(known)
-    culprit = find(lambda row: types.add([row]), "it or one before it")
-    if culprit is not None:
-        return culprit
-    schema = types.schema()
-    return find(lambda row: check_rows([row], schema), "all documents together")
+    check: Callable[[list[Row]], None] = types.add
+    where = "it or one before it"
+    if writer.schema is not None:
+        check = partial(check_rows, schema=writer.schema)
+        where = "the writer's schema"
+    for finished in documents:
+        document = decode(finished.document)
+        name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this task)"
+        try:
+            check([writer.adapter(document)])
+        except NotUnited as error:
+            return (
+                f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {where}"
+            )
+        except Exception as error:
+            return f"{name}: {safe_text(error)}"
+    return None
 
 
 def read_schema(folder: DataFolder, path: str) -> Schema | None:
@@ -563,7 +555,7 @@ class ChunkOutput:
         self._taken: dict[str, tuple[str, int]] = {}
         self._has_published = False
         self._target = make_target(folder, lease, pace)
-        self.placement = self._target.placement
+        self.placement: Placement = self._target
         """Puts the files of written chunks in place."""
 
     def check_complete(self) -> None:
@@ -571,7 +563,8 @@ class ChunkOutput:
 
         Raises OutputMismatch if the folder is not as the commits say.
         """
-        self._check.refuse_unknown(*self._look())
+        commits, found = self._look()
+        self._check.refuse_foreign(self._rank, found, self._check.unfinished(commits, found))
 
     def _commits(self) -> RankCommits:
         return RankCommits(self._check.root, self._rank, read=self._lease.read_rank)
@@ -605,7 +598,7 @@ class ChunkOutput:
         if others or commits.files:
             commits, found = self._look(others)
             if others:
-                self._refuse_strangers(commits, found)
+                self._refuse_strangers(found)
         self._writing.resume(commits.files, given)
         if self.names.fields:  # otherwise the chunk index alone distinguishes names
             self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
@@ -620,14 +613,14 @@ class ChunkOutput:
         for folder in (self._target.staging.parent, self._target.staging):
             files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
 
-    def _refuse_strangers(self, commits: RankCommits, found: FoundFiles) -> None:
+    def _refuse_strangers(self, found: FoundFiles) -> None:
         """Refuses foreign files; without intents, all files of a rank are its own."""
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
+        self._check.refuse_foreign(self._rank, found, self._check.published(self._rank, found))
         names = {name for root, name in uncommitted if root == self._folder.retry}
         if not self._intents.is_kept:
-            self._check.refuse_strangers(commits, found)
             # One write, because a crash between two would make the rest foreign.
             self._intents.add({name: self._target.hash_of(name) for name in names})
             return
@@ -639,7 +632,6 @@ class ChunkOutput:
         ]
         if others:
             raise other_content(self._check.where, sorted(others))
-        self._check.refuse_strangers(commits, found, published_names(self._check.root, self._rank))
         # With another output_filename, their documents are written to other files.
         remove_output(
             self._folder.writer.output_folder,

@@ -4,15 +4,12 @@ file.
 Names, sizes and stamps (time of change and inode, or ETag) are compared, and on the hub the hashes
 of its listings. Only files whose stamp differs from their commit are read.
 
-    when                                what is refused
-    at each look                        a folder that belongs to another run (``owner``)
-    a rank starts for the first time    any file that its template may have named
-    a rank resumes                      files that neither a commit nor an intent to publish names
-    a rank resumes, or is complete      committed files that are missing, or have another content
-    a rank is complete                  files that its template may have named, and no commit does
-
-The last check only warns of a file whose name does not contain the rank, or has a chunk index that
-the rank does not have: fields of documents may have made such a name in another run.
+Whose is a file? A record beside the folder names the run to which the folder belongs (``owner``).
+In the folder, the template and the rank in a file's name show which rank may have written it. It is
+that rank's own file if a commit names it, and, until the rank is complete, if an intent to publish
+does, or the chunk in its name is not committed yet. Every other file of its name is refused: when a
+rank starts, resumes and is complete, and before a job. Committed files that are missing, or have
+another content, are refused likewise.
 
 One listing finds the files of a template, and their sizes. Locally, only folders are read in which
 a file of the template may be. Object stores that can list by prefix list the names of one rank. On
@@ -31,7 +28,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from string import Template
@@ -40,12 +36,11 @@ from typing import Any
 import xxhash
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
-from loguru import logger
 
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits, stamp_of
 from datatrove_ckpt.checkpoint.identity import recorded_output
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, rank_numbers, retry_folders
+from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, retry_folders
 from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import file_system_call
@@ -407,14 +402,6 @@ class RankCommits:
             self.is_finished = found.is_finished
         self.unfinished |= {(found.root, index) for index in found.open_chunks}
 
-    @cached_property
-    def chunks(self) -> set[int]:
-        """Returns the chunks that the rank itself, not a retry, has committed.
-
-        Read at each call: a job has millions.
-        """
-        return set(read_commits(self.folder / COMMITS))
-
 
 def published_names(root: Path, rank: int) -> set[str] | None:
     """Returns the names of all files that a rank and its retries may have published; None: a part
@@ -430,17 +417,10 @@ def published_names(root: Path, rank: int) -> set[str] | None:
     return committed.union(*(one.names for one in intents))
 
 
-def committed_files(writer: DiskWriter, root: Path) -> int:
-    """Returns how many files in the writer's output folder the commits of all ranks name.
-
-    Raises CheckpointError.
-    """
-    if not root.is_dir():
-        return 0
-    commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
-    if _recorded_folder(root, commits) not in (writer.output_folder.resolve_paths(""), None):
-        return 0
-    return sum(len(rank.files) for rank in commits)
+def has_commits(root: Path) -> bool:
+    """Whether a task has committed a chunk."""
+    logs = root.glob(f"*/{COMMITS}")
+    return any(log.stat().st_size for log in logs)
 
 
 def _recorded_folder(root: Path, ranks: Iterable[RankCommits]) -> str | None:
@@ -472,10 +452,8 @@ class OutputCheck:
         self._mirror = mirror
         self._logging_dir = logging_dir
         self._template = writer.output_filename.template
-        self._is_certain = not fields_of_documents(writer.output_filename)
         self._any_writer = output_pattern(self._template, any_writer=True)
         self._ours = output_pattern(self._template)
-        self._of_rank = lru_cache(maxsize=1000)(partial(output_pattern, self._template, True))
 
     def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
         """Returns the committed files by their paths. Refuses two commits that name one file."""
@@ -573,107 +551,55 @@ class OutputCheck:
                 "files to the new folder, and run the same command again."
             )
 
-    def refuse_existing(self, commits: RankCommits, found: FoundFiles, root: str = "") -> None:
-        """Refuses the first start of a rank into a folder that holds its files already.
-
-        Args:
-            root: the folder of a retry; "": the rank itself.
-        """
-        names = sorted(name for retry, name in found.by_rank[commits.rank] if root in ("", retry))
-        if names:
-            raise OutputMismatch(
-                f"{self.where} holds {plural(len(names), 'file')} that output_filename "
-                f"{self._template!r} may have named for task {commits.rank} ({some(names)}), but "
-                f"{rank_folder(self.root / root, commits.rank)} is a new checkpoint, which knows "
-                "none of them. Another run wrote them (datatrove's own InferenceRunner, or one "
-                "whose checkpoint was deleted), and they would be overwritten, or stand beside "
-                "the new ones. Choose another output folder, bring the checkpoint back, "
-                "or delete these files to have everything made again. To continue a run of "
-                "datatrove's own, choose other folders, and set finished_from to the old ones."
-            )
-
-    def refuse_strangers(
-        self, commits: RankCommits, found: FoundFiles, intended: Container[str] | None = None
+    def refuse_foreign(
+        self, rank: int, found: FoundFiles, own: Container[str] = (), root: str = ""
     ) -> None:
-        """Refuses to resume a rank while files are there that another run wrote.
+        """Refuses uncommitted files of a rank that are not its own.
 
         Args:
-            intended: the names that the rank was about to publish; None: every name that this run
-                gives.
+            own: see ``published`` and ``unfinished``; none at the first start.
+            root: the folder of a retry that starts; "": the rank, and all its retries.
         """
-        is_own: Callable[[str], bool] = self.is_name_of_run
-        if intended is not None:
-            is_own = intended.__contains__
-        names = sorted(name for _, name in found.by_rank[commits.rank] if not is_own(name))
-        self._refuse(names, f"no commit of task {commits.rank} names", self._is_certain)
-
-    def refuse_unknown(self, commits: RankCommits, found: FoundFiles) -> None:
-        """Refuses to call a rank complete while files of its template are there that no commit
-        names.
-        """
-        unknown = [
-            (root, name)
-            for root, name in found.by_rank[commits.rank]
-            if not self._may_be_committed(commits, name)
-        ]
-        which = f"no commit of task {commits.rank} names"
-        certain = {
-            name for _, name in unknown if self._is_certain or self._is_superseded(commits, name)
-        }
-        self._refuse(sorted(certain), which)
-        self._refuse(sorted({name for _, name in unknown}), which, certain=False)
-
-    def _is_superseded(self, commits: RankCommits, name: str) -> bool:
-        """Whether an attempt of this rank wrote the file before its documents went to other
-        files.
-        """
-        match = self._ours.fullmatch(name)
-        if match is None:
-            return False
-        (root, rank), chunk_index = rank_and_chunk(match)
-        if not root and chunk_index not in commits.chunks:
-            return False
-        # A field may hold a number: may another rank have given this name?
-        others: set[str] = set()
-        if "rank" in match.groupdict():
-            for digits in re.findall(r"(?=(\d{5,}))", name):
-                others.update(digits[:end] for end in range(5, len(digits) + 1))
-        others.discard(f"{rank:05d}")
-        return not any(self._of_rank(rank=number).fullmatch(name) for number in others)
-
-    def refuse_other_ranks(self, found: FoundFiles, tasks: int) -> None:
-        """Refuses files of ranks that the job does not have: it ran with another number of tasks
-        before.
-        """
-        others = {rank: files for rank, files in found.by_rank.items() if rank >= tasks}
-        names = sorted(name for files in others.values() for _, name in files)
-        which = f"are of tasks that a job with tasks={tasks} does not have"
-        self._refuse(names, which, self._is_certain)
-
-    def _refuse(self, names: list[str], which: str, certain: bool = True) -> None:
+        names = sorted(
+            name for retry, name in found.by_rank[rank] if root in ("", retry) and name not in own
+        )
         if not names:
             return
-        text = (
-            f"{self.where} holds {plural(len(names), 'file')} that output_filename "
-            f"{self._template!r} may have named, and that {which}: {some(names, _TO_DELETE)}. "
-            f"{STRAY_ADVICE}"
-        )
-        if not certain:
-            logger.warning(f"{text}.")
-            return
-        if self._mirror:  # without it, a folder that another node has continued is used as it is
-            text += f". If the mirror {self._mirror} could not be read, keep them until it can be"
         verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
+        mirror = ""
+        if self._mirror:  # without it, a folder that another node has continued is used as it is
+            mirror = f" If the mirror {self._mirror} could not be read, keep them until it can be."
         raise OutputMismatch(
-            f"{text} ({verify} names all of them), and run the same command again."
+            f"{self.where} holds {plural(len(names), 'file')} that output_filename "
+            f"{self._template!r} may have named, and that no commit of task {rank} names: "
+            f"{some(names, _TO_DELETE)}. Another run wrote them (datatrove's own InferenceRunner, "
+            "or one whose checkpoint was deleted), or they were copied there. "
+            f"{STRAY_ADVICE} ({verify} names all of them); or choose another output folder, or "
+            f"bring the checkpoint back; and run the same command again.{mirror} To continue a "
+            "run of datatrove's own, choose other folders, and set finished_from to the old ones."
         )
 
-    def _may_be_committed(self, commits: RankCommits, name: str) -> bool:
-        match = self._ours.fullmatch(name)
-        if match is None:
-            return False
-        (root, _), chunk_index = rank_and_chunk(match)
-        return (root, chunk_index) in commits.unfinished
+    def published(self, rank: int, found: FoundFiles) -> Collection[str]:
+        """Returns the names that a rank may have published before it resumes."""
+        names = [name for _, name in found.by_rank[rank]]
+        if not names:
+            return ()
+        published = published_names(self.root, rank)
+        if published is None:
+            return [name for name in names if self.is_name_of_run(name)]
+        return published
+
+    def unfinished(self, commits: RankCommits, found: FoundFiles) -> Collection[str]:
+        """Returns the files of chunks that a complete rank, or a retry of it, has yet to commit."""
+        names = []
+        for _, name in found.by_rank[commits.rank]:
+            match = self._ours.fullmatch(name)
+            if match is None:
+                continue
+            (root, _), chunk_index = rank_and_chunk(match)
+            if (root, chunk_index) in commits.unfinished:
+                names.append(name)
+        return names
 
     def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> str:
         """Returns the command that repairs, and what to do then."""

@@ -622,9 +622,6 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
         if PARQUET.is_written_by(writer):
             return decode_rows
         return decode_plain
-    if is_json:
-        adapt: Callable[[Document], object] = writer.adapter
-        writer.adapter = lambda document: _for_orjson(adapt(document))
     return decode
 
 

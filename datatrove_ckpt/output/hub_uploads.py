@@ -17,10 +17,8 @@ from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_line
-from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.committed import FoundFiles, other_content, some
+from datatrove_ckpt.output.committed import FoundFiles
 from datatrove_ckpt.output.hub import HubFile, HubFolder
-from datatrove_ckpt.output.hub_pace import CommitHistory
 from datatrove_ckpt.output.names import plain
 from datatrove_ckpt.output.stoppable import StoppableCalls
 
@@ -88,11 +86,12 @@ class UploadedFile:
 class HubReads:
     """Reads from one folder, and waits for a hub that does not answer."""
 
-    lease: RankLease | None = None
-
-    def __init__(self, folder: HubFolder, calls: StoppableCalls) -> None:
+    def __init__(
+        self, folder: HubFolder, calls: StoppableCalls, lease: RankLease | None = None
+    ) -> None:
         self.folder = folder
         self.calls = calls
+        self.lease = lease
 
     def looked(
         self,
@@ -147,107 +146,26 @@ class HubReads:
         return folder.look_up(names, folder.head())
 
 
-class HubUploads(HubReads):
-    def __init__(self, folder: HubFolder, calls: StoppableCalls, lease: RankLease) -> None:
-        super().__init__(folder, calls)
-        self.lease: RankLease = lease
-        self._history = CommitHistory()
-        self.seen: list[str | None] = [None]
-        """The commits of the branch, in the order in which this process has seen them."""
+def preupload(folder: HubFolder, paths: Mapping[str, Path]) -> list[UploadedFile]:
+    """Uploads the content of files, by their names in the folder. Raises OSError."""
+    from huggingface_hub import CommitOperationAdd
 
-    def upload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        """Uploads the content of files, by their names in the folder.
+    added = {
+        name: CommitOperationAdd(folder.full_name(name), str(path)) for name, path in paths.items()
+    }
+    folder.api().preupload_lfs_files(
+        folder.repo,
+        added.values(),
+        repo_type=folder.kind,
+        revision=folder.branch,
+        free_memory=False,
+    )
+    return [UploadedFile(name, operation) for name, operation in added.items()]
 
-        The files must stay until they are committed.
-        """
-        if not files:
-            return []
-        send = self._preupload
-        if self.folder.is_bucket:
-            send = self._put_in_bucket
-        seconds = (
-            ANSWER_SECONDS
-            + sum(path.stat().st_size for path in files.values()) / SLOWEST_BYTES_PER_SECOND
-        )
-        what = f"{some(list(files))} could not be uploaded"
-        uploaded = self.looked(what, partial(send, files), retrying.HUB, seconds)
-        ignored = [file.name for file in uploaded if file.is_ignored]
-        if ignored:
-            raise OutputFailed(
-                f"{self.folder.url}: the repository's .gitignore leaves {some(ignored)} out of "
-                "every commit. Change it, or choose another output_filename, and run the same "
-                "command again. Nothing that was saved is lost."
-            )
-        return uploaded
 
-    def _preupload(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        from huggingface_hub import CommitOperationAdd
-
-        folder = self.folder
-        added = {
-            name: CommitOperationAdd(folder.full_name(name), str(path))
-            for name, path in files.items()
-        }
-        folder.api().preupload_lfs_files(
-            folder.repo,
-            added.values(),
-            repo_type=folder.kind,
-            revision=folder.branch,
-            free_memory=False,
-        )
-        return [UploadedFile(name, operation) for name, operation in added.items()]
-
-    def _put_in_bucket(self, files: Mapping[str, Path]) -> list[UploadedFile]:
-        folder = self.folder
-        folder.api().batch_bucket_files(
-            folder.repo, add=[(path, folder.full_name(name)) for name, path in files.items()]
-        )
-        return []
-
-    def there(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Returns the existing files. Raises OutputFailed and Stopping."""
-        look_up = partial(self.folder.look_up, names)
-        return self.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
-
-    def history(self) -> CommitHistory:
-        """Returns the branch's newest commit, and those of the last hour. Raises OSError and
-        Stopping.
-        """
-        found = self.calls.run(lambda: self.folder.history(self._history), ANSWER_SECONDS)
-        self._history = found._replace(made=found.made[:1] + tuple(found.of_last_hour[1:]))
-        self.seen += [commit.oid for commit in found.made if commit.oid not in self.seen]
-        return self._history
-
-    def commit(self, files: Sequence[UploadedFile], message: str, head: str | None) -> int:
-        """Commits the files that are missing, with one attempt. After a stop or an error, the
-        commit may exist.
-
-        Another job's files may have appeared: only content that this rank may have published is
-        replaced.
-
-        Returns:
-            How many commits had been seen before.
-
-        Raises:
-            OutputMismatch: a file has other content. Nothing was overwritten.
-            OSError: the hub refused, as if ``head`` is not the newest commit, or no answer came.
-        """
-        folder = self.folder
-        found = self.calls.run(
-            lambda: folder.look_up([file.name for file in files], head), ANSWER_SECONDS
-        )
-        others = [
-            file.name
-            for file in files
-            if file.name in found and not file.may_replace(found[file.name])
-        ]
-        if others:
-            raise other_content(folder.url, others)
-        operations = [file.operation() for file in files if not file.is_there(found.get(file.name))]
-        if not operations:  # an earlier commit whose answer got lost
-            return len(self.seen)
-        self.calls.run(lambda: folder.commit(operations, message, head), ANSWER_SECONDS)
-        return len(self.seen)
+def seconds_to_send(size: int) -> float:
+    """Returns how long a call may take that sends so many bytes."""
+    return ANSWER_SECONDS + size / SLOWEST_BYTES_PER_SECOND
 
 
 def hub_failure(error: BaseException) -> str:

@@ -7,6 +7,8 @@ their settings, and their class names, which are in the run's identity.
 
 from __future__ import annotations
 
+from inspect import signature
+
 from datatrove.pipeline.writers import ParquetWriter
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -68,18 +70,10 @@ def _owned(name: str) -> str:
 
 
 def _take_over(writer: DiskWriter, kind: type[ParquetWriter], folder: HubFolder) -> ParquetWriter:
-    taken = kind(
-        folder.url,
-        writer.output_filename.template,
-        writer.compression,
-        getattr(writer.adapter, "__func__", writer.adapter),
-        writer.batch_size,
-        writer.expand_metadata,
-        writer.max_file_size,
-        writer.schema,
-        writer.save_media_bytes,
-        writer.use_content_defined_chunking,
-        writer.write_page_index,
-    )
+    settings = {name: getattr(writer, name) for name in signature(ParquetWriter).parameters}
+    settings["output_folder"] = folder.url
+    settings["output_filename"] = writer.output_filename.template
+    settings["adapter"] = getattr(writer.adapter, "__func__", writer.adapter)
+    taken = kind(**settings)
     taken.private = writer.private
     return taken

@@ -31,7 +31,7 @@ _OTHERS = ".json .ndjson .arrow .csv .tsv .txt .warc .gz .gzip .zst .zstd .bz2 .
 _ENDING = "|".join(map(re.escape, [*(one.suffix for one in FORMATS), *_OTHERS.split()]))
 _ENDINGS = re.compile(f"(?:{_ENDING})+$")
 
-_RANK = r"\d{5,}"
+_RANK = r"\d{5}|[1-9]\d{5,}"
 _RETRY = r"(?:retry\d+_)?"
 _CHUNK = r"\d{5,}"
 _ANY_CHUNK = r"\d+"  # datatrove's own InferenceRunner does not pad the number
@@ -174,16 +174,15 @@ def plain(name: str) -> str:
 # recognising names -------------------------------------------------------------------------------
 
 
-def output_pattern(template: str, any_writer: bool = False, rank: str = _RANK) -> re.Pattern[str]:
+def output_pattern(template: str, any_writer: bool = False) -> re.Pattern[str]:
     """Returns a pattern for the names that a writer's ``output_filename`` gives. Chunks of a retry
     are named retry1_00000.
 
     Args:
         any_writer: also names that datatrove's own InferenceRunner gives, and those with other
             endings.
-        rank: digits of the only rank to recognise.
     """
-    numbers = {"rank": rank, "chunk_index": _RETRY + _CHUNK}
+    numbers = {"rank": _RANK, "chunk_index": _RETRY + _CHUNK}
     endings = ""
     if any_writer:
         template = stem(template)

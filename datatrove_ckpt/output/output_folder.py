@@ -17,7 +17,7 @@ from datatrove_ckpt.output.committed import (
     FoundFiles,
     OutputCheck,
     RankCommits,
-    committed_files,
+    has_commits,
 )
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, private_if_made
@@ -62,7 +62,7 @@ class OutputFolder:
         """
         self.check_access()
         commits = RankCommits(self.check.root, self.rank)
-        self.check.refuse_existing(commits, self.look(commits), self.retry)
+        self.check.refuse_foreign(self.rank, self.look(commits), root=self.retry)
         self.claim()
         self.is_first = True
 
@@ -83,8 +83,8 @@ class OutputFolder:
     def check_access(self) -> None:
         """Call it before the folder is listed."""
         if self.hub is not None:
-            committed = partial(committed_files, self.writer, self.check.root)
-            check_access(self.hub, private_if_made(self.writer), self.calls, committed=committed)
+            has_begun = has_commits(self.check.root)
+            check_access(self.hub, private_if_made(self.writer, has_begun), self.calls)
 
     def claim(self) -> None:
         self._call(

@@ -25,12 +25,9 @@ import posixpath
 import secrets
 import shlex
 import socket
-import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,13 +39,13 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import HOME, OWNER
 from datatrove_ckpt.checkpoint.lines import explained
-from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status, is_taken
+from datatrove_ckpt.common.object_store import ObjectStore
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
 
-_CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
-_READ_AGAIN_SECONDS = 1.0
+_MOST_BYTES = 1 << 20
 _LIMITED = 429
 _MISMATCH = 412
 """HTTP status of a commit whose parent is not the newest commit any more."""
@@ -251,10 +248,11 @@ def _record(folder: DataFolder, name: str) -> _OwnerRecord:
     hub = HubFolder.of(folder)
     if hub is None:
         root, slash, path = folder.path.rstrip("/").partition("/")  # a bucket, or nothing
-        return _RemoteRecord(folder, _beside(root + slash, path, name))
+        place = folder.fs.unstrip_protocol(_beside(root + slash, path, name))
+        return _StoredRecord(str(place), folder.fs.storage_options)
     path = _beside("", hub.path, name)
     if hub.is_bucket:
-        return _BucketRecord(folder, hub, path)
+        return _StoredRecord(f"hf://buckets/{hub.repo}/{path}", folder.fs.storage_options)
     return _HubRecord(hub, path)
 
 
@@ -312,55 +310,20 @@ class _LocalRecord(_OwnerRecord):
         files.disk.remove(self._path)
 
 
-class _RemoteRecord(_OwnerRecord):
-    def __init__(self, folder: DataFolder, path: str) -> None:
-        self._fs = folder.fs
-        self._path = path
-        self.place = str(self._fs.unstrip_protocol(path))
+class _StoredRecord(_OwnerRecord):
+    def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:
+        url, _, self._name = place.rpartition("/")
+        self._store = ObjectStore(url, options=options)
+        self.place = place
 
     def _read(self) -> bytes | None:
-        self._fs.invalidate_cache()
-        try:
-            with file_system_call():
-                return bytes(self._fs.cat_file(self._path))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if http_status(error) == 404:
-                return None
-            raise
+        return self._store.read(self._name, _MOST_BYTES)
 
     def create(self, data: bytes) -> None:
-        mode = {}
-        if "mode" in signature(self._fs.pipe_file).parameters:
-            mode["mode"] = "create"
-        try:
-            with file_system_call():
-                self._fs.pipe_file(self._path, data, **mode)
-        except OSError as error:
-            if not is_taken(error):
-                raise
-        protocol = self._fs.protocol
-        if isinstance(protocol, str):
-            protocol = (protocol,)
-        if _CREATES_ONCE.isdisjoint(protocol):
-            time.sleep(_READ_AGAIN_SECONDS)
+        self._store.create(self._name, data)
 
     def remove(self) -> None:
-        with suppress(FileNotFoundError), file_system_call():
-            self._fs.rm_file(self._path)
-
-
-class _BucketRecord(_RemoteRecord):
-    def __init__(self, folder: DataFolder, hub: HubFolder, path: str) -> None:
-        super().__init__(folder, f"buckets/{hub.repo}/{path}")
-        self._hub = hub
-        self._name = path
-
-    def create(self, data: bytes) -> None:
-        # ``pipe_file`` would leave a temporary copy.
-        self._hub.api().batch_bucket_files(self._hub.repo, add=[(data, self._name)])
-        time.sleep(_READ_AGAIN_SECONDS)
+        self._store.delete(self._name)
 
 
 class _HubRecord(_OwnerRecord):
@@ -380,7 +343,7 @@ class _HubRecord(_OwnerRecord):
             raise
         if not found:
             return None
-        return b"".join(self._hub.blocks(self._path, 1 << 20))
+        return b"".join(self._hub.blocks(self._path, _MOST_BYTES))
 
     def create(self, data: bytes) -> None:
         from huggingface_hub import CommitOperationAdd

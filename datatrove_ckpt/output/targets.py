@@ -46,6 +46,7 @@ from functools import partial
 from http import HTTPStatus
 from inspect import signature
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 from datatrove.io import DataFolder
@@ -76,16 +77,19 @@ from datatrove_ckpt.output.committed import (
     local_stamp,
     other_content,
     remote_stamp,
+    some,
 )
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_pace import CommitPace, commit_title
+from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
 from datatrove_ckpt.output.hub_uploads import (
+    ANSWER_SECONDS,
     GENERATION_GOES_ON,
     HubReads,
-    HubUploads,
     UploadedFile,
     hub_failure,
+    preupload,
+    seconds_to_send,
 )
 from datatrove_ckpt.output.names import STAGING, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -96,11 +100,13 @@ PART_BYTES = 8 << 20
 own 50 MiB would send that much again after each reset, and hold ten parts of that size in memory.
 """
 
+T = TypeVar("T")
+
 _MAX_PARTS = 10_000  # S3's limit
 _BLOCK = 1 << 20
 
 
-class OutputTarget:
+class OutputTarget(Placement):
     """Where a rank's files are published. ``staging`` is the folder in which they are written
     first.
 
@@ -112,12 +118,9 @@ class OutputTarget:
         # Each process has a folder: a process that lost its rank must not touch the next one's
         # files.
         self.staging = scratch / layout.STAGING / secrets.token_hex(4)
-        self.placement = Placement()
-        """Puts what was published in place."""
 
     def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
-        """Publishes a chunk's files, all or none: they appear, or will when ``placement`` puts them
-        in place.
+        """Publishes a chunk's files, all or none: they appear, or will after ``wait``.
 
         Raises:
             OutputMismatch: a file is there with content that this rank has not published.
@@ -252,6 +255,10 @@ class RemoteTarget(OutputTarget):
         self._url = folder.resolve_paths("")
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
+    def _retry(self, what: str, call: Callable[[], T], sent: int = 0) -> T:
+        """Calls until it works. ``sent``: in bytes."""
+        return self._calls.retry(what, call, lease=self._lease)
+
     def _create(self, staged: Path, name: str) -> bool:
         if self._look_up(name, may_be_missing=True):
             return False
@@ -271,7 +278,7 @@ class RemoteTarget(OutputTarget):
         size = local.stat().st_size
         remote = self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
-        if not self._calls.retry(f"{remote} could not be uploaded", put, lease=self._lease):
+        if not self._retry(f"{remote} could not be uploaded", put, size):
             return False
         remote_size = int(self._look_up(name)["size"])
         if remote_size != size:
@@ -302,7 +309,7 @@ class RemoteTarget(OutputTarget):
 
     def hash_of(self, name: str) -> str:
         what = f"{self._folder.resolve_paths(name)} cannot be read"
-        return self._calls.retry(what, partial(content_hash, self._folder, name))
+        return self._retry(what, partial(content_hash, self._folder, name))
 
     def _stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
@@ -318,7 +325,7 @@ class RemoteTarget(OutputTarget):
                     return {}
                 raise
 
-        return self._calls.retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
+        return self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
 
 
 class S3Target(RemoteTarget):
@@ -340,7 +347,7 @@ class S3Target(RemoteTarget):
         open.
         """
         create = partial(self._call, "create_multipart_upload", self._probe)
-        upload = self._calls.retry(f"{self._url} cannot be written to", create)["UploadId"]
+        upload = self._retry(f"{self._url} cannot be written to", create)["UploadId"]
         self._abort(self._probe, upload)
         left = self.staging.parent
         if left.exists():  # what was being uploaded is still staged
@@ -360,7 +367,7 @@ class S3Target(RemoteTarget):
 
     def _abort_open_uploads(self, names: set[str]) -> None:
         what = f"{self._url}: the open uploads could not be listed"
-        found = self._calls.retry(what, lambda: self._open_uploads(names))
+        found = self._retry(what, lambda: self._open_uploads(names))
         for name, upload in found:
             self._abort(name, upload)
         if found:
@@ -396,7 +403,7 @@ class S3Target(RemoteTarget):
                 if s3_code(error) != "NoSuchUpload":
                     raise
 
-        self._calls.retry(
+        self._retry(
             f"{self._folder.resolve_paths(name)}: an open upload could not be aborted", abort
         )
 
@@ -410,99 +417,35 @@ class S3Target(RemoteTarget):
         return bucket, key
 
 
-class HubTarget(OutputTarget):
+class BucketTarget(RemoteTarget):
+    """A bucket of the hub, which has no commits. Its client sends content that the hub lacks."""
+
     def __init__(
-        self, folder: OutputFolder, hub: HubFolder, lease: RankLease, pace: CommitPace
+        self, folder: DataFolder, scratch: Path, reads: HubReads, lease: RankLease
     ) -> None:
-        super().__init__(folder.writer.output_folder, folder.scratch)
+        super().__init__(folder, scratch, lease, reads.calls)
         no_bars_in_logs()
-        self._uploads = HubUploads(hub, folder.calls, lease)
-        self.placement = self._commits = HubCommits(self._uploads, pace, folder.rank)
+        self._creates_once = False
+        self._reads = reads
 
-    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
-        """See ``OutputTarget``. A repository has no file before a commit, which refuses other
-        content itself.
-        """
-        paths = {name: file.path for name, file in staged.finished.items()}
-        if self._uploads.folder.is_bucket:
-            return self._publish_in_bucket(chunk_index, staged, intents, paths)
-        uploaded = self._uploads.upload(paths)
-        hashes = {file.name: file.content_hash for file in uploaded}
-        intents.add(hashes)
-        for file in uploaded:
-            file.earlier = intents.hashes(file.name)
-        self._commits.uploaded(
-            chunk_index, uploaded, partial(files.disk.remove_tree, staged.folder)
-        )
-        return [
-            OutputFile(name, f.size, f.hexdigest(), hashes.get(name, ""))
-            for name, f in staged.finished.items()
-        ]
+    def _retry(self, what: str, call: Callable[[], T], sent: int = 0) -> T:
+        return self._reads.looked(what, call, retrying.HUB, seconds_to_send(sent))
 
-    def _publish_in_bucket(
-        self, chunk_index: int, staged: StagedFiles, intents: Intents, paths: Mapping[str, Path]
-    ) -> list[OutputFile]:
-        intents.add({name: file.hexdigest() for name, file in staged.finished.items()})
-        there = self._uploads.there(list(paths))
-        others = [name for name in there if self.hash_of(name) not in intents.hashes(name)]
-        if others:
-            raise other_content(self._folder.resolve_paths(""), others)
-        self._uploads.upload(paths)
-        stamps = {name: file.stamp for name, file in self._uploads.there(list(paths)).items()}
-        self._commits.uploaded(chunk_index, [], partial(files.disk.remove_tree, staged.folder))
-        return [
-            OutputFile(name, file.size, file.hexdigest(), stamp=stamps.get(name, 0))
-            for name, file in staged.finished.items()
-        ]
+    def upload(self, local: Path, name: str, **options: object) -> bool:
+        hub = self._reads.folder
+        send = partial(hub.api().batch_bucket_files, hub.repo, add=[(local, hub.full_name(name))])
+        self._retry(f"{name} could not be uploaded", send, local.stat().st_size)
+        return True
 
-    def hash_of(self, name: str) -> str:
-        if self._uploads.folder.is_bucket:
-            return self._uploads.looked(
-                f"{name} cannot be read", partial(content_hash, self._folder, name)
-            )
-        found = self._uploads.there([name])
+    def _info(self, name: str) -> Info:
+        found = self._reads.folder.look_up([name])
         if name not in found:
-            return ""
-        return found[name].hash
+            raise FileNotFoundError(name)
+        return vars(found[name])
 
-    def settle(self, commits: RankCommits, found: FoundFiles) -> None:
-        lost = {one.path: one for one in commits.files if not found.is_right(one)}
-        trusted = self._not_shown_yet(lost.keys() - found.sizes.keys())
-        if trusted:
-            logger.info(
-                f"{self._uploads.folder.url} does not show {plural(len(trusted), 'file')} yet "
-                "whose commit it has confirmed. Check them later with datatrove-ckpt verify."
-            )
-            found.sizes |= {name: lost[name].size for name in trusted}
-
-    def _not_shown_yet(self, lost: set[str]) -> set[str]:
-        """Returns the files whose commit by this process the hub does not show yet.
-
-        Other missing files are gone: deleted, or the repository was made anew.
-        """
-        committed = {
-            name: self._commits.confirmed[name] for name in lost & self._commits.confirmed.keys()
-        }
-        if not committed:  # a bucket has no commits
-            return set()
-        history = self._uploads.looked("cannot be listed", self._uploads.history)
-        return {
-            name for name, seen in committed.items() if history.head in self._uploads.seen[:seen]
-        }
-
-
-def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> OutputTarget:
-    output = folder.writer.output_folder
-    scratch = folder.scratch
-    # Another run may write into the same folder: it must not remove this run's staged files.
-    run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
-    if output.is_local():
-        return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")
-    if folder.hub is not None:
-        return HubTarget(folder, folder.hub, lease, pace)
-    if hasattr(output.fs, "call_s3"):
-        return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
-    return RemoteTarget(output, scratch, lease, folder.calls)
+    def _stamp(self, name: str) -> int:
+        # A new file may not be listed yet.
+        return int(self._look_up(name, may_be_missing=True).get("stamp", 0))
 
 
 MOST_FILES = 100
@@ -517,21 +460,34 @@ class _Chunk:
     index: int
     left: int
     waiting: WaitingChunk
-    forget: Callable[[], None]
+    folder: Path
 
 
-class HubCommits(Placement):
-    """Commits what a rank has uploaded. ``pace``: when the rank may commit."""
+class HubTarget(OutputTarget):
+    """A repository on the hub. What a rank has uploaded is committed in a thread of its own.
 
-    def __init__(self, uploads: HubUploads, pace: CommitPace, rank: int) -> None:
-        self.confirmed: dict[str, int] = {}
-        """Results of ``HubUploads.commit`` for files whose commit is confirmed, by name."""
-        self._uploads = uploads
+    Args:
+        pace: when the rank may commit.
+    """
+
+    def __init__(
+        self, folder: OutputFolder, reads: HubReads, lease: RankLease, pace: CommitPace
+    ) -> None:
+        super().__init__(folder.writer.output_folder, folder.scratch)
+        no_bars_in_logs()
+        self._lease = lease
+        self._reads = reads
+        self._hub = reads.folder
+        self._calls = reads.calls
         self._pace = pace
         self._seconds = pace.seconds_of_next()
-        self._rank = rank
-        self._calls = uploads.calls
-        self._uploaded: dict[int, tuple[list[UploadedFile], Callable[[], None]]] = {}
+        self._rank = folder.rank
+        self._history = CommitHistory()
+        self._seen: list[str | None] = [None]
+        """The commits of the branch, in the order in which this process has seen them."""
+        self._confirmed: dict[str, int] = {}
+        """By the names of committed files: how many commits had been seen before."""
+        self._uploaded: dict[int, tuple[list[UploadedFile], Path]] = {}
         self._queue: list[tuple[UploadedFile, _Chunk]] = []
         """What waits for a commit, oldest first."""
         self._waiting_since = 0.0
@@ -541,23 +497,78 @@ class HubCommits(Placement):
 
     # publisher's thread --------------------------------------------------------------------------
 
-    def uploaded(
-        self, chunk_index: int, files: list[UploadedFile], forget: Callable[[], None]
-    ) -> None:
-        """Takes the files of a chunk, before ``wait`` is called for it."""
-        self._uploaded[chunk_index] = files, forget
+    def publish(self, chunk_index: int, staged: StagedFiles, intents: Intents) -> list[OutputFile]:
+        """See ``OutputTarget``. A repository has no file before a commit, which refuses other
+        content itself.
+        """
+        finished = staged.finished
+        uploaded = self.upload({name: file.path for name, file in finished.items()})
+        hashes = {file.name: file.content_hash for file in uploaded}
+        intents.add(hashes)
+        for file in uploaded:
+            file.earlier = intents.hashes(file.name)
+        self._uploaded[chunk_index] = uploaded, staged.folder
+        return [
+            OutputFile(name, file.size, file.hexdigest(), hashes[name])
+            for name, file in finished.items()
+        ]
+
+    def upload(self, paths: Mapping[str, Path]) -> list[UploadedFile]:
+        """Uploads the content of files, by their names. They must stay until they are committed."""
+        if not paths:
+            return []
+        size = sum(path.stat().st_size for path in paths.values())
+        uploaded = self._reads.looked(
+            f"{some(list(paths))} could not be uploaded",
+            partial(preupload, self._hub, paths),
+            retrying.HUB,
+            seconds_to_send(size),
+        )
+        ignored = [file.name for file in uploaded if file.is_ignored]
+        if ignored:
+            raise OutputFailed(
+                f"{self._hub.url}: the repository's .gitignore leaves {some(ignored)} out of "
+                "every commit. Change it, or choose another output_filename, and run the same "
+                "command again. Nothing that was saved is lost."
+            )
+        return uploaded
+
+    def hash_of(self, name: str) -> str:
+        look_up = partial(self._hub.look_up, [name])
+        found = self._reads.looked("cannot be listed", look_up, retrying.HUB, ANSWER_SECONDS)
+        if name not in found:
+            return ""
+        return found[name].hash
+
+    def settle(self, commits: RankCommits, found: FoundFiles) -> None:
+        """Trusts files whose commit by this process the hub does not show yet.
+
+        Other missing files are gone: deleted, or the repository was made anew.
+        """
+        lost = {one.path: one for one in commits.files if not found.is_right(one)}
+        waited_for = [name for name in lost if name in self._confirmed and name not in found.sizes]
+        if not waited_for:
+            return
+        head = self._reads.looked("cannot be listed", self._look_at_history).head
+        trusted = [name for name in waited_for if head in self._seen[: self._confirmed[name]]]
+        if trusted:
+            logger.info(
+                f"{self._hub.url} does not show {plural(len(trusted), 'file')} yet "
+                "whose commit it has confirmed. Check them later with datatrove-ckpt verify."
+            )
+            found.sizes |= {name: lost[name].size for name in trusted}
 
     def wait(self, chunk_index: int, waiting: WaitingChunk) -> None:
-        files, forget = self._uploaded.pop(chunk_index)
-        if not files:
-            forget()
+        uploaded, folder = self._uploaded.pop(chunk_index)
+        if not uploaded:
+            files.disk.remove_tree(folder)
             waiting.done()
             return
-        chunk = _Chunk(chunk_index, len(files), waiting, forget)
+        chunk = _Chunk(chunk_index, len(uploaded), waiting, folder)
         with self._change:
             if not self._queue:
                 self._waiting_since = time.monotonic()
-            self._queue += [(file, chunk) for file in files]
+            self._queue += [(file, chunk) for file in uploaded]
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="datatrove-ckpt hub", daemon=True
@@ -616,25 +627,21 @@ class HubCommits(Placement):
         return batch
 
     def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
-        files = [file for file, _ in batch]
-        self._uploads.lease.check()
-        chunks = ranges({chunk.index for _, chunk in batch})
-        title = commit_title(plural(len(files), "file"), self._rank, chunks)
+        self._lease.check()
         try:
-            history = self._uploads.history()
+            history = self._calls.run(self._look_at_history, ANSWER_SECONDS)
             ends = self._hurried
             seconds = self._pace.seconds_until_turn(history, ends)
             if seconds:
                 self._wait_for_turn(len(history.of_last_hour), seconds, ends)
                 return
-            seen = self._uploads.commit(files, title, history.head)
+            self._commit_missing(batch, history.head)
         except OSError as error:
-            folder = self._uploads.folder
-            what = f"{folder.url}: {plural(len(self._queue), 'file')} wait for a commit"
+            what = f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit"
             try:
                 self._calls.sleep(attempts.failed(what, error))
             except OSError:
-                raise given_up(what, error, hub_failure, folder.advice) from error
+                raise given_up(what, error, hub_failure, self._hub.advice) from error
             return  # the commit may have happened: the next attempt looks
         attempts.succeeded()
         self._seconds = self._pace.seconds_of_next()
@@ -642,23 +649,74 @@ class HubCommits(Placement):
             del self._queue[: len(batch)]
             self._waiting_since = time.monotonic()
         for file, chunk in batch:
-            self.confirmed[plain(file.name)] = seen
+            self._confirmed[plain(file.name)] = len(self._seen)
             chunk.left -= 1
             if not chunk.left:
-                chunk.forget()
+                files.disk.remove_tree(chunk.folder)
                 chunk.waiting.done()
+
+    def _look_at_history(self) -> CommitHistory:
+        found = self._hub.history(self._history)
+        self._history = found._replace(made=found.made[:1] + tuple(found.of_last_hour[1:]))
+        self._seen += [commit.oid for commit in found.made if commit.oid not in self._seen]
+        return self._history
+
+    def _commit_missing(self, batch: list[tuple[UploadedFile, _Chunk]], head: str | None) -> None:
+        """Commits the files that are missing, with one attempt. After a stop or an error, the
+        commit may exist.
+
+        Another job's files may have appeared: only content that this rank may have published is
+        replaced.
+
+        Raises:
+            OutputMismatch: a file has other content. Nothing was overwritten.
+            OSError: the hub refused, as if ``head`` is not the newest commit, or no answer came.
+        """
+        added = [file for file, _ in batch]
+        look_up = partial(self._hub.look_up, [file.name for file in added], head)
+        found = self._calls.run(look_up, ANSWER_SECONDS)
+        others = [
+            file.name
+            for file in added
+            if file.name in found and not file.may_replace(found[file.name])
+        ]
+        if others:
+            raise other_content(self._hub.url, others)
+        operations = [file.operation() for file in added if not file.is_there(found.get(file.name))]
+        if not operations:  # an earlier commit whose answer got lost
+            return
+        chunks = ranges({chunk.index for _, chunk in batch})
+        title = commit_title(plural(len(added), "file"), self._rank, chunks)
+        self._calls.run(partial(self._hub.commit, operations, title, head), ANSWER_SECONDS)
 
     def _wait_for_turn(self, made: int, seconds: float, ends: bool) -> None:
         meanwhile = "generation goes on"
         if ends:
             meanwhile = "the task has nothing else left to do"
         logger.info(
-            f"{self._uploads.folder.url}: {plural(len(self._queue), 'file')} wait for a commit: "
+            f"{self._hub.url}: {plural(len(self._queue), 'file')} wait for a commit: "
             f"{made} were made within an hour, and hub_commits_per_hour is {self._pace.per_hour}. "
             f"Next look in {duration(seconds)}; {meanwhile}."
         )
         with self._change:
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
+
+
+def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> OutputTarget:
+    output = folder.writer.output_folder
+    scratch = folder.scratch
+    # Another run may write into the same folder: it must not remove this run's staged files.
+    run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
+    if output.is_local():
+        return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")
+    if folder.hub is not None:
+        reads = HubReads(folder.hub, folder.calls, lease)
+        if folder.hub.is_bucket:
+            return BucketTarget(output, scratch, reads, lease)
+        return HubTarget(folder, reads, lease, pace)
+    if hasattr(output.fs, "call_s3"):
+        return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
+    return RemoteTarget(output, scratch, lease, folder.calls)
 
 
 _MOST_REMOVED = 1000  # files in a commit

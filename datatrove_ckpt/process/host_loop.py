@@ -73,8 +73,6 @@ class HostLoop:
             self._shutdown.raise_preempted()
 
     def attach(self, shutdown: Shutdown) -> None:
-        if self._parent is None:
-            shutdown.hurried_by = "a second cancellation"
         shutdown.parent = self._parent
         self._shutdown = shutdown
         self.has_admitted = False

@@ -27,6 +27,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.formatting import duration, filled_cells, percent, plural
 from datatrove_ckpt.common.time_left import time_left
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.process.parent_watch import end_managers
 
 WAITING = "waiting for the server"
@@ -45,32 +46,27 @@ class RankProgress(NamedTuple):
         attempt: another number for each start.
         documents: finished, in all attempts.
         work: documents, requests that ended, and completion tokens of this attempt.
-        share: of the input, from 0 to 1; None if unknown.
-        size: of the input, in ``unit``, "bytes" or "rows".
+        position: how much of the input is done.
         state: instead of usual work, such as "waiting for the server", for ``seconds``.
         is_outage: requests fail, and none is answered.
         in_flight: requests.
-        tasks: ranks from this one on have no input; None if it is not known.
     """
 
     attempt: int
     documents: int
     work: tuple[int, int, int] = (0, 0, 0)
-    share: float | None = None
-    size: int | None = None
-    unit: str | None = None
+    position: InputPosition = InputPosition()
     state: str = ""
     seconds: float = 0.0
     is_outage: bool = False
     in_flight: int = 0
-    tasks: int | None = None
 
     @property
     def has_begun(self) -> bool:
         """Whether the rank has read something, or finished documents of an input without
         positions.
         """
-        return self.unit is not None or self.work[0] > 0
+        return self.position.unit is not None or self.work[0] > 0
 
 
 class _Work(NamedTuple):
@@ -111,8 +107,6 @@ class RunProgress:
         self._elsewhere = complete  # complete ranks that never reported, and have an input
         self._ended = 0  # the other complete ranks
         self._ended_size = 0
-        # When each rank was first at work, and its share then.
-        self._begun: dict[int, tuple[float, float]] = {}
         self._samples = deque([self._sample()])
         self._newest_at = clock()  # when something was finished or answered
 
@@ -127,20 +121,13 @@ class RunProgress:
             self.documents -= last.documents
             if last.attempt == progress.attempt:
                 before = last.work
-            else:
-                self._begun.pop(rank, None)
-        if progress.tasks is not None:
-            self._with_input = min(self._with_input, progress.tasks)
+        tasks = progress.position.tasks
+        if tasks is not None:
+            self._with_input = min(self._with_input, tasks)
         grown = [max(0, now - then) for now, then in zip(progress.work, before, strict=True)]
         self.work = [known + more for known, more in zip(self.work, grown, strict=True)]
         if any(grown):
             self._newest_at = self._clock()
-        share = progress.share
-        # A server that starts or fails to answer shows no pace.
-        if share is not None and (
-            progress.is_outage or self._begun.get(rank, (0.0, share))[1] == share
-        ):
-            self._begun[rank] = self._clock(), share
 
     def complete(self, rank: int, documents: int = 0) -> None:
         """Marks a rank as complete.
@@ -156,7 +143,7 @@ class RunProgress:
             self.documents += documents
         elif rank < self._with_input:
             self._ended += 1
-            self._ended_size += last.size or 0
+            self._ended_size += last.position.total or 0
 
     def is_complete(self, rank: int) -> bool:
         return rank in self._done
@@ -194,12 +181,12 @@ class RunProgress:
         reading = self._reading
         complete = min(self._elsewhere, self._with_input)
         number = self._ended + len(reading)
-        done = float(self._ended_size)
-        total = self._ended_size + sum(one.size or 0 for one in reading)
+        done = total = self._ended_size
         for one in reading:
-            if one.share is None:
+            if one.position.share is None:
                 return None
-            done += one.share * (one.size or 0)
+            done += one.position.done
+            total += one.position.total or 0
         if not total:
             return complete / self.ranks or None
         mean = total / number
@@ -214,7 +201,7 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left at the rate of the last ten minutes, at least those of the slowest rank.
+        """Seconds left at the rate of the last ten minutes.
 
         None if unknown, in an outage, and once nothing has been answered for longer than that.
         """
@@ -222,16 +209,8 @@ class RunProgress:
         if not share or self._outages:
             return None
         rest = self.documents * (1.0 - share) / share
-        now = self._clock()
-        ranks = []
-        for rank, one in self._at_work.items():
-            at, before = self._begun.get(rank, (now, 0.0))
-            moved = (one.share or 0.0) - before
-            # The first answers are no pace.
-            if moved > 0 and now - at >= _RATE_SECONDS:
-                ranks.append((1.0 - before - moved) * (now - at) / moved)
         pace = self.rates(_TIME_LEFT_SECONDS).documents
-        return time_left(rest, pace, now - self._newest_at, ranks)
+        return time_left(rest, pace, self._clock() - self._newest_at)
 
     @property
     def _outages(self) -> list[RankProgress]:
@@ -242,20 +221,18 @@ class RunProgress:
         """Names a server outage, or the common state of all ranks at work."""
         if not (self._at_work or self._ended):
             return "starting"
-        outages = self._outages
-        if outages:
-            longest = max(outages, key=lambda progress: progress.seconds)
-            return f"{longest.state} for {duration(longest.seconds)}"
-        at_work = self._at_work.values()
-        if len({progress.state for progress in at_work}) != 1:
-            return ""
-        newest = min(at_work, key=lambda progress: progress.seconds)
-        # Short tasks that have just begun.
-        if newest.state in (WAITING, READING) and self.rates().documents:
-            return ""
-        if not newest.seconds:
-            return newest.state
-        return f"{newest.state} for {duration(newest.seconds)}"
+        shown = max(self._outages, key=lambda one: one.seconds, default=None)
+        if shown is None:
+            at_work = self._at_work.values()
+            if len({one.state for one in at_work}) != 1:
+                return ""
+            shown = min(at_work, key=lambda one: one.seconds)
+            # Short tasks that have just begun.
+            if shown.state in (WAITING, READING) and self.rates().documents:
+                return ""
+        if not shown.seconds:
+            return shown.state
+        return f"{shown.state} for {duration(shown.seconds)}"
 
     @property
     def head(self) -> str:

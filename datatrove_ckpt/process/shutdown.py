@@ -58,7 +58,6 @@ class Shutdown:
     Attributes:
         cause: a signal's name or the time limit; "" without a requested stop.
         failure: the error with which the rank fails.
-        hurried_by: the cause of a fast stop, in words.
         deadline: end of the drain (``time.monotonic``); infinite if the rank does not stop.
         parent: of the process, if several ranks share it.
         late: the drain did not end in time, so servers are killed.
@@ -73,7 +72,6 @@ class Shutdown:
         self.drain_seconds = drain_seconds
         self.cause = ""
         self.failure: BaseException | None = None
-        self.hurried_by = "a second signal"
         self.deadline = math.inf
         self.is_fast = False
         self.aborted = False
@@ -196,25 +194,16 @@ class Shutdown:
             callback()
 
     async def requested(self) -> None:
-        self._unnoticed = True
-        try:
-            await self._until(lambda: self.is_stopping)
-        finally:
-            self._unnoticed = False
-
-    async def failed(self) -> NoReturn:
-        """Raises the failure of the rank, once its drain is over."""
-        await self._until(lambda: self.failure is not None and self.aborted)
-        assert self.failure is not None
-        raise self.failure
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
-        with self.calling(lambda: call_soon(loop, changed.set)):
-            while not condition():
-                changed.clear()
-                await changed.wait()
+        self._unnoticed = True
+        try:
+            with self.calling(lambda: call_soon(loop, changed.set)):
+                while not self.is_stopping:
+                    changed.clear()
+                    await changed.wait()
+        finally:
+            self._unnoticed = False
 
     async def wait_for(self, awaitable: Awaitable[object]) -> bool:
         loop = asyncio.get_running_loop()

@@ -51,7 +51,7 @@ from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.parent_watch import die_with_parent
 from datatrove_ckpt.process.screen import TICK_SECONDS, RankProgress, Screen, reporting_to
 from datatrove_ckpt.process.shutdown import SAME_EVENT
-from datatrove_ckpt.process.signals import Handlers, in_main_thread, may_handle, raise_again
+from datatrove_ckpt.process.signals import Handlers, may_handle, raise_again
 
 
 class Tasks(Protocol):
@@ -110,7 +110,6 @@ def in_turn(run: Callable[[int], object], tasks: Tasks) -> None:
 # Seconds that workers have to end after a second signal, and after ``CLOSED``.
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
-_LONGEST_WAIT = 3600.0
 
 
 class _Process:
@@ -224,14 +223,8 @@ class Workers:
         self._to_pass_on: deque[int] = deque()
         self._came = 0.0
         self._handlers = Handlers(self._receive)
-        self._previous_wakeup = -1
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
 
     def __enter__(self) -> Self:
-        if in_main_thread():
-            # A signal just before a wait, or in another thread, interrupts no wait.
-            self._previous_wakeup = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._handlers.install(self._numbers)
         return self
 
@@ -239,10 +232,6 @@ class Workers:
         for worker in self._workers:
             worker.close()
         self._handlers.restore()
-        if in_main_thread():
-            signal.set_wakeup_fd(self._previous_wakeup)
-        os.close(self._woken)
-        os.close(self._wake)
 
     def run(self, tasks: Iterable[int]) -> Iterator[tuple[int, Any]]:
         """Yields each task that is done, with its result, as they finish. After a ``signal``, all
@@ -328,17 +317,10 @@ class Workers:
         return tasks[0]
 
     def _wait(self) -> None:
-        limits = [worker.ends_by for worker in self._workers if worker.ends_by is not None]
-        limits += [] if self.screen is None else [time.monotonic() + TICK_SECONDS]
-        if limits:
-            seconds = max(0.0, min(min(limits) - time.monotonic(), _LONGEST_WAIT))
-        else:
-            seconds = None
-        sources = [self._woken, *(worker.sentinel for worker in self._workers)]
+        """Waits for a message or an end. A signal interrupts no wait, so none is long."""
+        ends = [worker.sentinel for worker in self._workers]
         open_ = [worker.connection for worker in self._workers if not worker.is_silent]
-        ready = connections.wait([*sources, *open_], seconds)
-        if self._woken in ready:
-            os.read(self._woken, 4096)
+        connections.wait([*ends, *open_], TICK_SECONDS)
         if self.screen is not None:
             self.screen.tick()
 
@@ -523,7 +505,6 @@ def work(
     """
     global _slot
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    signal.set_wakeup_fd(-1)  # a fork has the parent's
     _slot = slot
     os.setpgid(0, 0)
     if os.environ != environment:

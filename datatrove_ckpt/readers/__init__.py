@@ -19,6 +19,7 @@ from datatrove_ckpt.readers.batch import BatchReader
 from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
 from datatrove_ckpt.readers.jsonl import DamagedLine, JsonlReader
+from datatrove_ckpt.readers.pages import PageReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.readers.texts import TextReader
@@ -30,6 +31,7 @@ __all__ = [
     "HuggingFaceDatasetReader",
     "IpcReader",
     "JsonlReader",
+    "PageReader",
     "ParquetReader",
     "PositionedDocument",
     "Reading",

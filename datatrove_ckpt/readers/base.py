@@ -389,13 +389,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         for key in then | now:
             old = then.get(key, USUAL_KEYS.get(key))
             new = now.get(key, USUAL_KEYS.get(key))
-            # 0.1.0 lacks these keys.
-            if old == new or (key in USUAL_KEYS and "skipped" not in state):
+            if old == new:
                 continue
-            if key != "default_metadata":
-                raise misfit(f"{where} was made with {key}={old!r}, now {new!r}.")
-            if old is not None:  # None: an earlier release made the state
+            if key == "default_metadata":
                 raise misfit(f"{where} was made with another {key}, now {self.default_metadata}.")
+            raise misfit(f"{where} was made with {key}={old!r}, now {new!r}.")
         documents = state.get("documents", 0)
         if 0 <= self.limit < documents:
             raise misfit(
@@ -457,13 +455,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     ) -> None:
         name = inputs.names[index]
         size = inputs.known_size(index)
-        may_grow = self._may_grow(name)
-        if may_grow and self._check_read_part(name, file_position):
+        kept = size == then["size"]
+        whole = kept and not self._may_grow(name)
+        if whole and inputs.fingerprint(index, size, whole=True) == then["hash"]:
             return
-        kept = size == then["size"] or (may_grow and size > then["size"])
-        if kept and inputs.is_same(index, then["size"], not may_grow, then["hash"]):
-            return
-        if not may_grow and self._check_read_part(name, file_position):
+        if self._check_read_part(name, file_position):
             return
         if kept:
             raise misfit(f"The input file {name!r} has changed.")
@@ -491,7 +487,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         """Raises CheckpointMismatch if the content before ``file_position`` is not what was read.
 
-        False: the format or an old position has no hashes of the content, so the whole file must be
-        the same.
+        False: the format has no hashes of the content, so the whole file must be the same.
         """
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -80,6 +81,14 @@ def _rows(lines: Iterable[str], file: str) -> Iterator[tuple[int, list[str]]]:
         line = reader.line_num + 1
         try:
             cells = next(reader)
+        except UnicodeDecodeError as error:
+            command = "iconv -f latin1 -t utf-8, or another encoding"
+            if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                command = "iconv -f utf-16 -t utf-8"
+            raise InputError(
+                f"The input file {file!r} is not UTF-8: {error}. Convert it ({command}), and run "
+                "the same command again."
+            ) from error
         except csv.Error as error:
             what = f"a cell that cannot be read ({error})"
             raise _odd_row(file, what, line, _QUOTES) from error

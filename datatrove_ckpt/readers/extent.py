@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
-Unit = Literal["bytes", "rows"]
+from datatrove_ckpt.common.work_counts import InputPosition
 
 # More files are measured in a thread, because a stat may take 1 ms and a request 50. Beyond
 # _MEASURED, a sample is measured, because the hub limits requests.
@@ -23,21 +23,6 @@ _MEASURED = 1000
 _MEASURED_REMOTE = 50
 # With fewer files, whole files are too coarse.
 _FINE = 20
-
-
-class Reached(NamedTuple):
-    """How much of an input is done, in ``unit``. None: not known.
-
-    ``tasks``: ranks from this one on have no input.
-    """
-
-    done: int
-    total: int | None
-    unit: Unit | None
-    tasks: int | None = None
-
-
-UNKNOWN = Reached(0, None, None)
 
 
 class MeasuredInputs(Protocol):
@@ -134,7 +119,7 @@ class InputExtent:
             if not count or any(sizes):
                 self.total = sum(sizes) * count / max(1, len(sizes))
 
-    def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> Reached:
+    def reached(self, file: FileExtent, place: tuple[int, ...], documents: int) -> InputPosition:
         self.measure()
         done = file.reached(place)
         coarse = file.per is None and not file.starts
@@ -142,9 +127,9 @@ class InputExtent:
         if coarse and len(self.inputs.names) < _FINE:
             total = None
         if self._limit > 0 and documents / self._limit >= done / (total or math.inf):
-            return Reached(min(documents, self._limit), self._limit, "rows")
+            return InputPosition(min(documents, self._limit), self._limit, "rows")
         if total is not None:
-            return Reached(min(int(done), int(total)), int(total), "bytes")
+            return InputPosition(min(int(done), int(total)), int(total), "bytes")
         if done:
-            return Reached(int(done), None, "bytes")
-        return UNKNOWN
+            return InputPosition(int(done), None, "bytes")
+        return InputPosition()

@@ -20,7 +20,7 @@ from datatrove.data import Document
 from datatrove.pipeline.readers import huggingface
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
-from datatrove_ckpt.common import JsonObject, datatrove_arguments, retrying
+from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
@@ -52,7 +52,8 @@ _SHUFFLE_SEED = 42  # datatrove's
 _SHOWN_COLUMNS = 20
 # Arguments of load_dataset that choose the rows; the others choose how to store them.
 _CHOOSING = ("name", "split", "data_dir", "data_files", "revision", "columns", "filters")
-# A stream refuses some of these.
+_FILES = ("data_dir", "data_files")
+# A stream is not stored.
 _FOR_STORAGE = ("num_proc", "keep_in_memory", "save_infos", "verification_mode")
 
 
@@ -98,7 +99,8 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         shuffle_files: bool = False,
         load_from_disk: bool = False,
     ) -> None:
-        huggingface.HuggingFaceDatasetReader.__init__(self, **datatrove_arguments(locals()))
+        given = dict(locals())
+        huggingface.HuggingFaceDatasetReader.__init__(**given)
         if isinstance(self.dataset_options.get("token"), str):
             raise ConfigError(
                 "dataset_options: a token does not belong there, because it is pickled with the "
@@ -156,9 +158,6 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         streamed.adapter = MethodType(self.adapter.__func__, streamed)
         streamed.streaming = True
         streamed.shuffle_files = False
-        streamed.dataset_options = {
-            k: v for k, v in self.dataset_options.items() if k not in _FOR_STORAGE
-        }
         return streamed
 
     def _options(self) -> State:
@@ -177,11 +176,11 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         extent = self._file_extent
         share, shares = inputs.row_shard
 
-        def count(number: int) -> None:
-            extent.per = extent.size / max(1, -(-max(0, number - share) // shares))
-
+        if inputs.is_map:
+            rows = max(0, len(inputs.dataset) - share)
+            extent.per = extent.size / max(1, -(-rows // shares))
         with self._naming(without_commit(inputs.urls[index])):
-            for batch in inputs.batches(index, row, self.batch_size, count):
+            for batch in inputs.batches(index, row, self.batch_size):
                 lines = [
                     dict(zip(batch, values, strict=False))
                     for values in zip(*batch.values(), strict=False)
@@ -235,7 +234,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         token = self.dataset_options.get("token")
         commit = self._commit(commit)
         try:
-            dataset = retrying.READING.run(
+            dataset, names = retrying.READING.run(
                 lambda: self._load(commit), f"The dataset {self.dataset} cannot be opened"
             )
         except (CkptError, ImportError):
@@ -250,7 +249,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         self._check_columns(dataset)
         if self.shuffle_files:
             dataset = dataset.shuffle(seed=_SHUFFLE_SEED)
-        inputs = DatasetInputs(self.data_folder, dataset, token, commit)
+        inputs = DatasetInputs(self.data_folder, dataset, names, token, commit)
         if not inputs.urls:
             raise InputError(
                 f"The dataset {self.dataset!r} has no files for these dataset_options. Correct "
@@ -261,15 +260,22 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
     def _load(
         self, commit: str | None
-    ) -> Dataset | IterableDataset | dict[str, Dataset | IterableDataset]:
-        from datasets import load_dataset, load_from_disk
+    ) -> tuple[Dataset | IterableDataset | dict[str, Dataset | IterableDataset], list[str] | None]:
+        """Returns the dataset, and the files of a stream."""
+        from datasets import load_dataset, load_dataset_builder, load_from_disk
 
         if self.load_from_disk:
-            return load_from_disk(self.dataset)
+            return load_from_disk(self.dataset), None
         options = dict(self.dataset_options)
         if commit:
             options["revision"] = commit
-        return load_dataset(self.dataset, **options, streaming=self.streaming)
+        if not self.streaming:
+            return load_dataset(self.dataset, **options), None
+        split = options.pop("split", None)
+        options = {name: value for name, value in options.items() if name not in _FOR_STORAGE}
+        builder = load_dataset_builder(self.dataset, **options)
+        files = (builder.config.data_files or {}).get(str(split), [])
+        return builder.as_streaming_dataset(split=split), list(files)
 
     def _commit(self, commit: str | None) -> str | None:
         """Returns the commit to read; None if the dataset is not on the hub, or if its revision is
@@ -311,16 +317,11 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
 
         ``load_dataset`` looks in this order.
         """
-        from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
         name = str(self.dataset).removeprefix("hf://datasets/")
-        on_hub = name != self.dataset or not Path(name).exists()
-        if (
-            self.load_from_disk
-            or name in _PACKAGED_DATASETS_MODULES
-            or not on_hub
-            or name.count("/") > 1
-        ):
+        is_local = name == self.dataset and Path(name).exists()
+        # A format's name, as "json", needs one of these.
+        is_format = "/" not in name and not self.dataset_options.keys().isdisjoint(_FILES)
+        if self.load_from_disk or is_local or is_format or name.count("/") > 1:
             return None
         return name
 

@@ -123,18 +123,6 @@ class Inputs:
             known = self.info(index).get("blob_id")
             if known:
                 return str(known)
-        return self._content_fingerprint(index, size, whole)
-
-    def is_same(self, index: int, size: int, whole: bool, kept: str) -> bool:
-        """Returns whether a file still has the fingerprint that was kept of it.
-
-        Earlier releases hashed the content on the hub, too.
-        """
-        if kept == self.fingerprint(index, size, whole):
-            return True
-        return is_on_hub(self.folder) and kept == self._content_fingerprint(index, size, whole)
-
-    def _content_fingerprint(self, index: int, size: int, whole: bool) -> str:
         return self._remote(lambda: fingerprint(self.folder, self.names[index], size, whole))
 
     def _remote(self, call: Callable[[], _Result]) -> _Result:

@@ -6,7 +6,7 @@ blank and damaged ones, because the number is the default id.
 
 A ``FilePosition`` is (offset after the line, lines so far, offset of the line, hash, 1). The hash
 covers the last line and the file's first 64 kB as far as they come before the position, so later
-lines may be corrected. Release 0.1.0 hashed the line alone, and wrote four numbers.
+lines may be corrected.
 
 There is no index for gzip or zstd: skipping a million documents of 2 kB takes 9 s of CPU for gzip
 (3 s with ``isal``) and 1 s for zstd, while the server starts.
@@ -216,9 +216,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         return self.codec(name) is None  # compressed data does not end at a line's end
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
-        if len(file_position) < 4:
-            return False
-        offset, _, start, line_hash, *with_head = file_position
+        offset, _, start, line_hash, _ = file_position
         is_plain = self._may_grow(name)
         with self.open_content(name) as file:
             head = self._skip(file, start, name)
@@ -227,10 +225,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             following = b""
             if not line.endswith((b"\n", b"\r")):
                 following = file.read(1)
-        seed = 0
-        if with_head:
-            seed = xxh3_64_intdigest(head)
-        if xxh3_64_intdigest(line, seed) & PLAIN_INTEGER != line_hash:
+        if xxh3_64_intdigest(line, xxh3_64_intdigest(head)) & PLAIN_INTEGER != line_hash:
             raise misfit(
                 f"The input file {name!r} has changed before byte {offset} of its content, the "
                 "saved position."
@@ -240,7 +235,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
                 f"The line of the input file {name!r} that starts at byte {start} was the last "
                 "one when it was read, and has grown."
             )
-        return bool(with_head)
+        return True
 
     def _skip(self, file: IO[bytes], offset: int, name: str) -> bytes:
         """Goes from the beginning of the content to ``offset``. Returns at most its first 64 kB."""

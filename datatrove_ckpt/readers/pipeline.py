@@ -7,8 +7,6 @@ count skipped rows.
 
 from __future__ import annotations
 
-import codecs
-import csv
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.readers.base import BaseDiskReader
 
-from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.inputs import InputFolder, list_input, record_reader
@@ -39,34 +36,6 @@ def steps_before(documents: Iterable[Document]) -> Iterator[tuple[Any, str, dict
         else:
             yield step, type(step).__name__, names
         documents = names.get("data") or ()
-
-
-def name_file(error: BaseException) -> BaseException:
-    """Names the file in which a reader that does not seek found no UTF-8, or no CSV."""
-    if not isinstance(error, UnicodeDecodeError | csv.Error):
-        return error
-    trace = error.__traceback__
-    while trace is not None:
-        names = trace.tb_frame.f_locals
-        if isinstance(names.get("self"), BaseDiskReader) and isinstance(names.get("filepath"), str):
-            what = f"cannot be read as CSV: {error}. Perhaps a quote is not closed. Correct it"
-            if isinstance(error, UnicodeDecodeError):
-                what = f"is not UTF-8: {error}. Convert it ({_conversion(error.object)})"
-            named = InputError(
-                f"The input file {names['filepath']!r} in {names['self'].data_folder.path} {what}, "
-                "and run the same command again."
-            )
-            named.__cause__ = error
-            return named
-        trace = trace.tb_next
-    return error
-
-
-def _conversion(content: bytes) -> str:
-    """Returns the command that makes UTF-8 of a file that begins like this."""
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "iconv -f utf-16 -t utf-8"
-    return "iconv -f latin1 -t utf-8, or another encoding"
 
 
 class PipelineReaders:

@@ -20,8 +20,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.skipped import Skipped, SkippedLines
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.readers.extent import UNKNOWN, FileExtent, InputExtent, Reached
+from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.shard import ReaderRecord
 
@@ -53,9 +54,9 @@ class FileState:
         at = [number & PLAIN_INTEGER for number in file_position]
         return self.shared | {"documents": documents, "at": at, "skipped": list(skipped)}
 
-    def reached(self, position: Position) -> Reached:
+    def reached(self, position: Position) -> InputPosition:
         if self.input is None or self.file is None:
-            return UNKNOWN
+            return InputPosition()
         reached = self.input.reached(self.file, position[3], position[1])
         return reached._replace(tasks=self.input.inputs.tasks)
 
@@ -193,7 +194,7 @@ class ReaderStart:
     record: Callable[[], ReaderRecord] | None = None
 
     def first_in_file(self, documents: int) -> int:
-        """Returns the number of documents before the state's file; ``documents`` for old states."""
+        """Returns the number of documents before the state's file."""
         return int((self.state or {}).get("file", {}).get("first", documents))
 
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:

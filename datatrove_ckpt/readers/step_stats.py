@@ -45,29 +45,21 @@ class StepStats:
         for step in self._steps:
             step.stats = Stats(step.stats.name)
 
-    def resume(self, state: State) -> None:
-        if not self._take(state) and self._steps:
-            logger.warning(
-                "The stats of the steps before InferenceRunner count this attempt only: an "
-                "earlier release, or another pipeline, has saved the position where it resumed."
-            )
-
     def restore(self, shard: Path) -> None:
-        if not self._take(read_shard(shard)) and self._steps:
-            logger.warning(
-                "The stats of the steps before InferenceRunner are empty: an earlier release, or "
-                "another pipeline, has finished this task, and a retry of dead letters does not "
-                "run them."
-            )
+        self.resume(read_shard(shard))
         self.finish(0)
 
-    def _take(self, state: State) -> bool:
+    def resume(self, state: State) -> None:
         saved = state.get(STATS)
         self._known = saved is not None and [name for name, _ in saved["steps"]] == self._names()
         if saved is not None and self._known:
             self._earlier = [_from_json(metrics) for _, metrics in saved["steps"]]
             self._ended = saved["ended"]
-        return self._known
+        elif self._steps:
+            logger.warning(
+                "The stats of the steps before InferenceRunner lack earlier attempts: an earlier "
+                "release, or another pipeline, has saved them."
+            )
 
     def at_end(self, read: int) -> State:
         """Returns the final stats for ``shard.json``; empty if they are not known."""

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -79,30 +79,6 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
             "a pattern (*.arrow). Then run the same command again."
         )
     return False
-
-
-_Rows = TypeVar("_Rows", "pa.Table", "pa.RecordBatch")
-
-
-def take_rows(table: _Rows, rows: Sequence[int] | Numbers) -> _Rows:
-    """Takes rows by their numbers, also of types that pyarrow cannot take: string views, run-end
-    encoding.
-    """
-    import pyarrow as pa
-
-    numbers = pa.array(np.asarray(rows, dtype=np.int64))
-    try:
-        return table.take(numbers)
-    except pa.ArrowNotImplementedError:
-        columns = []
-        for column in table.columns:
-            if isinstance(column, pa.ChunkedArray):
-                column = column.combine_chunks()
-            try:
-                columns.append(column.take(numbers))
-            except pa.ArrowNotImplementedError:
-                columns.append(pa.array([column[int(row)].as_py() for row in rows], column.type))
-        return type(table).from_arrays(columns, schema=table.schema)
 
 
 _GROUP_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB

@@ -53,7 +53,6 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentNotSerializable,
     OutputFailed,
-    OutputMismatch,
     ServerStartFailed,
     TooManyDeadLetters,
 )
@@ -72,12 +71,11 @@ from datatrove_ckpt.output.committed import (
     FoundFiles,
     OutputCheck,
     RankCommits,
-    committed_files,
-    published_names,
+    has_commits,
 )
 from datatrove_ckpt.output.documents import decode, encode
-from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
-from datatrove_ckpt.output.hub_access import check_access, private_if_made, repository_is_gone
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
 from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import writer_name
@@ -328,10 +326,8 @@ def check_hub(plan: RunPlan) -> None:
 def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False) -> str:
     """Returns what was found. See ``check_access``."""
     writer = runner.step.output_writer
-    committed: Callable[[], int] = int
-    if runner.root is not None:
-        committed = partial(committed_files, writer, runner.root)
-    return check_access(hub, private_if_made(writer), only_look=only_look, committed=committed)
+    has_begun = runner.root is not None and has_commits(runner.root)
+    return check_access(hub, private_if_made(writer, has_begun), only_look=only_look)
 
 
 def check_output(
@@ -409,18 +405,18 @@ def check_output_of_run(
     for rank in first_starts:
         # Checked again: a rank that started since may have written the files.
         if found.by_rank[rank] and not _has_started(rank_folder(checkpoints, rank), mirror):
-            check.refuse_existing(
-                commits.get(rank) or RankCommits(checkpoints, rank, retries), found
-            )
+            check.refuse_foreign(rank, found)
     for rank_commits in commits.values():
         if rank_commits.is_finished:
-            check.refuse_unknown(rank_commits, found)
+            own = check.unfinished(rank_commits, found)
         elif rank_commits.has_run:
-            own = None
-            if found.by_rank[rank_commits.rank]:
-                own = published_names(checkpoints, rank_commits.rank)
-            check.refuse_strangers(rank_commits, found, own)
-    check.refuse_other_ranks(found, tasks)
+            own = check.published(rank_commits.rank, found)
+        else:
+            continue
+        check.refuse_foreign(rank_commits.rank, found, own)
+    for rank in sorted(found.by_rank):
+        if rank >= tasks:
+            check.refuse_foreign(rank, found)
     return job
 
 
@@ -436,10 +432,7 @@ def _has_started(folder: Path, mirror: str | None) -> bool:
 def _look(
     check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None
 ) -> FoundFiles:
-    """Raises:
-    OutputMismatch: the repository is gone, with files that were committed.
-    OutputFailed: the folder cannot be listed.
-    """
+    """Raises OutputFailed: the folder cannot be listed."""
     hub = HubFolder.of(check.writer.output_folder)
     if hub is None:
         try:
@@ -449,14 +442,9 @@ def _look(
                 f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the "
                 "same command again."
             ) from error
-    try:
-        return HubReads(hub, StoppableCalls()).listed(
-            lambda: check.look(committed), committed.values(), policy
-        )
-    except OutputFailed as error:
-        if not committed or not is_missing_repository(error.__cause__):
-            raise
-        raise OutputMismatch(repository_is_gone(hub, len(committed))) from error
+    return HubReads(hub, StoppableCalls()).listed(
+        lambda: check.look(committed), committed.values(), policy
+    )
 
 
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

@@ -15,6 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,9 +26,7 @@ from datatrove_ckpt.checkpoint.history import (
     WAITS_FOR_BATCHES,
     AttemptSummary,
     History,
-    InputPosition,
     Progress,
-    Silence,
     Wait,
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
@@ -41,7 +40,7 @@ from datatrove_ckpt.claims.claims import Claimant
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, plural
 from datatrove_ckpt.common.time_left import time_left
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 State = Literal["damaged", "failed", "lost", "interrupted", "unfinished", "running", "finished"]
 """What a rank does now, in the order in which people want to know it.
@@ -177,7 +176,7 @@ class Totals(RunSums):
     started: float | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class RunState:
     """The whole run.
 
@@ -214,7 +213,7 @@ class RunState:
     totals: Totals = field(default_factory=Totals)
     retried: Totals = field(default_factory=Totals)
 
-    @property
+    @cached_property
     def together(self) -> Totals:
         """Returns sums with retries."""
         job = JobSums()
@@ -284,19 +283,19 @@ def to_json(state: RunState) -> bytes:
         "missing": state.missing,
         "gone": state.gone,
         "foreign": state.foreign,
-        "workers": [worker._asdict() for worker in state.workers],
-        "given_up": {str(rank): cause for rank, cause in state.given_up.items()},
+        "workers": state.workers,
+        "given_up": state.given_up,
         "totals": state.totals,
         "retried": state.retried,
         "ranks": [*state.ranks, *state.retries],
     }
-    return orjson.dumps(content, _plain, orjson.OPT_INDENT_2)
+    return orjson.dumps(content, _plain, orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
 
 
 def _plain(value: object) -> object:
     if isinstance(value, InputPosition):
         return {**value._asdict(), "share": value.share}
-    if isinstance(value, Silence | Wait | SkippedLines):
+    if isinstance(value, Wait | SkippedLines | Claimant):
         return value._asdict()
     return str(value)  # a path
 
@@ -408,9 +407,6 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     if with_input:
         others = min(others, max(0, with_input - len(known)))
     if others:
-        begun = sum(rank.documents for rank in ranks if rank.position.total is None)
-        per_document = done / max(1, sum(rank.documents for rank in known))
-        done += min(round(begun * per_document), total * others // len(known))
         total += total * others // len(known)
         totals.total_is_estimated = True
     totals.position = InputPosition(done, total, units.pop())
@@ -467,96 +463,67 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         rank.need_attention("damaged", str(ledger.damage))
         return rank
     recent = ledger.history
+    last = recent.last
     rank.last_commit = ledger.sums.at
     rank.attempts = recent.attempts
-    last = recent.last
     # Otherwise more is done than that line shows.
     if last is not None and (last.documents.read or not rank.documents):
-        rank.position = _reached(last, rank)
-    _judge(rank, recent, ledger.is_finished, now, copied_at)
-    if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
-        changes = [at for name, at in ledger.written.items() if name not in (RUN, CACHE)]
-        rank.last_change = min(now, max(changes, default=0.0))
-    times = [recent.last_at, rank.last_commit, rank.last_change or None]
-    rank.last_word = max((at for at in times if at is not None), default=None)
-    return rank
-
-
-def _reached(last: Progress, rank: RankState) -> InputPosition:
-    """Returns the position of the last line, for the documents that were counted since then, or
-    taken back.
-    """
-    position = last.position
-    then = last.documents.read
-    if position.total is None or not rank.exact or not then:
-        return position
-    return position._replace(done=min(position.total, round(position.done * rank.documents / then)))
-
-
-def _judge(
-    rank: RankState, recent: History, is_finished: bool, now: float, copied_at: float | None
-) -> None:
+        rank.position = last.position
     attempt = rank.attempt
+    quiet = now - max(recent.last_at or 0.0, copied_at or 0.0)
+    limit = COPY_SECONDS if rank.is_copy else SILENT_SECONDS
     # An attempt without a number in the history ended before its first line.
-    if is_finished:
+    if ledger.is_finished:
         rank.state = "finished"
-    elif rank.holder is not None or _goes_on(rank, attempt, now, copied_at or 0.0):
+    elif rank.holder is not None or (quiet <= limit and _may_run(rank)):
         rank.state = "running"
-        _judge_running(rank, recent, now, copied_at or 0.0)
+        if last is not None and quiet > limit:
+            _judge_silent(rank, quiet)
+        elif last is not None:
+            _judge_running(rank, recent, last, now)
     elif attempt is None:
         rank.state = "unfinished"
     elif attempt.ended is None:
         rank.state = "lost"
-        if recent.last is not None:
-            rank.as_of = recent.last.at
-        attempt.without_a_word = True
-        rank.killed += 1
-        rank.uncertain += 1
-        rank.lost_in_flight += attempt.in_flight or 0
-        age = duration(max(0.0, now - attempt.last_seen))
-        how = "its last attempt was killed, its node was lost, or its disk was full"
-        rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
+        _judge_lost(rank, attempt, now)
+        if last is not None:
+            rank.as_of = last.at
     else:
         _judge_ended(rank, attempt, now)
+    if rank.state in ("lost", "running") and not rank.is_copy:  # it worked until then at least
+        changes = [at for name, at in ledger.written.items() if name not in (RUN, CACHE)]
+        rank.last_change = min(now, max(changes, default=0.0))
+    words = (recent.last_at or 0.0, rank.last_commit or 0.0, rank.last_change)
+    rank.last_word = max(words) or None
+    return rank
 
 
-def _goes_on(rank: RankState, attempt: AttemptSummary | None, now: float, uploaded: float) -> bool:
+def _may_run(rank: RankState) -> bool:
     """Whether an attempt may still run although no lock is visible."""
+    attempt = rank.attempt
     if attempt is None or attempt.ended is not None:
         return False
-    if rank.is_copy:
-        return now - max(attempt.last_seen, uploaded) <= COPY_SECONDS
-    return attempt.host != _HOST and now - attempt.last_seen <= SILENT_SECONDS
+    return rank.is_copy or attempt.host != _HOST
 
 
-def _judge_running(rank: RankState, recent: History, now: float, uploaded: float) -> None:
-    last = recent.last
-    if recent.last_at is None or last is None:
-        return
-    quiet = now - max(recent.last_at, uploaded)
-    limit = COPY_SECONDS if rank.is_copy else SILENT_SECONDS
-    if quiet > limit:
-        reason = f"no word for {duration(quiet)} from {rank.process}"
-        if rank.holder is not None:
-            reason = f"{reason}, which holds its lock"
-        rank.need_attention("silent", reason)
-        return
-    _measure(rank, recent, last)
-    if last.silence.lasts:
-        # To the minute, so that all ranks in one outage have one reason.
-        since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
-        reason = f"{last.silence}: no answer since {since:%H:%M}"
-        if last.silence.patience:
-            patience = f"{last.silence.patience:g} s (server_patience_seconds)"
-            reason = f"{reason}; a task stops after {patience}"
-        else:
-            reason = f"{reason}; each request waits for its request_timeout"
-        rank.need_attention("stuck", reason)
-    elif last.wait.quiet >= STUCK_SECONDS:
-        rank.need_attention("stuck", _stuck(recent, last, now))
+def _judge_lost(rank: RankState, attempt: AttemptSummary, now: float) -> None:
+    attempt.without_a_word = True
+    rank.killed += 1
+    rank.uncertain += 1
+    rank.lost_in_flight += attempt.in_flight or 0
+    age = duration(max(0.0, now - attempt.last_seen))
+    how = "its last attempt was killed, its node was lost, or its disk was full"
+    rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
 
 
-def _measure(rank: RankState, recent: History, last: Progress) -> None:
+def _judge_silent(rank: RankState, quiet: float) -> None:
+    reason = f"no word for {duration(quiet)} from {rank.process}"
+    if rank.holder is not None:
+        reason = f"{reason}, which holds its lock"
+    rank.need_attention("silent", reason)
+
+
+def _judge_running(rank: RankState, recent: History, last: Progress, now: float) -> None:
     seconds = recent.seconds
     if seconds:
         rank.in_flight = last.in_flight
@@ -569,6 +536,18 @@ def _measure(rank: RankState, recent: History, last: Progress) -> None:
         rest = max(0, rank.position.total - rank.position.done)
         rank.time_left = time_left(rest, rank.rates.input, rank.wait.quiet)
     rank.has_rate = seconds >= RATE_SECONDS - 1
+    if last.silence.lasts:
+        # To the minute, so that all ranks in one outage have one reason.
+        since = datetime.datetime.fromtimestamp(last.at - last.silence.seconds).astimezone()
+        reason = f"{last.silence}: no answer since {since:%H:%M}"
+        if last.silence.patience:
+            patience = f"{last.silence.patience:g} s (server_patience_seconds)"
+            reason = f"{reason}; a task stops after {patience}"
+        else:
+            reason = f"{reason}; each request waits for its request_timeout"
+        rank.need_attention("stuck", reason)
+    elif last.wait.quiet >= STUCK_SECONDS:
+        rank.need_attention("stuck", _stuck(recent, last, now))
 
 
 def _stuck(recent: History, last: Progress, now: float) -> str:
@@ -584,9 +563,9 @@ def _stuck(recent: History, last: Progress, now: float) -> str:
             return f"{text} ({event.why})"
         return text
     text = f"{nothing}: {plural(last.in_flight, 'request')} in flight, {last.waiting} waiting"
-    if recent.window is not None:
+    if recent.then is not None:
         lately = Counter(last.own.errors)
-        lately.subtract(recent.window[0].own.errors)
+        lately.subtract(recent.then.own.errors)
         errors = ", ".join(f"{count} {name}" for name, count in lately.most_common(3) if count > 0)
         if errors:
             text = f"{text}; errors in the last {duration(recent.seconds)}: {errors}"

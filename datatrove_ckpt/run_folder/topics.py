@@ -34,8 +34,6 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         if totals.paid:
             yield "paid", totals.paid + _ago(state)
         yield "attempts", _attempts(totals)
-    else:
-        yield "requests", f"{totals.done.requests:,} answered, {_sum_of_tokens(totals)}"
     if totals.done.odd_answers:
         yield "answers", totals.done.odd_answers.strip()
     if totals.skipped:
@@ -142,11 +140,9 @@ def progress_of(state: RunState) -> str:
         return "finished"
     if share is None:
         return "no percentage: how much of the input is done is not known"
-    done = f"{percent(share)} of the input"
+    done = f"{percent(share)} of the input{_ago(state)}"
     if totals.total_is_estimated:
         done = f"about {done}"
-    if not totals.exact:
-        done = f"{done}{_ago(state)}"
     if not totals.states["running"]:
         return f"{done}, nothing runs"
     if totals.time_left is None:
@@ -188,7 +184,10 @@ def _rate(totals: Totals) -> str:
 
 
 def _tokens(totals: Totals) -> str:
-    text = _sum_of_tokens(totals)
+    done = totals.done
+    text = (
+        f"{short(done.prompt_tokens)} prompt and {short(done.completion_tokens)} completion tokens"
+    )
     if totals.states["running"]:
         rates = totals.rates
         text = (
@@ -196,13 +195,6 @@ def _tokens(totals: Totals) -> str:
             "second now"
         )
     return text
-
-
-def _sum_of_tokens(totals: Totals) -> str:
-    done = totals.done
-    return (
-        f"{short(done.prompt_tokens)} prompt and {short(done.completion_tokens)} completion tokens"
-    )
 
 
 def _requests(totals: Totals) -> str:
@@ -244,8 +236,6 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
     said = [f"{totals.at_least}{count:,} {what}" for what, count in wasted.items() if count]
     if totals.lost_in_flight:
         said.append(f"{totals.lost_in_flight:,} in flight shortly before attempts were killed")
-    elif totals.killed:
-        said.append("not known what was in flight when attempts were killed")
     if said:
         yield "wasted", ", ".join(said)
     if work.restarts:

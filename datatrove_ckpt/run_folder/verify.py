@@ -18,9 +18,9 @@ from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.identity import (
-    RankWork,
+    RankState,
     RunIdentity,
-    compare_kept,
+    compare_runs,
     name_tasks,
     read_run,
     recorded_output,
@@ -333,7 +333,7 @@ def _check_settings(report: Report) -> Iterator[Problem]:
     if report.job:
         usual = settings_in(report.job)
     others = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
-    found = compare_kept(others, _is_done, report.job, RunIdentity(usual), only_tasks=False)
+    found = compare_runs(others, _is_done, report.job, RunIdentity(usual), only_tasks=False)
     for number, changes in found.by_rank.items():
         rank = ranks[number]
         differences = "; ".join(line for change in changes for line in change.lines)
@@ -341,8 +341,8 @@ def _check_settings(report: Report) -> Iterator[Problem]:
         yield Problem.of(rank, "identity", message, path=rank.folder / RUN)
 
 
-def _is_done(rank: int) -> RankWork:
-    return RankWork(holds_work=True, is_finished=True, is_live=False)
+def _is_done(rank: int) -> RankState:
+    return RankState(holds_work=True, is_finished=True, is_live=False)
 
 
 def _check_ranks(report: Report) -> Iterator[Problem]:

@@ -102,7 +102,7 @@ def open_place(
     if url is None:
         yield place
         return
-    from datatrove_ckpt.mirror.object_store import check_url  # fsspec is slow to import
+    from datatrove_ckpt.common.object_store import check_url  # fsspec is slow to import
     from datatrove_ckpt.mirror.restore import MirrorReader
 
     check_url("WHAT" if config is None else "checkpoints_remote_dir", url)

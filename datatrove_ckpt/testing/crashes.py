@@ -24,7 +24,7 @@ from datatrove_ckpt.checkpoint import files, numbers
 from datatrove_ckpt.checkpoint.history import parse_line
 from datatrove_ckpt.checkpoint.layout import CACHE, HISTORY, LOCK
 from datatrove_ckpt.checkpoint.lines import whole_lines
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.common.object_store import ObjectStore
 
 EFFECTS = (
     "make_dir",

@@ -166,7 +166,6 @@ class BlockInput:
         return _in_threads(self._index_file, numbers)
 
     def _count(self, counts: RowCounts, numbers: Sequence[int]) -> list[FileIndex]:
-        counts.load()
         known = _in_threads(counts.get, numbers)
         if None not in known:
             return [index for index in known if index is not None]

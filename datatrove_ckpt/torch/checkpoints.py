@@ -67,6 +67,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     left_behind,
     size_of,
 )
+from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -75,7 +76,6 @@ from datatrove_ckpt.errors import (
     ConfigError,
     StorageFailed,
 )
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
@@ -108,6 +108,7 @@ Writer = Callable[[Path], object]
 _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
+_CHECK_SECONDS = 24 * 3600.0  # between two checks of the steps that are kept
 _CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
@@ -194,6 +195,8 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
+        self._checking = _Task(asynchronous)
+        self._checked_at = 0.0
         self._curve_at = time.monotonic()
         self._snapshot = StateSnapshot()
         self._damaged = set[StepName]()
@@ -266,7 +269,7 @@ class TrainingCheckpoints:
         Raises ``failure`` if ``raises`` is set.
         """
         self._writing.join()
-        if self._wait_for_copy() and self._copies and self._not_copied is not None:
+        if self._wait_for_copy() and self._copies and self._manifests:
             self._uploading.start(self._upload)  # once more, if the last copy failed
             self._wait_for_copy()
         if self._steps.is_locked:
@@ -528,6 +531,8 @@ class TrainingCheckpoints:
                 "Call restore() to go on with it, or choose another folder."
             )
         self._steps.refuse_others(there)
+        # A training that is started again each day checks its steps, too.
+        self._checked_at = self._history.last("checked")
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Makes a call in each rank.
@@ -589,6 +594,9 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
         if time.monotonic() - self._curve_at > _CURVE_SECONDS:
             self._write_curve()
+        if not self._checking.is_running and time.time() - self._checked_at > _CHECK_SECONDS:
+            self._checked_at = time.time()
+            self._checking.start(self._check_kept)
 
     def _publish(self, name: StepName) -> None:
         self._steps.publish(name)
@@ -604,6 +612,18 @@ class TrainingCheckpoints:
         with suppress(Exception):  # the next save names the full disk
             self._history.write_curve()
         self._curve_at = time.monotonic()
+
+    def _check_kept(self) -> None:
+        """Finds steps whose files a disk has changed."""
+        for name in sorted(self._manifests):
+            try:
+                damage = self._steps.damage(name)
+            except Exception as error:
+                damage = str(error)
+            if damage and name in self._steps.names():  # it was not removed
+                logger.error(f"{name} is damaged: {damage}")
+                self._note("damaged", name, error=damage)
+        self._note("checked", self._last)
 
     def _begin(self, name: StepName) -> None:
         """Begins a save. On a full disk, first removes steps that it would remove in any case."""
@@ -715,7 +735,7 @@ class TrainingCheckpoints:
         try:
             if not weights_only:
                 self._has_looked = True
-            chosen = self._choose(partial(self._matching, step, None))
+            chosen = self._choose(step)
             if chosen is None and step != "latest":
                 raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
@@ -740,16 +760,6 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
-    def _matching(
-        self, step: int | str | None, before: int | None, names: Iterable[StepName]
-    ) -> list[StepName]:
-        """Returns the steps that may be meant; the wanted one last."""
-        if step == "best":
-            return self._ranks.together(self._best_last)[0]
-        if before is not None:
-            return [name for name in names if name.step < before]
-        return [name for name in names if step in ("latest", name.step)]
-
     def _best_last(self) -> list[StepName]:
         if self._best is None:
             raise ConfigError('"best": keep= has no Best(...), which names the metric.')
@@ -770,10 +780,10 @@ class TrainingCheckpoints:
             self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(
-        self, choose: Callable[[Iterable[StepName]], list[StepName]]
+        self, step: int | str | None, before: int | None = None
     ) -> tuple[StepName, list[str]] | None:
-        """Returns the last step of ``choose`` that is whole in all folders, and why later steps are
-        not; None if ``choose`` returns none.
+        """Returns the newest step (or the best one) that is meant, and is whole in all folders, and
+        why others are not; None if no step is meant.
 
         Raises:
             CheckpointCorrupt: none is whole.
@@ -785,7 +795,13 @@ class TrainingCheckpoints:
         passed: list[str] = []
         names = sorted(set().union(*found))
         self._newest = next(reversed(names), self._last)
-        for name in reversed(choose(names)):
+        if step == "best":
+            names = self._ranks.together(self._best_last)[0]
+        elif before is not None:
+            names = [name for name in names if name.step < before]
+        elif step != "latest":
+            names = [name for name in names if name.step == step]
+        for name in reversed(names):
             damage = self._damage(name)
             if not damage:
                 self._damaged.discard(name)
@@ -985,7 +1001,7 @@ class TrainingCheckpoints:
         self._has_looked = True
         self._claim()
 
-        chosen = self._choose(partial(self._matching, to, before))
+        chosen = self._choose(to, before)
         if chosen is None:
             wanted = to if before is None else f"before {before}"
             raise ConfigError(f"rollback: there is no step {wanted}.")
@@ -1000,9 +1016,7 @@ class TrainingCheckpoints:
         if own is not None:
             changed[_INPUT] = inputs
         # What may fail comes before the model changes, and what others see after it.
-        if not self._agree(partial(self._copy, old, new, changed, back), new):
-            assert self._not_saved is not None
-            raise self._not_saved
+        self._ranks.together(partial(self._copy, old, new, changed, back))
         self._load(old, reader, states)
         self._restored_input = None
         if loader is not None and not skip_input:

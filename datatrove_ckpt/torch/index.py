@@ -2,13 +2,13 @@
 
 The rows of a window are joined to few batches while they are read, and taken out of the batches.
 Each pyarrow take from several chunks copies all chunks, and one joint copy would need twice the
-window's memory. So rows are joined part by part, and taken batch by batch. pyarrow takes numbers of
-lists one by one, but bytes as a whole: as bytes, a token row costs a tenth of the time.
+window's memory. So rows are joined part by part, and taken batch by batch.
 
 Samples of a training loop are plain dicts. A list of numbers, mostly a token row, becomes a numpy
-array: a Python number takes 28 bytes where the table has 2 or 4. JSON numbers become an array only
-if numpy rounds none of them. Arrays are copies: torch warns of read-only arrays, and a view keeps a
-block alive.
+array: a Python number takes 28 bytes where the table has 2 or 4. pyarrow takes the numbers of lists
+one by one, so arrays are cut out of the batch itself. JSON numbers become an array only if numpy
+rounds none of them. Arrays are copies: torch warns of read-only arrays, and a view keeps a block
+alive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
-from datatrove_ckpt.readers.table_files import Numbers, take_rows
+from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.blocks import Block, BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
 
@@ -39,19 +39,18 @@ if TYPE_CHECKING:
 _Array = npt.NDArray[np.generic]
 
 _COPIED_TOGETHER = 2**20
-"""Token rows of so many bytes are views of one copy."""
+"""Token rows of about so many bytes are views of one copy."""
 
 _EXACT_IN_FLOATS = 2**53
 """A float64 holds each integer up to this size."""
 
 
-def table_rows(table: pa.Table) -> list[Row]:
-    rows: list[Row] = [{} for _ in range(table.num_rows)]
+def batch_rows(batch: pa.RecordBatch, numbers: Numbers) -> list[Row]:
+    """Returns the rows with these numbers as dicts, in which lists of numbers are arrays."""
+    rows: list[Row] = [{} for _ in range(len(numbers))]
     # By column: a third of the time of dict().
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        for row, value in zip(
-            rows, chain.from_iterable(map(_chunk_values, column.chunks)), strict=True
-        ):
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        for row, value in zip(rows, _values(column, numbers), strict=True):
             row[name] = value
     return rows
 
@@ -79,20 +78,22 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
     return values
 
 
-def _chunk_values(chunk: pa.Array) -> list[object]:
+def _values(column: pa.Array, numbers: Numbers) -> list[object]:
     import pyarrow.types as types
 
-    kind = chunk.type
+    kind = column.type
+    lists = _numbers_of_lists(types, column)
+    if lists is not None:
+        content, starts, ends = lists
+        return _token_rows(content, starts[numbers], ends[numbers])
+    taken = _take(column, numbers)
     if types.is_dictionary(kind):
-        return _chunk_values(chunk.dictionary_decode())
-    flat = _numbers_of_lists(types, chunk)
-    if flat is not None:
-        return _token_rows(*flat)
-    is_plain = (is_number(types, kind) or types.is_boolean(kind)) and not chunk.null_count
+        return _values(taken.dictionary_decode(), np.arange(len(numbers)))
+    is_plain = (_is_number(types, kind) or types.is_boolean(kind)) and not taken.null_count
     if is_plain or types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind):
-        plain: list[object] = chunk.to_numpy(zero_copy_only=False).tolist()
+        plain: list[object] = taken.to_numpy(zero_copy_only=False).tolist()
         return plain
-    values: list[object] = chunk.to_pylist()
+    values: list[object] = taken.to_pylist()
     if _is_numbers(types, kind):  # with some None
         dtype = kind.value_type.to_pandas_dtype()
         for place, value in enumerate(values):
@@ -101,44 +102,54 @@ def _chunk_values(chunk: pa.Array) -> list[object]:
     return values
 
 
-def is_number(types: ModuleType, kind: pa.DataType) -> bool:
+def _take(column: pa.Array, rows: Numbers) -> pa.Array:
+    """Takes rows also of types that pyarrow cannot take: string views, run-end encoding."""
+    import pyarrow as pa
+
+    first = int(rows[0])
+    if int(rows[-1]) - first == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
+        return column.slice(first, len(rows))
+    try:
+        return column.take(pa.array(rows))
+    except pa.ArrowNotImplementedError:
+        return pa.array([column[row].as_py() for row in rows.tolist()], column.type)
+
+
+def _is_number(types: ModuleType, kind: pa.DataType) -> bool:
     return bool(types.is_integer(kind) or types.is_floating(kind))
 
 
 def _is_numbers(types: ModuleType, kind: pa.DataType) -> bool:
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return is_list and is_number(types, kind.value_type)
+    return is_list and _is_number(types, kind.value_type)
 
 
-def _numbers_of_lists(types: ModuleType, chunk: pa.Array) -> tuple[_Array, _Array] | None:
-    """Returns the numbers and the lengths of all lists.
+def _numbers_of_lists(types: ModuleType, lists: pa.Array) -> tuple[_Array, Numbers, Numbers] | None:
+    """Returns the numbers of all lists, and where each list begins and ends in them.
 
     None: these are no lists of numbers, or some are None.
     """
-    if not _is_numbers(types, chunk.type) or chunk.null_count or not len(chunk):
+    if not _is_numbers(types, lists.type) or lists.null_count or lists.values.null_count:
         return None
-    if types.is_fixed_size_list(chunk.type):
-        numbers = chunk.flatten()
-        lengths = np.full(len(chunk), chunk.type.list_size)
-    else:
-        offsets = chunk.offsets.to_numpy()
-        numbers = chunk.values.slice(offsets[0], offsets[-1] - offsets[0])
-        lengths = np.diff(offsets)
-    if numbers.null_count:
-        return None
-    return numbers.to_numpy(), lengths
+    content = lists.values.to_numpy()
+    if types.is_fixed_size_list(lists.type):
+        size = lists.type.list_size
+        starts = (np.arange(len(lists)) + lists.offset) * size
+        return content, starts, starts + size
+    offsets = lists.offsets.to_numpy()
+    return content, offsets[:-1], offsets[1:]
 
 
-def _token_rows(content: _Array, lengths: _Array) -> list[object]:
-    ends = np.cumsum(lengths)
-    firsts = np.flatnonzero(np.diff(ends * content.itemsize // _COPIED_TOGETHER, prepend=-1))
+def _token_rows(content: _Array, starts: Numbers, ends: Numbers) -> list[object]:
+    size = int((ends - starts).sum()) * content.itemsize
+    together = max(1, len(starts) * _COPIED_TOGETHER // max(1, size))
     rows: list[object] = []
-    begin = 0
-    for group in np.split(ends, firsts[1:]):
-        copied = content[begin : group[-1]].copy()
-        stops = (group - begin).tolist()
+    for first in range(0, len(starts), together):
+        places = slice(first, first + together)
+        pairs = zip(starts[places].tolist(), ends[places].tolist(), strict=True)
+        copied = np.concatenate([content[start:end] for start, end in pairs])
+        stops = np.cumsum(ends[places] - starts[places]).tolist()
         rows += [copied[start:stop] for start, stop in zip([0, *stops], stops, strict=False)]
-        begin = int(group[-1])
     return rows
 
 
@@ -147,8 +158,8 @@ _JOINED = 2**23
 _RELEASED = 6
 """After so many joins the allocator gives back memory."""
 
-Parts: TypeAlias = "Iterator[tuple[Numbers, Rows]]"
-"""Rows in parts: their numbers, and the rows."""
+Parts: TypeAlias = "Iterator[tuple[Numbers, pa.RecordBatch | list[Row | None], Numbers]]"
+"""Rows in parts: their places among the wanted rows, a batch or list, and their numbers in it."""
 
 
 class RowBatches:
@@ -160,26 +171,19 @@ class RowBatches:
     """
 
     def __init__(self, tables: Iterable[pa.Table], joined: bool) -> None:
-        self._batches: list[tuple[pa.Schema, pa.RecordBatch]] = []
+        self._batches: list[pa.RecordBatch] = []
         for table in _joined(tables) if joined else tables:
-            for batch in table.to_batches():
-                self._batches.append((batch.schema, _as_bytes(batch) if joined else batch))
-        self._ends = np.cumsum([batch.num_rows for _, batch in self._batches], dtype=np.int64)
+            self._batches += table.to_batches()
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
 
     def take(self, rows: Numbers) -> Parts:
-        """Takes the rows with these numbers. A stretch of rows is no copy."""
         numbers = np.searchsorted(self._ends, rows, side="right")
         order = np.argsort(numbers, kind="stable")
         counts = np.bincount(numbers)
         split = np.split(order, np.cumsum(counts[counts > 0])[:-1])
         for number, places in zip(np.flatnonzero(counts).tolist(), split, strict=True):
-            schema, batch = self._batches[number]
-            mine = rows[places] - (int(self._ends[number]) - batch.num_rows)
-            first = int(mine[0])
-            if bool((mine == np.arange(first, first + len(mine))).all()):
-                yield places, _of_bytes(batch.slice(first, len(mine)), schema)
-            else:
-                yield places, _of_bytes(take_rows(batch, mine), schema)
+            batch = self._batches[number]
+            yield places, batch, rows[places] - (int(self._ends[number]) - batch.num_rows)
 
 
 def owned(table: pa.Table) -> pa.Table:
@@ -187,7 +191,7 @@ def owned(table: pa.Table) -> pa.Table:
     import pyarrow as pa
 
     if table.num_rows < 2:
-        return take_rows(table, range(table.num_rows))
+        return pa.concat_tables([table, table]).combine_chunks().slice(0, table.num_rows)
     half = table.num_rows // 2  # one chunk alone would not be copied
     return pa.concat_tables([table.slice(0, half), table.slice(half)]).combine_chunks()
 
@@ -211,54 +215,6 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
             yield joined
     if group:
         yield owned(pa.concat_tables(group, promote_options="permissive"))
-
-
-def _as_bytes(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Makes bytes of lists of numbers, without a copy."""
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    def column(chunk: pa.Array) -> pa.Array:
-        kind = chunk.type
-        if not (types.is_list(kind) or types.is_large_list(kind)) or not is_number(
-            types, kind.value_type
-        ):
-            return chunk
-        if (
-            not len(chunk)
-            or chunk.null_count
-            or chunk.values.null_count
-            or not chunk.values.buffers()[1]
-        ):
-            return chunk
-        ends = (chunk.offsets.to_numpy().astype(np.int64) + chunk.values.offset) * (
-            kind.value_type.bit_width // 8
-        )
-        buffers = [None, pa.py_buffer(ends), chunk.values.buffers()[1]]
-        return pa.Array.from_buffers(pa.large_binary(), len(chunk), buffers)
-
-    return pa.RecordBatch.from_arrays([*map(column, batch.columns)], names=batch.schema.names)
-
-
-def _of_bytes(batch: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    def column(chunk: pa.Array, kind: pa.DataType) -> pa.Array:
-        if chunk.type == kind:
-            return chunk
-        _, ends, numbers = chunk.buffers()
-        width = kind.value_type.bit_width // 8
-        found = np.frombuffer(ends, np.int64, len(chunk) + 1, 8 * chunk.offset) // width
-        values = pa.Array.from_buffers(kind.value_type, int(found[-1]), [None, numbers])
-        if not types.is_large_list(kind):
-            found = found.astype(np.int32)
-        return pa.Array.from_buffers(
-            kind, len(chunk), [None, pa.py_buffer(found)], children=[values]
-        )
-
-    columns = [column(chunk, kind) for chunk, kind in zip(batch.columns, schema.types, strict=True)]
-    return pa.Table.from_arrays(columns, schema=schema)
 
 
 _OF_DICTS = 3
@@ -309,17 +265,13 @@ class Index:
                     f"The state was made with {key}={then[key]}, and this reader has "
                     f"{key}={now[key]}. Use the same, or start without the state."
                 )
-        if [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]:
+        kept = then["content"]
+        other_rows = [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]
+        if other_rows or (kept != now["content"] and kept[0] == now["content"][0]):
             raise misfit(
                 "The input has changed: the files have the same names and sizes as when the state "
-                f"was made, but they had {then['rows']} rows, and have {now['rows']}, or their row "
-                f"groups have other sizes, or skip or limit is another one."
-            )
-        kept = then["content"]
-        if kept != now["content"] and kept[0] == now["content"][0]:
-            raise misfit(
-                "The input has changed: the files have the same names, sizes and numbers of rows "
-                "as when the state was made, but the content of one is another."
+                f"was made, but another content: they had {then['rows']} rows, and have "
+                f"{now['rows']}."
             )
 
 
@@ -334,7 +286,7 @@ class _Loaded:
         piece, places = self._find(rows)
         places = places + self.moved[piece]
         if isinstance(self.rows, list):
-            return iter([(np.arange(len(rows)), [self.rows[place] for place in places.tolist()])])
+            return iter([(np.arange(len(rows)), self.rows, places)])
         return self.rows.take(places)
 
     def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
@@ -359,15 +311,20 @@ class RowSource:
     _open: dict[int, _Loaded] = field(default_factory=dict)
 
     def rows(self, shares: Numbers, rows: Numbers) -> list[InputRow]:
+        import pyarrow as pa
+
         found: dict[int, InputRow] = {}
         table = self.index.table
         names = self.index.blocks.names
-        for places, data, share, numbers in self._parts(shares, rows):
+        for places, part, taken, share, numbers in self._parts(shares, rows):
             block, in_block = self._open[share].origins(numbers)
             files = [names[file] for file in table.file[block].tolist()]
             lines = (table.first[block] + in_block).tolist()
-            if not isinstance(data, list):
-                data = data.to_pylist()
+            if isinstance(part, list):
+                data = [part[number] for number in taken.tolist()]
+            else:
+                columns = [_take(column, taken) for column in part.columns]
+                data = pa.RecordBatch.from_arrays(columns, schema=part.schema).to_pylist()
             found.update(zip(places.tolist(), map(InputRow, data, files, lines), strict=True))
         return [found[place] for place in range(len(shares))]
 
@@ -377,20 +334,19 @@ class RowSource:
         None: a damaged line.
         """
         found: dict[int, JsonObject | None] = {}
-        for places, part, _, _ in self._parts(shares, rows):
+        for places, part, taken, _, _ in self._parts(shares, rows):
             if isinstance(part, list):
-                part = [row and json_row(row) for row in part]
+                chosen = [part[number] for number in taken.tolist()]
+                samples = [row and json_row(row) for row in chosen]
             else:
-                part = table_rows(part)
-            found.update(zip(places.tolist(), part, strict=True))
+                samples = batch_rows(part, taken)
+            found.update(zip(places.tolist(), samples, strict=True))
         return [found[place] for place in range(len(shares))]
 
     def _parts(
         self, shares: Numbers, rows: Numbers
-    ) -> Iterator[tuple[Numbers, Rows, int, Numbers]]:
-        """Yields rows in parts: which these are, the rows, their share, and their numbers in its
-        window.
-        """
+    ) -> Iterator[tuple[Numbers, pa.RecordBatch | list[Row | None], Numbers, int, Numbers]]:
+        """Yields rows in parts (see ``Parts``), their share, and their numbers in its window."""
         for share in np.unique(shares).tolist():
             mine = np.flatnonzero(shares == share)
             windows = self._order.shares[share].window_of(rows[mine])
@@ -398,8 +354,8 @@ class RowSource:
                 places = mine[windows == number]
                 self._load(share, number)
                 numbers = rows[places] - self._open[share].window.first
-                for some, part in self._open[share].take(numbers):
-                    yield places[some], part, share, numbers[some]
+                for some, part, taken in self._open[share].take(numbers):
+                    yield places[some], part, taken, share, numbers[some]
 
     def _load(self, share: int, number: int) -> None:
         if share in self._open and self._open[share].number == number:

@@ -11,18 +11,19 @@ import copy
 import io
 import pickle
 import random
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
-
-# Not DefaultStager, which in torch 2.11 can be used only once.
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -168,7 +169,7 @@ def load_parts(
 
     if only_plain:
         with Path(folder, METADATA).open("rb") as file:
-            _Metadata(file).load()
+            _Metadata(file, _known_classes()).load()
     content = state_of(key, states)
     reader = dcp.FileSystemReader(folder)
     dcp.load(
@@ -188,26 +189,30 @@ def load_parts(
 
 
 class _Metadata(pickle.Unpickler):
-    """Refuses the classes of other files: DCP loads any pickle."""
+    """Reads a list of parts, and refuses all classes but ``known``: DCP would load any pickle."""
+
+    def __init__(self, file: IO[bytes], known: set[tuple[str, str]] | None = None) -> None:
+        super().__init__(file)
+        self._known = known
+        self.found = set[tuple[str, str]]()
 
     def find_class(self, module: str, name: str) -> object:
-        if module == "torch":
-            is_known = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
-        elif module == "torch.distributed.checkpoint.metadata":
-            found = super().find_class(module, name)
-            is_known = isinstance(found, type) and found.__module__ == module
-        else:
-            is_known = (module, name) in _OTHERS
-        if not is_known:
+        self.found.add((module, name))
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if self._known is not None and not is_dtype and (module, name) not in self._known:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
         return super().find_class(module, name)
 
 
-_OTHERS = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-}
+@cache
+def _known_classes() -> set[tuple[str, str]]:
+    """Returns the classes in a list of parts that this release of torch writes."""
+    with TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+        save_parts({"tensor": torch.zeros(1), "number": 1}, Path(folder), None)
+        with Path(folder, METADATA).open("rb") as file:
+            metadata = _Metadata(file)
+            metadata.load()
+    return metadata.found
 
 
 # all states --------------------------------------------------------------------------------------
@@ -264,26 +269,28 @@ class StateSnapshot:
     A copy uses the buffers of the one before again, so only one is in use at a time.
     """
 
-    def __init__(self) -> None:
-        self._stager = _new_stager()
+    @cached_property
+    def _stager(self) -> DefaultStager:
+        on_gpu = torch.cuda.is_initialized()
+        options = StagingOptions(
+            use_pinned_memory=on_gpu,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=on_gpu,
+        )
+        return DefaultStager(options)
 
     def take(self, value: _T) -> _T:
         if any(map(_is_view_or_sparse, (leaf for _, leaf in leaves(value, "")))):
             return copy.deepcopy(value)  # the stager would copy what lies below
-        on_gpu = torch.cuda.is_initialized()
         staged: _T
         try:
-            staged = self._stager.stage(value, non_blocking=on_gpu)
-        except AssertionError:  # a tensor has another size than its buffer
-            self._stager = _new_stager()
-            staged = self._stager.stage(value, non_blocking=on_gpu)
-        if on_gpu:
-            torch.cuda.synchronize()
+            staged = self._stager.stage(value)
+        # A tensor has another size than its buffer; torch 2.11 uses no stager twice.
+        except (AssertionError, KeyError):
+            del self._stager
+            staged = self._stager.stage(value)
         return staged
-
-
-def _new_stager() -> StateDictStager:
-    return StateDictStager(pin_memory=torch.cuda.is_available())
 
 
 def _is_view_or_sparse(value: object) -> bool:

@@ -32,13 +32,13 @@ from datatrove_ckpt.checkpoint.training_steps import (
     size_and_hash,
     step_names,
 )
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointLocked,
     ConfigError,
     Fenced,
 )
-from datatrove_ckpt.mirror.object_store import ObjectStore
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datatrove.io import DataFolder
+from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import EntryNotFoundError
@@ -16,14 +16,15 @@ from huggingface_hub.errors import EntryNotFoundError
 from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.claims import claims as claims_module
 from datatrove_ckpt.claims.claims import ObjectClaims
+from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
 from datatrove_ckpt.executors import local
-from datatrove_ckpt.mirror.object_store import check_mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.stoppable import StoppableCalls
+from datatrove_ckpt.output.targets import BucketTarget
 from datatrove_ckpt.testing import FakeServer
 from tests.hub.server import Access
 from tests.mirrors import Job
@@ -374,11 +375,12 @@ def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job, tmp_pat
         raise Fenced("Another process has taken over")
 
     (tmp_path / "staged").write_text("content")
-    uploads = HubUploads(
-        HubFolder.parse(f"{BUCKET}/output"), StoppableCalls(), SimpleNamespace(check=taken)
-    )
-    uploads.upload({"a": tmp_path / "staged"})
+    folder = get_datafolder(f"{BUCKET}/output")
+    lease = SimpleNamespace(check=taken)
+    reads = HubReads(HubFolder.of(folder), StoppableCalls(), lease)
+    uploads = BucketTarget(folder, tmp_path, reads, lease)
+    uploads.upload(tmp_path / "staged", "a")
     job.fail("batch", status=409)
     with pytest.raises(Fenced):
-        uploads.upload({"b": tmp_path / "staged"})
+        uploads.upload(tmp_path / "staged", "b")
     assert output(job).keys() == {"output/a"}

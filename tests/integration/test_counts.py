@@ -20,7 +20,6 @@ from datatrove_ckpt.checkpoint.request_cache import CachedRequest
 from datatrove_ckpt.errors import DocumentFailed, ServerRefused
 from datatrove_ckpt.generation.generate import Answers, Requests
 from datatrove_ckpt.generation.prefetch import SourceDocument
-from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
@@ -213,13 +212,20 @@ def test_no_document_is_begun_and_no_request_sent_while_too_much_waits_to_be_sav
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: action(*given) or plain(*given))
 
-    def waits(scheduler, seconds=None):
-        if seconds is not None:  # before it admits a document
-            release()
+    def before_waits(name):
+        plain = getattr(OpenCheckpoint, name).fget
+
+        def look(checkpoint):
+            is_behind = plain(checkpoint)
+            if is_behind:
+                release()
+            return is_behind
+
+        monkeypatch.setattr(OpenCheckpoint, name, property(look))
 
     before(*slow, lambda *given: may_go_on.wait(60) and None)
-    before(Scheduler, "next_change", waits)
-    before(Scheduler, "wait_for_storage", lambda scheduler: release())
+    before_waits("congested")
+    before_waits("publishing_behind")
     before(OpenCheckpoint, "end_of_input", lambda *given: release())
     monkeypatch.setattr(open_checkpoint, *limit)
     settings = {"max_concurrent_documents": 4}

@@ -24,7 +24,6 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, ids, run_job, runner
@@ -62,21 +61,22 @@ def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
     asked = []
     held = threading.Event()
     write_chunk = ChunkOutput.write_chunk
-    next_change = Scheduler.next_change
+    plain = open_checkpoint.OpenCheckpoint.publishing_behind.fget
 
-    async def watched(self, at_most_seconds=None):
-        if at_most_seconds is not None:
+    def watched(self):
+        is_behind = plain(self)
+        if is_behind:
             held.set()
-        await next_change(self, at_most_seconds)
-        if at_most_seconds is not None:
+        else:
             held.clear()
+        return is_behind
 
     def slow(self, *args):
         until(lambda: held.is_set() or server.asked.total() == 6)
         asked.append(server.asked.total())
         return write_chunk(self, *args)
 
-    monkeypatch.setattr(Scheduler, "next_change", watched)
+    monkeypatch.setattr(open_checkpoint.OpenCheckpoint, "publishing_behind", property(watched))
     monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
     monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
     run_job(tmp_path, server, 6, records_per_chunk=1, config={"max_concurrent_documents": 1})

@@ -12,21 +12,22 @@ from unittest.mock import Mock
 import dill
 import pyarrow.parquet as pq
 import pytest
-from datatrove.pipeline.writers import ParquetWriter
+from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
 from datatrove.pipeline.writers.huggingface import HuggingFaceBucketWriter, HuggingFaceDatasetWriter
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
-from datatrove_ckpt.generation import generate, scheduler
+from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import hub_uploads, targets
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.hub_uploads import HubUploads
+from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.targets import HubCommits
+from datatrove_ckpt.output.targets import HubTarget
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, documents, runner
 from tests.jobs import config as job_config
@@ -74,9 +75,12 @@ def committed(folder):
 def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tmp_path):
     taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
     (tmp_path / "staged").write_text("content")
-    uploads = HubUploads(HubFolder.parse("hf://datasets/org/data/config"), StoppableCalls(), taken)
-    commits = HubCommits(uploads, CommitPace(), 0)
-    commits.uploaded(0, uploads.upload({"a": tmp_path / "staged"}), Mock())
+    output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
+    folder = SimpleNamespace(writer=output, scratch=tmp_path, rank=0)
+    reads = HubReads(HubFolder.of(output.output_folder), StoppableCalls(), taken)
+    commits = HubTarget(folder, reads, taken, CommitPace())
+    staged = SimpleNamespace(path=tmp_path / "staged", size=7, hexdigest=lambda: "")
+    commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
     done, failures = Mock(), queue.SimpleQueue()
     commits.wait(0, WaitingChunk(done, failures.put))
     commits.hurry()
@@ -338,7 +342,7 @@ def stops(last, ready):
 
 def test_a_drain_commits_what_is_uploaded(hub, server, tmp_path, monkeypatch):
     monkeypatch.setattr(scheduler, "_PUBLISH_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(generate, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "_GRACE_SECONDS", 0.05)
     rollout = stops(4, lambda: len(hub.repo("org/data").uploads) == 2)
     step = hub_runner(tmp_path, server, rollout=rollout, hub_commit_seconds=10_000)
     with pytest.raises(KeyboardInterrupt):

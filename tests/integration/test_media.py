@@ -449,33 +449,19 @@ def test_a_picture_keeps_its_turn_its_transparency_and_its_16_bits():
 # jobs --------------------------------------------------------------------------------------------
 
 
-def write_pages(number):
-    """pages/all.jsonl, and the files that it names."""
-    Path("pages/report").mkdir(parents=True)
-    lines = []
-    for index in range(number):
-        Path(f"pages/report/{index}.png").write_bytes(picture(index))
-        lines.append(
-            json.dumps(
-                {"id": f"id {index}", "text": f"page {index}", "image": f"report/{index}.png"}
-            )
-        )
-    Path("pages/all.jsonl").write_text("\n".join(lines))
-
-
 def test_the_config_for_ocr_runs(here, command, server):
     shutil.copytree(ROOT / "configs", "configs")
-    write_pages(4)
-    Path("pages/report/2.png").write_bytes(picture(2)[:-700])
+    Path("scans").mkdir()
+    for index in range(4):
+        Path(f"scans/{index}.png").write_bytes(picture(index))
+    Path("scans/2.png").write_bytes(picture(2)[:-700])
     endpoint = ["--server-type", "endpoint", "--endpoint-url", server.url]
-    command("run", "configs/ocr.yaml", *endpoint)
+    command("run", "configs/ocr.yaml", "--input=scans/*.png", *endpoint)
     output = rows(Path("ocr"))
-    assert [(one["id"], one["image"]) for one in output] == [
-        (f"id {index}", f"report/{index}.png") for index in (0, 1, 3)
-    ]
+    assert [one["id"] for one in output] == [f"{index}.png" for index in (0, 1, 3)]
     assert {len(one["rollout_results"]) for one in output} == {1}
     (letter,) = letters(Path("ocr"))
-    assert "medium 1 (report/2.png) is damaged, or no whole picture" in letter["error"]
+    assert "medium 1 is damaged, or no whole picture" in letter["error"]
     assert sorted(sent(server, number)[0] for number in range(3)) == sorted(
         picture(index) for index in (0, 1, 3)
     )

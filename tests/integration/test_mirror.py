@@ -20,6 +20,7 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
@@ -34,10 +35,8 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.mirror import mirror
-from datatrove_ckpt.mirror.manifests import Damaged, Part, Versions
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.mirror.manifests import Damaged, Part, Seal, Versions
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.mirror.sealing import Seal
 from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.findings import check_before_run
@@ -485,13 +484,13 @@ class OwnedLate:
         self.was_published = False
         self._waits = threading.Event()
         self._folder = folder
-        wait = mirror.RemoteMirror._wait_for_look
+        wait = mirror.RemoteMirror._wait_for
 
         def noted(mirrored, *arguments):
             self._waits.set()
             return wait(mirrored, *arguments)
 
-        monkeypatch.setattr(mirror.RemoteMirror, "_wait_for_look", noted)
+        monkeypatch.setattr(mirror.RemoteMirror, "_wait_for", noted)
 
     def put(self, store, name, content):
         if name.startswith("claim-"):

@@ -9,9 +9,9 @@ from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import mirror
+from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.mirror.job import read_job
-from datatrove_ckpt.output import owner
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, documents, rows, run_job, runner
 from tests.kept import edit
@@ -219,7 +219,7 @@ def test_a_task_alone_compares_too(tmp_path, server, kept):
 
 @pytest.mark.usefixtures("empty_memory_file_system")
 def test_a_run_at_a_url_with_a_mirror_has_its_identity_there(tmp_path, server, log, monkeypatch):
-    monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(object_store, "_SETTLES", 0.0)
 
     def step(folder, name, **settings):
         writer = JsonlWriter(f"memory://{name}", "${rank}_${chunk_index}.jsonl", compression=None)

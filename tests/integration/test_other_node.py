@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 from datatrove.io import get_datafolder
 
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget
 from tests.yaml_jobs import endpoint, job_yaml, write_job

@@ -23,6 +23,7 @@ from datatrove_ckpt.output.folders import (
     check_pipeline_folders,
     stands_elsewhere,
 )
+from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder import findings
 from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -107,7 +108,7 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
     path.write_text("of another run\n")
     output = JsonlWriter(str(tmp_path / "output"), template, compression=None)
     for _ in range(2):
-        with pytest.raises(OutputMismatch, match=re.escape(f"({name}), but ")):
+        with pytest.raises(OutputMismatch, match=re.escape(f"names: {name}. Another run")):
             runner(tmp_path, server, output_writer=output).run(
                 [Document("a", "0", metadata={"lang": "fr"})]
             )
@@ -118,6 +119,23 @@ def test_files_of_another_run_that_fit_the_template_are_refused_at_the_first_sta
             [Document("a", "0", metadata={"lang": "fr"})]
         )
     assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 0
+
+
+def test_a_stray_file_is_refused_also_where_names_have_fields_of_documents(tmp_path, server):
+    output = JsonlWriter(str(tmp_path / "output"), "${lang}/${rank}_${chunk_index}.jsonl")
+    given = [Document("a", "0", metadata={"lang": "fr"})]
+    runner(tmp_path, server, output_writer=output).run(given)
+    (tmp_path / "output/en").mkdir()
+    (tmp_path / "output/en/00000_00009.jsonl").touch()
+    with pytest.raises(OutputMismatch, match=r"task 0 names: en/00000_00009\.jsonl\. "):
+        runner(tmp_path, server, output_writer=output).run(given)
+
+
+def test_digits_beside_a_rank_are_no_part_of_it():
+    pattern = output_pattern("${rank}${number}_${chunk_index}.jsonl")
+    assert rank_and_chunk(pattern.fullmatch("0000012_00003.jsonl")) == (("", 0), 3)
+    pattern = output_pattern("${rank}_${chunk_index}.jsonl")
+    assert rank_and_chunk(pattern.fullmatch("123456_00003.jsonl")) == (("", 123456), 3)
 
 
 # folders that must differ ------------------------------------------------------------------------

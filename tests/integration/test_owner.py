@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
+from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import hub_uploads, owner
 from datatrove_ckpt.output.owner import OutputOwnership
@@ -149,7 +150,7 @@ class BucketPlace(HubPlace):
 
 @pytest.fixture
 def place(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "_READ_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(object_store, "_SETTLES", 0.01)
     monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     kinds = {
         "local": Place,
@@ -289,7 +290,7 @@ def test_a_moved_job_finds_the_files_of_another_one_and_replaces_none(
     start("b")
     command("verify", tmp_path / "b/checkpoints", "--full")
     place.forget_owner()  # and even so
-    with pytest.raises(OutputMismatch, match=r"no commit of rank 0 names|has other content"):
+    with pytest.raises(OutputMismatch, match=r"no commit of task 0 names|has other content"):
         start("a")
     assert place.files() == written
     place.bring_back()

@@ -18,9 +18,9 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import DocumentFailed, Preempted
 from datatrove_ckpt.inference.servers import guardian
-from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.process import preemption, shutdown
 from datatrove_ckpt.process.signals import raise_again

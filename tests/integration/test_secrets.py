@@ -17,9 +17,9 @@ from urllib.parse import quote
 import pytest
 from loguru import logger
 
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import ConfigError, RequestRejected
-from datatrove_ckpt.mirror.object_store import ObjectStore
 from datatrove_ckpt.process.task_errors import safe_log
 from tests.clients import client_of, lent_client
 from tests.hub import pointed_at

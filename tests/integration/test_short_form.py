@@ -218,7 +218,7 @@ def test_what_cannot_work_is_one_line(capsys):
         "backup/README.md",
         "dict/dataset_dict.json",
         "pictures/README.md",
-        "pictures/a.png",
+        "pictures/a.svg",
         "twice/a.jsonl",
         "twice/a.jsonl.gz",
         "linked/a.jsonl",

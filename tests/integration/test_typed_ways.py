@@ -192,9 +192,7 @@ def test_a_vector_of_another_length_stops_the_rank_and_is_not_kept(
 
     numbers.paths = {"/v1/embeddings": answer}
     config = {"max_concurrent_documents": 1, "texts_per_request": texts_per_request}
-    with pytest.raises(
-        CkptError, match=r"a vector of 3 numbers, and before with one of 4, .* same command again"
-    ):
+    with pytest.raises(CkptError, match=r"3 numbers, and before with 4, .* same command again"):
         run_job(tmp_path, numbers, 2, ask, config=config)
     others = False
     run_job(tmp_path, numbers, 2, ask, config=config)
@@ -216,7 +214,7 @@ def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_ra
         run_job(tmp_path, numbers, 1, ask, config=config)
     budget.left = 9
     numbers.paths = {"/v1/embeddings": lambda payload: {"data": [{"index": 0, "embedding": [0.5]}]}}
-    with pytest.raises(CkptError, match="a vector of 1 number, and before with one of 4"):
+    with pytest.raises(CkptError, match="1 number, and before with 4"):
         run_job(tmp_path, numbers, 1, ask, config=config)
     assert budget.left == 8
 
@@ -238,9 +236,7 @@ def test_other_classes_than_before_stop_the_rank_and_are_not_kept(numbers, tmp_p
     others = True
     numbers.paths = {"/classify": answer}
     config = {"max_concurrent_documents": 1}
-    with pytest.raises(
-        CkptError, match="with probabilities of classes: 3 numbers, and before with 2, for the same"
-    ):
+    with pytest.raises(CkptError, match="with 3 numbers, and before with 2, for the same"):
         run_job(tmp_path, numbers, 2, ask, config=config)
     others = False
     run_job(tmp_path, numbers, 2, ask, config=config)

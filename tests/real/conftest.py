@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from loguru import logger
 
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.common.object_store import ObjectStore
 
 
 @pytest.fixture

@@ -286,12 +286,12 @@ def test_a_second_connection_is_locked_out(tmp_path):
 CHUNK = Chunk(0, 0)
 
 
-def make_storage(folder, interval=None, on_change=lambda: None):
+def make_storage(folder, interval=None):
     fence = RunClaim(folder, RunIdentity({})).take()
     log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
     every = interval or Interval(60, SYNC_TUNING)
     rank_files = RankFiles(folder, cache, log, fence, every, ResumePoint())
-    return StorageThread(rank_files, on_change), rank_files
+    return StorageThread(rank_files), rank_files
 
 
 def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path, monkeypatch):
@@ -318,15 +318,13 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
 
 
 def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):
-    changed = threading.Event()
-    storage, _ = make_storage(tmp_path, on_change=changed.set)
+    storage, _ = make_storage(tmp_path)
 
     def full(*args):
         raise StorageFailed("the disk is full")
 
     storage.start()
     storage.call(full)
-    changed.wait()
     storage.stop()
     with pytest.raises(StorageFailed, match="full"):
         storage.put_answer(request(0))

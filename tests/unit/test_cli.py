@@ -357,8 +357,8 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
             2,
             "--accept-changes: its value is missing; write --accept-changes true.",
         ),
-        (["rum", "job.yaml"], 2, 'there is no command "rum", did you mean "run"?'),
-        (["job.yaml"], 2, 'there is no command "job.yaml", did you mean "run job.yaml"?'),
+        (["rum", "job.yaml"], 2, "invalid choice: 'rum' (choose from"),
+        (["job.yaml"], 2, "Write run before the file."),
         ([], 2, "usage: datatrove-ckpt"),
         (
             ["run", "job.yaml", "--dyr-run"],

@@ -152,8 +152,7 @@ def test_a_dataset_on_disk(shuffle, tasks, tmp_path):
         assert_resumes_everywhere(options, documents, rank, tasks)
 
 
-def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path):
-    """Damage behind the position is found; in row groups before it, it is not even read."""
+def test_damage_in_the_middle_stops(tmp_path):
     (tmp_path / "in").mkdir()
     path = tmp_path / "in/0.parquet"
     chance = np.random.default_rng(0)
@@ -162,14 +161,10 @@ def test_position_skips_row_groups_and_damage_in_the_middle_stops(tmp_path):
         pa.table({"text": texts}), path, row_group_size=4, compression="none", use_dictionary=False
     )
     options = arguments(tmp_path / "in", "parquet", streaming=True, batch_size=4)
-    documents = read(HuggingFaceDatasetReader, options)
     metadata = pq.read_metadata(path)
     with path.open("r+b") as file:
         file.seek(metadata.row_group(4).column(0).data_page_offset)
         file.write(b"\xff" * 64)
-    resumed = HuggingFaceDatasetReader(**options)
-    resumed.load_state_dict(position_state(documents[29]))
-    assert list(resumed.run()) == documents[30:]
     with pytest.raises(InputError, match=r"0\.parquet.*damaged or cut off"):
         read(HuggingFaceDatasetReader, options)
 

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from datatrove_ckpt.checkpoint.history import (
+    Buckets,
     End,
     HistoryLog,
-    InputPosition,
     Progress,
+    Spread,
     Start,
     Wait,
     thinned,
@@ -19,7 +20,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.generation import progress
 from tests.histories import History, read_history
 
@@ -49,6 +50,11 @@ def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
     assert found.total.tiers == found.own.tiers == {"flex all is well": 1}
 
 
+def test_histograms_come_back_as_they_were_written(tmp_path):
+    spread = Spread(at=1.0, attempt=1, milliseconds=Buckets({3: 2, 17: 1}))
+    assert read_history(written(tmp_path / "history.jsonl", [spread])).records == [spread]
+
+
 # ``HistoryLog``: what is appended to a rank's history, and how its size is bounded ---------------
 
 
@@ -56,7 +62,7 @@ def minute(number):
     """A line as long as that of a rank in the middle of a large run."""
     own = WorkCounts(
         *(number * factor for factor in range(100, 110)),
-        Counter(timeout=number, **{"HTTP 503": number}),
+        errors=Counter(timeout=number, **{"HTTP 503": number}),
     )
     return Progress(
         at=1.8e9 + 60 * number + 0.123,
@@ -98,7 +104,7 @@ def test_damage_in_the_middle_stays_and_costs_no_other_line(path):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1].replace(b"progress", b"prigress") + lines[2])
     log = HistoryLog(path, 2)
-    assert log.earlier == minute(3).own
+    assert log.earlier.total == minute(3).own
     log.append([minute(4)])
     assert [record.chunks for record in progress_of(path)] == [1, 3, 4]
 
@@ -128,7 +134,7 @@ def test_thinning_keeps_events_and_the_ends_of_attempts():
 def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path):
     skipped = SkippedLines(damaged=3, without_text=4)
     HistoryLog(tmp_path / "history.jsonl", 1).append([Progress(at=1.0, skipped=skipped)])
-    assert HistoryLog(tmp_path / "history.jsonl", 2).skipped == skipped
+    assert HistoryLog(tmp_path / "history.jsonl", 2).earlier.skipped == skipped
 
 
 async def test_an_attempt_adds_lines_ever_more_rarely_and_at_last_one_each_minute(monkeypatch):

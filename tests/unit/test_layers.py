@@ -35,7 +35,7 @@ ROOMS = {
     "inference.servers": "errors common config process inference.client",
     "output": "errors common checkpoint",
     "readers": "errors common checkpoint",
-    "torch": "errors common process checkpoint mirror readers",
+    "torch": "errors common process checkpoint readers",
     "generation": "errors common config rollouts process checkpoint mirror"
     " inference.client inference.servers output readers",
     "runner": "common process generation",
@@ -43,7 +43,7 @@ ROOMS = {
     " runner",
     "executors": "errors common config process claims inference.servers generation runner run_folder",
     "cli": "errors common config process rollouts checkpoint output run_folder executors",
-    "testing": "common checkpoint mirror",
+    "testing": "common checkpoint",
 }
 
 NOT_ROOMS = ("", "__main__", "inference", "run_inference", "types")

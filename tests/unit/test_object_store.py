@@ -3,7 +3,7 @@
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datatrove_ckpt.mirror.object_store import ObjectStore
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing.crashes import crash_at
 
 

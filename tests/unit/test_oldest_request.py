@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from datatrove_ckpt.generation.progress import Newest, RankReporter
+from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -53,7 +53,7 @@ async def test_a_long_id_is_cut():
     """
     target = Target()
     oldest = target.start_attempt(Request(Sender(), "word " * 100_000))
-    rank = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _newest=Newest())
+    rank = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _ended_at=0.0)
     document = RankReporter._wait(rank).document
     assert document == "word " * 40
 
@@ -72,7 +72,9 @@ def test_each_answer_is_counted_once_whoever_asks_meanwhile(eager_threads):
     for thread in threads:
         thread.start()
     for number in range(20_000):
-        rank.answers.append((0.001 * (number % 7), 3, number % 2))
+        usage = {"prompt_tokens": 3, "completion_tokens": number % 2}
+        answer = SimpleNamespace(seconds=0.001 * (number % 7), usage=usage, service_tier="")
+        rank.answered(answer, SimpleNamespace(prices=None))
     ended.set()
     for thread in threads:
         thread.join()

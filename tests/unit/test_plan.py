@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from datatrove_ckpt import daly, efficiency, young
-from datatrove_ckpt.cli.main import parse_seconds, parse_time
+from datatrove_ckpt.cli.main import parse_time
 from datatrove_ckpt.cli.plan import measure
 
 HOUR = 3600.0
@@ -52,14 +52,10 @@ def test_the_efficiency_is_that_of_a_simulation_and_dalys_interval_the_best_of_a
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30)],
+    [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30), ("140", 140)],
 )
 def test_times_have_units(text, seconds):
-    assert parse_time(text) == parse_seconds(text) == seconds
-
-
-def test_the_cost_of_a_save_needs_no_unit():
-    assert parse_seconds("140") == 140
+    assert parse_time(text) == seconds
 
 
 # training ----------------------------------------------------------------------------------------

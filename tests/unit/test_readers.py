@@ -609,7 +609,7 @@ def test_a_state_of_another_reader_or_rank_is_refused(six):
         resume(six, state | {"version": 2})
 
 
-def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(six):
+def test_other_default_metadata_are_refused(six):
     state = stop(six, default_metadata={"lang": "de"})
     for now in ({"lang": "fr"}, None):
         with pytest.raises(
@@ -620,8 +620,6 @@ def test_other_default_metadata_are_refused_unless_the_state_is_too_old_to_tell(
     old = stop(six)
     with pytest.raises(CheckpointMismatch, match="default_metadata"):
         resume(six, old, default_metadata={"lang": "fr"})
-    del old["options"]["default_metadata"]
-    resume(six, old, default_metadata={"lang": "fr"})
 
 
 def test_a_limit_below_what_is_done_is_refused(six):

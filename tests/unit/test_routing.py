@@ -292,9 +292,7 @@ async def test_a_shared_request_and_its_parts_have_the_order_and_the_text_of_a_d
         raise LookupError
 
     client = SimpleNamespace(sender=Sender(), complete=complete)
-    waiter = SimpleNamespace(
-        order=7, is_suspect=False, request_started=lambda: None, request_finished=lambda: None
-    )
+    waiter = SimpleNamespace(order=7, is_suspect=False)
     batches = Batches(2)
     texts = [batches.complete(client, {"input": text}, CHAT, waiter) for text in "ab"]
     await asyncio.gather(*texts, return_exceptions=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from contextlib import nullcontext
 
 import pytest
 from datatrove.data import Document
@@ -13,35 +12,6 @@ from datatrove_ckpt.generation import prefetch
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.output.documents import fingerprint
-
-
-@pytest.mark.parametrize("steps", range(6))
-async def test_no_moment_of_an_arrival_swallows_a_cancellation(steps):
-    """``asyncio.wait_for`` did, in Python 3.11: a rank whose disk failed then waited without
-    end.
-    """
-    blocked = threading.Event()
-
-    def documents():
-        blocked.wait()
-        yield from ()
-
-    async def read(source):
-        async for _ in source.batches(ResumePoint()):
-            pass
-
-    source = DocumentSource(documents())
-    reading = asyncio.create_task(read(source))
-    await asyncio.sleep(0)  # it waits now
-    source._arrived.set()
-    for _ in range(steps):
-        await asyncio.sleep(0)
-    reading.cancel()
-    for _ in range(10):
-        await asyncio.sleep(0)
-    blocked.set()
-    await asyncio.wait([reading])
-    assert reading.cancelled()
 
 
 async def test_what_was_read_meanwhile_is_taken_at_once():
@@ -60,8 +30,9 @@ async def test_what_was_read_meanwhile_is_taken_at_once():
     reading = asyncio.create_task(read(DocumentSource(documents())))
     await asyncio.sleep(0)  # its thread has started
     assert all_read.wait(60)  # and this loop takes nothing meanwhile
-    # The last document waits for the end of the input.
-    assert await reading in ([number], [number - 1, 1])
+    sizes = await reading
+    assert sum(sizes) == number
+    assert len(sizes) <= 2
 
 
 @pytest.mark.parametrize(
@@ -76,7 +47,7 @@ async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
 
     def documents():
         for index in range(1000):
-            if index == held + 1:  # one waits for the next one
+            if index == held:
                 is_full.set()
             yield Document(text=text, id=f"{index}")
 
@@ -88,7 +59,7 @@ async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
     async for batch in batches:
         sizes.append(len(batch))
     assert sum(sizes) == 1000
-    assert max(sizes) in (held, held + 1)
+    assert max(sizes) == held
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
@@ -99,6 +70,9 @@ async def test_a_reader_that_cannot_seek_compares_the_last_document_of_each_chun
         documents[1].text = "another text"
     source = DocumentSource(documents)
     point = ResumePoint(next_chunk=2, next_ordinal=4, milestones=milestones)
-    with pytest.raises(CheckpointMismatch, match="Document 1 of") if is_changed else nullcontext():
-        left = [one.id async for batch in source.batches(point) for one in batch]
+    left = [one.id async for batch in source.batches(point) for one in batch]
+    if is_changed:
+        assert isinstance(source.error, CheckpointMismatch)
+        assert "Document 1 of" in str(source.error)
+    else:
         assert left == ["4", "5"]

@@ -11,6 +11,7 @@ from io import TextIOWrapper
 import pytest
 from loguru import logger
 
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.process.screen import (
     BarTerminal,
     RankProgress,
@@ -38,33 +39,32 @@ def clock():
 
 
 def rank(documents, done, total=100, attempt=1, **numbers):
-    share = None
-    if total is not None:
-        share = done / total if total else 1.0
     work = (numbers.get("finished", documents), 2 * documents, 10 * documents)
-    return RankProgress(attempt, documents, work, share, total, "bytes")
+    return RankProgress(
+        attempt, documents, work, InputPosition(done, total, "bytes", numbers.get("tasks"))
+    )
 
 
 def test_a_rank_that_starts_again_begins_at_0_and_loses_nothing(clock):
     progress = RunProgress(clock=clock)
     progress.update(0, rank(10, 10, attempt=1))
-    progress.update(0, RankProgress(2, 9, share=0.09, size=100, unit="bytes"))
+    progress.update(0, RankProgress(2, 9, position=InputPosition(9, 100, "bytes")))
     clock.now += 10
-    progress.update(0, RankProgress(2, 14, (5, 5, 5), 0.14, 100, "bytes"))
+    progress.update(0, RankProgress(2, 14, (5, 5, 5), InputPosition(14, 100, "bytes")))
     assert (progress.documents, progress.work[:2]) == (14, [15, 25])
 
 
 def test_tasks_without_input_are_no_part_of_the_percentage(clock):
     progress = RunProgress(ranks=20, clock=clock)
     for number in range(3):
-        progress.update(number, rank(0, 0)._replace(tasks=4))
+        progress.update(number, rank(0, 0, tasks=4))
     progress.complete(19)
     clock.now += 10
     for number in range(3):
-        progress.update(number, rank(50, 50)._replace(tasks=4))
+        progress.update(number, rank(50, 50, tasks=4))
     assert progress.line().startswith("~37.5 % of the input, 150 docs, ")
     assert "1/20 tasks" in progress.line()
-    progress.update(3, rank(50, 50)._replace(tasks=4))
+    progress.update(3, rank(50, 50, tasks=4))
     assert progress.head == "50.0 %"
 
 
@@ -190,7 +190,7 @@ def test_without_a_terminal_there_is_no_bar(terminal, monkeypatch, tmp_path, str
 
 
 def at(done, finished=0):
-    return RankProgress(1, done, (finished, finished, finished), done / 100, 100, "rows")
+    return RankProgress(1, done, (finished, finished, finished), InputPosition(done, 100, "rows"))
 
 
 def test_a_screen_shows_the_bar_of_all_ranks_and_then_nothing(terminal):

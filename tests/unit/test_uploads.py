@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import Fenced
 from datatrove_ckpt.mirror.manifests import (
     Damaged,
@@ -20,7 +21,6 @@ from datatrove_ckpt.mirror.manifests import (
     contains_version,
     decode_answers,
 )
-from datatrove_ckpt.mirror.object_store import ObjectStore
 
 
 def request(ordinal, number=0, chunk=0):

@@ -105,9 +105,11 @@ def _histogram(buckets: Buckets, ends: int, divisor: float = 1.0) -> Histogram:
 
 def metrics(rank: RankNow) -> tuple[Metric, ...]:
     """Returns all metrics of a rank, in the same order for each rank."""
+    return *_of_documents(rank.progress.documents, rank), *_of_requests(rank.progress, rank.spread)
+
+
+def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
     progress = rank.progress
-    own = progress.own
-    done = progress.documents
     return (
         Metric(
             GaugeMetricFamily,
@@ -153,7 +155,7 @@ def metrics(rank: RankNow) -> tuple[Metric, ...]:
             CounterMetricFamily,
             "documents_total",
             "Documents that this attempt has finished.",
-            own.documents,
+            progress.own.documents,
         ),
         Metric(
             GaugeMetricFamily,
@@ -161,6 +163,12 @@ def metrics(rank: RankNow) -> tuple[Metric, ...]:
             "Documents that rollouts work on now.",
             progress.in_work,
         ),
+    )
+
+
+def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
+    own = progress.own
+    return (
         Metric(
             CounterMetricFamily,
             "requests_total",
@@ -224,19 +232,19 @@ def metrics(rank: RankNow) -> tuple[Metric, ...]:
             HistogramMetricFamily,
             "request_duration_seconds",
             "Time from sending a request to its answer.",
-            _histogram(rank.spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
+            _histogram(spread.milliseconds, 22, 1000.0),  # 1 ms to 35 min
         ),
         Metric(
             HistogramMetricFamily,
             "request_prompt_tokens",
             "Prompt tokens of each answer.",
-            _histogram(rank.spread.prompt_tokens, 18),
+            _histogram(spread.prompt_tokens, 18),
         ),
         Metric(
             HistogramMetricFamily,
             "request_completion_tokens",
             "Completion tokens of each answer.",
-            _histogram(rank.spread.completion_tokens, 18),
+            _histogram(spread.completion_tokens, 18),
         ),
     )
 

@@ -11,14 +11,13 @@ from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, Set
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import IO, NamedTuple, NoReturn, Protocol
 from urllib.parse import quote
 
 import aiohttp
 from loguru import logger
 
-from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common import CUSTOM_ID, MESSAGES, JsonObject, retrying
 from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember
 from datatrove_ckpt.common.retrying import asked_wait
 from datatrove_ckpt.errors import ServerRefused
@@ -32,15 +31,10 @@ _BLOCK = 1 << 16
 _PAGE = 100
 _MANY = 1 << 40
 _SHOWN = 2000
-_EARLIER_SECONDS = 86400  # clocks may differ, and be of another time zone
 _NOT_FOUND = (404, 410)
 UNSENT = frozenset({"expired", "cancelled", "canceled"})
 """The states of an ended batch of which requests were not sent."""
 ENDED = UNSENT | {"completed", "failed", "ended"}
-MESSAGES = "/v1/messages"
-"""The path of requests whose batches have Anthropic's form."""
-CUSTOM_ID = b'{"custom_id":"'
-"""What each line of a file of requests begins with."""
 TAG_DIGITS = 6
 _NEVER_SENT = ("batch_expired", "batch_cancelled", "canceled", "expired")
 _REJECTIONS = {"invalid_request_error": 400, "request_too_large": 413}
@@ -83,7 +77,6 @@ class RequestedBatch(Protocol):
     requests: int
     tag: str
     file: str
-    at: float
 
 
 class Gone(Exception):
@@ -155,10 +148,7 @@ class BatchProvider:
         return self._batch(await self._ask("POST", self._path, json=body))
 
     async def find(self, batch: RequestedBatch, known: Set[str]) -> RemoteBatch | None:
-        """Looks for a batch in the list of all batches.
-
-        The order of the list is the provider's. Where it is newest first, batches from long before
-        are not read.
+        """Looks for a batch in the list of all batches, whose order is the provider's.
 
         Args:
             known: ids of other batches.
@@ -168,7 +158,6 @@ class BatchProvider:
         """
         query = {"limit": str(_PAGE)}
         seen: set[str] = set()
-        times: list[float] = []
         while True:
             page = await self._ask("GET", self._path, params=query)
             data = page.get("data")
@@ -181,11 +170,7 @@ class BatchProvider:
                 if await self._is(one, batch, known):
                     return self._batch(one)
                 seen.add(str(one["id"]))
-                times.append(_unix_seconds(one.get("created_at"), batch.at))
             if not new or page.get("has_more") is False:
-                return None
-            is_newest_first = times[0] > times[-1] and times == sorted(times, reverse=True)
-            if is_newest_first and times[-1] < batch.at - _EARLIER_SECONDS:
                 return None
             query[self._after] = str(new[-1]["id"])
 
@@ -406,13 +391,3 @@ def _total(answer: JsonObject, *kinds: str) -> int:
     if not counts:
         return _MANY
     return sum(_number(counts.get(kind)) or 0 for kind in kinds)
-
-
-def _unix_seconds(value: object, default: float) -> float:
-    text = str(value)
-    with suppress(ValueError):
-        return float(text)
-    with suppress(ValueError):
-        found = datetime.fromisoformat(text)
-        return found.replace(tzinfo=found.tzinfo or UTC).timestamp()
-    return default

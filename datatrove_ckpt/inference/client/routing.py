@@ -111,7 +111,6 @@ class Sender:
 
     Attributes:
         at_fault: numbers of documents whose requests fail while others are answered.
-        on_release: called after each attempt that ends.
         on_change: called when targets may have more or fewer places than before.
         on_free: called when a target could take a request, and none waits.
     """
@@ -128,7 +127,6 @@ class Sender:
         self.on_server = on_server
         self.work = work or WorkCounts()
         self.at_fault: set[int] = set()
-        self.on_release: Callable[[], None] | None = None
         self.on_change: Callable[[], None] | None = None
         self.on_free: Callable[[], None] | None = None
 
@@ -575,8 +573,6 @@ class Router:
         # No request that waits could be sent before. Only these changes may let one go.
         if was_held or stage != _stage(target.load) or not self._waiting:
             self.admit()
-        if request.sender.on_release is not None:
-            request.sender.on_release()
 
     def admit(self, resized: bool = False) -> None:
         """Gives servers to waiting requests. ``resized``: servers have other limits than before."""

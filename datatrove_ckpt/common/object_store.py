@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import math
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -24,13 +25,14 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 
-from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import missing_package, no_bars_in_logs
 from datatrove_ckpt.common.redaction import holds_credentials, refuse_variables
 from datatrove_ckpt.common.retrying import (
     file_system_call,
     http_status,
     hub_refusal,
+    is_taken,
     lacks_bucket,
     s3_code,
 )
@@ -54,6 +56,9 @@ def needs_bucket(url: str) -> Iterator[None]:
         ) from error
 
 
+CREATES_ONCE = frozenset({"s3", "s3a", "gs", "gcs"})
+"""Protocols of stores where of several ``create`` of one name only one succeeds."""
+_SETTLES = 1.0  # seconds after which every process reads what was created elsewhere
 _BLOCK = 8 << 20
 _REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?")
 
@@ -71,7 +76,9 @@ class ObjectStore:
         self, url: str, apart: bool = False, options: Mapping[str, object] | None = None
     ) -> None:
         self.url = url.rstrip("/")
-        self._is_local = get_protocol(url) in ("file", "local")
+        protocol = get_protocol(url)
+        self._is_local = protocol in ("file", "local")
+        self._creates_once = protocol in CREATES_ONCE
         options = dict(options or {})
         if self._is_local:
             options["auto_mkdir"] = True  # missing parents of a folder are made; a bucket is not
@@ -98,6 +105,21 @@ class ObjectStore:
                 with suppress(OSError):
                     self._fs.rm_file(path)
             raise
+
+    def create(self, name: str, content: bytes) -> None:
+        """Writes a small object unless there is one. Read it afterwards: another process may have
+        been first.
+        """
+        if self._creates_once:
+            try:
+                with file_system_call():
+                    self._fs.pipe_file(self._path(name), content, mode="create")
+            except OSError as error:
+                if not is_taken(error):
+                    raise
+        else:
+            self.put(name, content)
+            time.sleep(_SETTLES)
 
     def _write(self, path: str, content: bytes | Path) -> None:
         if self._is_hub:  # ``pipe_file`` would leave a copy in the temporary folder if it fails
@@ -193,7 +215,7 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
 
-def _time_of(entry: Json) -> float:
+def _time_of(entry: JsonObject) -> float:
     """Reads an entry of a listing; each file system has a name of its own for the time."""
     for key in ("uploaded_at", "LastModified", "updated", "last_modified", "mtime", "created"):
         value = entry.get(key)

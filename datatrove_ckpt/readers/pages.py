@@ -1,0 +1,103 @@
+"""Pages: of a PDF each is a document, and a picture is one.
+
+A ``FilePosition`` is (pages read,).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+from datatrove.data import MediaType
+from datatrove.io import DataFileLike, DataFolderLike
+from datatrove.pipeline.readers.base import BaseDiskReader
+
+from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.positions import FilePosition, FileRead, Row
+
+_POINTS = 72  # in an inch, the unit of a PDF
+_PDF = b"%PDF-"
+
+
+class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
+    """Makes a document of each page of each PDF, and of each picture.
+
+    The document's ``media`` is the page as a PNG, or the picture's file; its ``text`` what a PDF
+    holds as text, "" for a scan; its id the file's path below the folder, of a PDF with ``#page``,
+    from 1.
+
+    Args:
+        dpi: pixels in an inch of a PDF's page; A4 at 150 has 1240 x 1754.
+
+    The other arguments are those of datatrove's readers of files.
+
+    Raises:
+        InputError: a PDF is damaged or has a password.
+    """
+
+    format = "page"
+    _order_options = (*SeekingReader._order_options, "dpi")
+
+    def __init__(
+        self,
+        data_folder: DataFolderLike,
+        paths_file: DataFileLike | None = None,
+        dpi: int = 150,
+        text_key: str | None = None,
+        **options: Any,
+    ) -> None:
+        if type(dpi) is not int or not 20 <= dpi <= 1200:
+            raise ConfigError(f"dpi must be an integer from 20 to 1200, not {dpi!r}.")
+        super().__init__(data_folder, paths_file, text_key=text_key, **options)
+        self.dpi = dpi
+
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
+        first = file_position[0] if file_position else 0
+        with self.data_folder.open(name, "rb") as file:
+            is_pdf = file.read(len(_PDF)) == _PDF
+            file.seek(0)
+            pages: Iterator[Row]
+            if is_pdf:
+                pages = self._pages(file, name, first)
+            else:
+                self._file_extent.per = self._file_extent.size
+                pages = iter([] if first else [{"id": name, "media": _media(name, file.read())}])
+            for number, page in enumerate(pages, first + 1):
+                with self.track_time():
+                    document = self.get_document_from_dict(page, name, number)
+                yield document or Skipped.WITHOUT_TEXT, (number,)
+
+    def _pages(self, file: io.IOBase, name: str, first: int) -> Iterator[Row]:
+        if missing := missing_package("pypdfium2 PIL"):
+            raise ConfigError(f"The input file {name!r} is a PDF, and {missing}")
+        import pypdfium2
+
+        try:
+            pdf = pypdfium2.PdfDocument(file)
+        except pypdfium2.PdfiumError as error:
+            raise InputError(
+                f"The input file {name!r} is damaged, or has a password: {failure_line(error)}. "
+                "Mend it, or move it out of the folder, and run the same command again."
+            ) from None
+        try:
+            self._file_extent.per = self._file_extent.size / max(1, len(pdf))
+            for number in range(first, len(pdf)):
+                page = pdf[number]
+                text = page.get_textpage().get_text_bounded()
+                png = io.BytesIO()
+                page.render(scale=self.dpi / _POINTS).to_pil().save(png, "PNG")
+                page.close()
+                fields = {"text": text, "page": number + 1}
+                name_of_page = f"{name}#{number + 1}"
+                yield {**fields, "id": name_of_page, "media": _media(name_of_page, png.getvalue())}
+        finally:
+            pdf.close()
+
+
+def _media(name: str, content: bytes) -> list[Row]:
+    return [{"id": name, "type": MediaType.IMAGE, "url": "", "media_bytes": content}]

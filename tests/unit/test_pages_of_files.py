@@ -1,0 +1,110 @@
+"""``PageReader``: pages of PDFs and pictures as documents."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.readers import PageReader, position_state
+from datatrove_ckpt.testing import FakeServer
+
+Image = pytest.importorskip("PIL.Image")
+pypdfium2 = pytest.importorskip("pypdfium2")
+
+
+def picture(color, form="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", (8, 4), color).save(file, form)
+    return file.getvalue()
+
+
+def pdf(*colors):
+    """A PDF with a page of each color, of 72 x 36 points."""
+    file = io.BytesIO()
+    first, *others = [Image.new("RGB", (72, 36), color) for color in colors]
+    first.save(file, "PDF", save_all=True, append_images=others, resolution=72)
+    return file.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "scans").mkdir()
+    for name, content in (
+        ("a.pdf", pdf("red", "green", "blue")),
+        ("b.png", picture("white")),
+        ("c.jpg", picture("black", "JPEG")),
+    ):
+        (tmp_path / "scans" / name).write_bytes(content)
+    return str(tmp_path / "scans")
+
+
+def color_of(document):
+    (media,) = document.media
+    with Image.open(io.BytesIO(media.media_bytes)) as shown:
+        # A PDF holds pictures as JPEG.
+        return shown.size, [round(part / 64) for part in shown.convert("RGB").getpixel((1, 1))]
+
+
+def test_a_page_is_a_document_and_the_rest_is_the_same_after_each(folder):
+    whole = list(PageReader(folder, dpi=144).run())
+    assert [document.id for document in whole] == [
+        "a.pdf#1",
+        "a.pdf#2",
+        "a.pdf#3",
+        "b.png",
+        "c.jpg",
+    ]
+    assert [color_of(document) for document in whole[1:4]] == [
+        ((144, 72), [0, 2, 0]),
+        ((144, 72), [0, 0, 4]),
+        ((8, 4), [4, 4, 4]),
+    ]
+    assert whole[3].media[0].media_bytes == Path(folder, "b.png").read_bytes()
+    assert [document.metadata.get("page") for document in whole] == [1, 2, 3, None, None]
+    for done, document in enumerate(whole, 1):
+        resumed = PageReader(folder, dpi=144)
+        resumed.load_state_dict(position_state(document))
+        assert [one.id for one in resumed.run()] == [one.id for one in whole[done:]]
+
+
+def test_another_resolution_is_another_input(folder):
+    reader = PageReader(folder)
+    next(iter(reader.run()))
+    resumed = PageReader(folder, dpi=300)
+    resumed.load_state_dict(reader.state_dict())
+    with pytest.raises(CheckpointMismatch, match="dpi=150, now 300"):
+        list(resumed.run())
+
+
+@pytest.mark.parametrize("damage", [b"%PDF-1.7 and nothing", None])
+def test_a_damaged_pdf_is_named(folder, damage):
+    file = Path(folder, "a.pdf")
+    file.write_bytes(damage or file.read_bytes()[:200])
+    with pytest.raises(InputError, match=r"'a.pdf' is damaged, or has a password"):
+        list(PageReader(folder).run())
+
+
+def test_the_short_form_sends_each_page(folder, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with FakeServer() as server:
+        job = ["run", "--input", "scans/*.pdf", "--prompt", "Read this page.", "--model=m"]
+        command(*job, "--endpoint", server.url, "--run-folder=x", "--dpi=72")
+        parts = [payload["messages"][0]["content"] for payload in server.payloads]
+        command(*job, "--endpoint", server.url, "--run-folder=x", "--dpi=72")
+        assert len(server.payloads) == 3
+    assert {part["type"] for part in parts[0]} == {"image_url", "text"}
+    rows = [json.loads(line) for line in next(Path("x/output").iterdir()).read_text().splitlines()]
+    assert [row["id"] for row in rows] == ["a.pdf#1", "a.pdf#2", "a.pdf#3"]
+    assert [row["page"] for row in rows] == [1, 2, 3]
+    assert [row["media"][0]["media_bytes"] for row in rows] == [None] * 3
+
+
+def test_a_folder_of_pictures_is_an_input(folder, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(folder, "a.pdf").unlink()
+    with FakeServer() as server:
+        job = ["run", "--input", "scans", "--prompt", "What is this?", "--model=m"]
+        command(*job, "--endpoint", server.url, "--run-folder=x")
+    assert len(server.payloads) == 2

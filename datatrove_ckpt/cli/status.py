@@ -20,7 +20,7 @@ from datatrove_ckpt.common.formatting import (
     ranges,
 )
 from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
-from datatrove_ckpt.run_folder.run_state import RankState, RunState, to_json
+from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, to_json
 from datatrove_ckpt.run_folder.topics import age, counted, progress_of, ranks_of, topics
 from datatrove_ckpt.run_folder.where import NotBegun
 
@@ -106,7 +106,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         )
     for trouble in dict.fromkeys(rank.trouble for rank in troubled):
         ranks = [rank for rank in troubled if rank.trouble == trouble]
-        alike: dict[tuple[str, str], list[RankState]] = {}
+        alike: dict[tuple[str, str], list[RankStatus]] = {}
         for rank in ranks:
             alike.setdefault((rank.root, rank.reason), []).append(rank)
         groups = list(alike.values())
@@ -129,7 +129,7 @@ def _describe_trouble(state: RunState) -> Iterator[str]:
         yield "No task needs attention."
 
 
-def _places(ranks: Sequence[RankState]) -> str:
+def _places(ranks: Sequence[RankStatus]) -> str:
     if len(ranks) == 1:
         return name_place(ranks[0].root, ranks[0].rank)
     numbers = f"tasks {ranges([rank.rank for rank in ranks])}"
@@ -141,7 +141,7 @@ def _places(ranks: Sequence[RankState]) -> str:
 _TABLE_BAR = 10
 
 
-def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator[str]:
+def table(ranks: Sequence[RankStatus], now: float, bars: bool = True) -> Iterator[str]:
     yield (
         f"{'task':>6}  {'state':<11}  {'input':<{_TABLE_BAR + 8}}  {'documents':>11}  "
         f"{'per second':>10}  {'left':>8}  {'changed':>8}  notes"
@@ -150,7 +150,7 @@ def table(ranks: Sequence[RankState], now: float, bars: bool = True) -> Iterator
         yield _row(rank, now, bars)
 
 
-def _row(rank: RankState, now: float, bars: bool) -> str:
+def _row(rank: RankStatus, now: float, bars: bool) -> str:
     name = f"{rank.root}/{rank.rank}".lstrip("/")
     shown = rank.trouble or rank.state
     share = rank.share

@@ -7,11 +7,11 @@ import asyncio
 from datatrove_ckpt.checkpoint.batch_log import Batch, give_up
 from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.generation.provider_passes import cancel
-from datatrove_ckpt.run_folder.run_state import RankState
+from datatrove_ckpt.run_folder.run_state import RankStatus
 from datatrove_ckpt.run_folder.where import Place, restored, upload
 
 
-def cancel_batch(place: Place, rank: RankState, batch: Batch) -> str | None:
+def cancel_batch(place: Place, rank: RankStatus, batch: Batch) -> str | None:
     """Returns why the provider could not; "" if it could; None: it has forgotten the batch, which
     is given up.
     """

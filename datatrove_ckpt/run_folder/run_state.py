@@ -90,7 +90,7 @@ class RunSums(RunNumbers):
 
 
 @dataclass(slots=True)
-class RankState(RunSums):
+class RankStatus(RunSums):
     """One rank.
 
     Attributes:
@@ -208,8 +208,8 @@ class RunState:
     foreign: list[int] = field(default_factory=list)
     workers: list[Claimant] = field(default_factory=list)
     given_up: dict[int, str] = field(default_factory=dict)
-    ranks: list[RankState] = field(default_factory=list)
-    retries: list[RankState] = field(default_factory=list)
+    ranks: list[RankStatus] = field(default_factory=list)
+    retries: list[RankStatus] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
     retried: Totals = field(default_factory=Totals)
 
@@ -236,7 +236,7 @@ class RunState:
         )
 
     @property
-    def troubled(self) -> list[RankState]:
+    def troubled(self) -> list[RankStatus]:
         """Ranks with trouble, the most urgent first."""
         found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
         return sorted(
@@ -303,7 +303,7 @@ def _plain(value: object) -> object:
 # sums over ranks: rates, averages, the input, and the time that is left ---------------------------
 
 
-def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
+def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     """Returns the sums over some ranks.
 
     Args:
@@ -331,7 +331,7 @@ def add_up(ranks: list[RankState], now: float, tasks: int = 0) -> Totals:
     return totals
 
 
-def _rates_now(ranks: list[RankState], now: float) -> Rates:
+def _rates_now(ranks: list[RankStatus], now: float) -> Rates:
     """Returns the rates of running ranks and, if a rank began in these minutes, of ranks that
     finished meanwhile.
 
@@ -361,11 +361,11 @@ def _rates_now(ranks: list[RankState], now: float) -> Rates:
     return rates
 
 
-def _with_attempt(ranks: list[RankState], state: State) -> list[tuple[RankState, AttemptSummary]]:
+def _with_attempt(ranks: list[RankStatus], state: State) -> list[tuple[RankStatus, AttemptSummary]]:
     return [(rank, rank.attempts[-1]) for rank in ranks if rank.state == state and rank.attempts]
 
 
-def _spans(rank: RankState, now: float) -> Iterator[tuple[float, float]]:
+def _spans(rank: RankStatus, now: float) -> Iterator[tuple[float, float]]:
     """Start and end of each attempt.
 
     One that runs has worked until now, though its last line is older.
@@ -390,7 +390,7 @@ def _covered(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def _add_input(totals: Totals, ranks: list[RankState]) -> None:
+def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
     """Adds inputs; an unknown input counts as the mean of the others."""
     known = [rank for rank in ranks if rank.position.total is not None]
     units = {rank.position.unit for rank in known}
@@ -413,7 +413,7 @@ def _add_input(totals: Totals, ranks: list[RankState]) -> None:
     totals.time_left = _time_left(totals, ranks, total - done)
 
 
-def _time_left(totals: Totals, ranks: list[RankState], rest: int) -> float | None:
+def _time_left(totals: Totals, ranks: list[RankStatus], rest: int) -> float | None:
     """Without the work of ranks at a halt, but at least what the last rank needs."""
     if totals.rates.input <= 0:
         return None
@@ -440,7 +440,7 @@ _MIN_SECONDS = 60.0
 _HOST = socket.gethostname()
 
 
-def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankState:
+def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankStatus:
     """Returns the state of one rank.
 
     Args:
@@ -450,7 +450,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     numbers = RunNumbers()
     if ledger.damage is None:
         numbers = ledger.numbers()
-    rank = RankState(
+    rank = RankStatus(
         ledger.root,
         ledger.number,
         ledger.folder,
@@ -498,7 +498,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     return rank
 
 
-def _may_run(rank: RankState) -> bool:
+def _may_run(rank: RankStatus) -> bool:
     """Whether an attempt may still run although no lock is visible."""
     attempt = rank.attempt
     if attempt is None or attempt.ended is not None:
@@ -506,7 +506,7 @@ def _may_run(rank: RankState) -> bool:
     return rank.is_copy or attempt.host != _HOST
 
 
-def _judge_lost(rank: RankState, attempt: AttemptSummary, now: float) -> None:
+def _judge_lost(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
     attempt.without_a_word = True
     rank.killed += 1
     rank.uncertain += 1
@@ -516,14 +516,14 @@ def _judge_lost(rank: RankState, attempt: AttemptSummary, now: float) -> None:
     rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
 
 
-def _judge_silent(rank: RankState, quiet: float) -> None:
+def _judge_silent(rank: RankStatus, quiet: float) -> None:
     reason = f"no word for {duration(quiet)} from {rank.process}"
     if rank.holder is not None:
         reason = f"{reason}, which holds its lock"
     rank.need_attention("silent", reason)
 
 
-def _judge_running(rank: RankState, recent: History, last: Progress, now: float) -> None:
+def _judge_running(rank: RankStatus, recent: History, last: Progress, now: float) -> None:
     seconds = recent.seconds
     if seconds:
         rank.in_flight = last.in_flight
@@ -572,7 +572,7 @@ def _stuck(recent: History, last: Progress, now: float) -> str:
     return text
 
 
-def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
+def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
     ago = f"{duration(now - (attempt.ended or now))} ago"
     if attempt.why == "error":
         rank.state = "failed"
@@ -586,7 +586,7 @@ def _judge_ended(rank: RankState, attempt: AttemptSummary, now: float) -> None:
         rank.state = "unfinished"  # repaired since, or its input has grown
 
 
-def find_slow(ranks: Sequence[RankState]) -> None:
+def find_slow(ranks: Sequence[RankStatus]) -> None:
     """Marks the ranks that are far behind the median of the others.
 
     Finished ranks count with their averages. A slow rank has few documents and few tokens, and does
@@ -610,7 +610,7 @@ def find_slow(ranks: Sequence[RankState]) -> None:
             rank.need_attention("slow", f"{own[0]:.3g} documents/s; {median}")
 
 
-def find_left(ranks: Sequence[RankState]) -> None:
+def find_left(ranks: Sequence[RankStatus]) -> None:
     if any(rank.state == "running" for rank in ranks):
         return
     for rank in ranks:

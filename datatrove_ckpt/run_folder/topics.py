@@ -10,7 +10,7 @@ from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
-from datatrove_ckpt.run_folder.run_state import RankState, RunState, State, Totals
+from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, State, Totals
 
 if TYPE_CHECKING:
     from datatrove_ckpt.checkpoint.batch_log import Batch
@@ -62,7 +62,7 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield "retries", text
 
 
-def open_batches(state: RunState) -> Iterator[tuple[RankState, Batch]]:
+def open_batches(state: RunState) -> Iterator[tuple[RankStatus, Batch]]:
     """Yields the batches at a provider, with their tasks."""
     for rank in state.ranks + state.retries:
         if (rank.folder / BATCHES).exists():
@@ -73,7 +73,7 @@ def open_batches(state: RunState) -> Iterator[tuple[RankState, Batch]]:
                     yield rank, batch
 
 
-def describe_batch(rank: RankState, batch: Batch, now: float) -> str:
+def describe_batch(rank: RankStatus, batch: Batch, now: float) -> str:
     return (
         f"{batch.id or f'number {batch.number}'} of task {rank.rank}: "
         f"{plural(batch.requests, 'request')}, {batch.state} "

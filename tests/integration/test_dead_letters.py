@@ -198,7 +198,7 @@ def test_a_retry_whose_workers_are_killed_is_not_complete(tmp_path, server):
 
 
 def test_dead_letters_need_a_checkpoint(tmp_path, server):
-    with pytest.raises(ConfigError, match="set checkpoints_local_dir"):
+    with pytest.raises(ConfigError, match="needs checkpoints_local_dir"):
         InferenceRunner(ask, config(server), writer(tmp_path), on_document_error="dead_letter")
 
 

@@ -363,7 +363,7 @@ def test_when_no_version_is_complete_the_run_is_refused_with_one_clear_message(
     ):
         job.run(server)
     shutil.rmtree(job.folder / "remote/00000")
-    with pytest.raises(OutputMismatch, match=r"no commit of task 0 names.*Another run wrote them"):
+    with pytest.raises(OutputMismatch, match=r"no commit of task 0 names.*delete them"):
         job.run(server)
     shutil.rmtree(job.folder / "output")
     job.run(server)

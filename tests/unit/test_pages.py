@@ -24,7 +24,7 @@ from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.output.committed import file_problem
 from datatrove_ckpt.readers import base
 from datatrove_ckpt.run_folder import verify
-from datatrove_ckpt.run_folder.run_state import RankState, RunState, to_json
+from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, to_json
 from tests import settings_page
 from tests.bench import report
 from tests.pages import (
@@ -205,7 +205,7 @@ def test_the_settings_page_is_the_one_that_the_docstrings_give():
 
 
 def test_the_status_page_names_keys_that_the_json_has():
-    ranks = [RankState("", 0, Path(), "running")]
+    ranks = [RankStatus("", 0, Path(), "running")]
     found = json.loads(to_json(RunState("", False, 0.0, ranks=ranks)))
     known = {**found["ranks"][0], **found["totals"], **found}
     for row in table_rows(section("docs/status.md", "## JSON")):

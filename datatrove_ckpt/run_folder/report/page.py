@@ -35,7 +35,7 @@ from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.common.formatting import figure, short
 from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.run_folder.run_state import RankState, RunState
+from datatrove_ckpt.run_folder.run_state import RankStatus, RunState
 from datatrove_ckpt.run_folder.topics import age, progress_of, ranks_of, topics
 
 _PROGRESS_LINES = 30_000
@@ -111,7 +111,7 @@ def _charts(ranks: Iterable[Sequence[Progress]]) -> Iterator[Markup]:
     yield chart("Tokens per second", edges.tolist(), tokens)
 
 
-def _attempts(ranks: Iterable[RankState]) -> Iterator[Markup]:
+def _attempts(ranks: Iterable[RankStatus]) -> Iterator[Markup]:
     ended = [
         (f"{rank.root}/{rank.rank}".lstrip("/"), attempt)
         for rank in ranks

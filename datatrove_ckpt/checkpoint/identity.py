@@ -698,7 +698,7 @@ class JobChanges:
         return any(change.is_layout for change in self.changes)
 
 
-class RankWork(NamedTuple):
+class RankBinding(NamedTuple):
     """A rank with work, or at work, is bound to its run."""
 
     holds_work: bool
@@ -882,16 +882,16 @@ def _compare_ranks(
         if path.exists():
             runs[rank] = read_run(path)
 
-    def state_of(rank: int) -> RankWork:
+    def state_of(rank: int) -> RankBinding:
         folder = rank_folder(root, rank)
-        return RankWork(holds_work(folder), is_finished(folder), _is_live(folder, runs[rank]))
+        return RankBinding(holds_work(folder), is_finished(folder), _is_live(folder, runs[rank]))
 
     return compare_runs(runs, state_of, _read(root), identity, only_tasks)
 
 
 def compare_runs(
     runs: Mapping[int, Json],
-    state_of: Callable[[int], RankWork],
+    state_of: Callable[[int], RankBinding],
     job: Json,
     identity: RunIdentity,
     only_tasks: bool,

@@ -17,7 +17,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import (
     JobChanges,
-    RankWork,
+    RankBinding,
     RunIdentity,
     compare,
     compare_runs,
@@ -144,12 +144,12 @@ def _compare(
             if manifest is not None
         }
 
-    def state_of(rank: int) -> RankWork:
+    def state_of(rank: int) -> RankBinding:
         manifest = kept[rank]
         names = [name for name in manifest.files if name in (BATCHES, COMMITS) or is_journal(name)]
         # It is unknown whether a process works on the rank: the run is stopped before its output
         # moves.
-        return RankWork(bool(manifest.answers or names), manifest.finished, is_live=False)
+        return RankBinding(bool(manifest.answers or names), manifest.finished, is_live=False)
 
     runs = {rank: manifest.run for rank, manifest in kept.items()}
     return job, compare_runs(runs, state_of, job, identity, only_tasks)

@@ -142,8 +142,12 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
     from pyarrow import types
 
     values = [value for value in values if value is not None]
-    column = to_arrow(kind, values)
     python_types = set(map(type, values))
+    if python_types == {list} and is_any_list(kind):
+        size = getattr(kind, "list_size", None)
+        if size is None or all(len(value) == size for value in values):
+            return changed(kind.value_type, [*chain.from_iterable(values)], loosely)
+    column = to_arrow(kind, values)
     if python_types == {str} and is_text(kind):
         return []
     if python_types == {int} and types.is_integer(kind):
@@ -155,14 +159,11 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
         if np.array_equal(column.to_numpy(), numbers, equal_nan=True):
             return []
         return values
-    if python_types == {list} and is_any_list(kind):
-        items = [*chain.from_iterable(values)]
-        return changed(kind.value_type, items, loosely)
-    return [
-        value
-        for value, kept in zip(values, column.to_pylist(), strict=True)
-        if not _is_same(value, kept, loosely)
-    ]
+    kept = column.to_pylist()
+    if not types.is_nested(kind) and set(map(type, kept)) == python_types and kept == values:
+        return []
+    pairs = zip(values, kept, strict=True)
+    return [value for value, back in pairs if not _is_same(value, back, loosely)]
 
 
 def to_arrow(kind: DataType, values: list[Any]) -> Any:

@@ -18,7 +18,7 @@ from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
 from datatrove_ckpt.checkpoint.identity import (
-    RankWork,
+    RankBinding,
     RunIdentity,
     compare_runs,
     name_tasks,
@@ -341,8 +341,8 @@ def _check_settings(report: Report) -> Iterator[Problem]:
         yield Problem.of(rank, "identity", message, path=rank.folder / RUN)
 
 
-def _is_done(rank: int) -> RankWork:
-    return RankWork(holds_work=True, is_finished=True, is_live=False)
+def _is_done(rank: int) -> RankBinding:
+    return RankBinding(holds_work=True, is_finished=True, is_live=False)
 
 
 def _check_ranks(report: Report) -> Iterator[Problem]:

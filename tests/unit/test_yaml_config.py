@@ -7,11 +7,12 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.errors import ConfigError
@@ -186,6 +187,29 @@ def test_a_mistake_is_one_line_with_its_place(job, old, new):
     assert "\n" not in said
     assert "hunter2" not in said
     golden.hold("yaml", new.rpartition("\n")[2].strip() or old, said)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("tp", True, "true is not a whole number >= 1"),
+        ("tp", 2.5, "2.5 is not a whole number >= 1"),
+        ("use_chat", "false", '"false" is not true or false'),
+        ("hang_timeout", 0, "0 is not a number > 0"),
+        ("endpoint_url", [1], "[1] is not a text or a list such as [a, b]"),
+        ("max_concurrent_generations", "all", '"all" is not auto or a whole number >= 1'),
+        ("max_concurrent_generations", "atuo", '"atuo" is not auto or a whole number >= 1, did you mean "auto"?'),
+    ],
+)  # fmt: skip
+def test_python_checks_a_setting_as_yaml_does(setting, value, said):
+    with pytest.raises(ConfigError) as refused:
+        InferenceConfig("dummy", "m", **{setting: value})
+    assert str(refused.value).rstrip(".") == f"{setting}: {said}"
+
+
+def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():
+    config = InferenceConfig("dummy", Path("m"), tp=np.int64(2), hang_timeout=np.float32(1))
+    assert (config.tp, config.hang_timeout) == (2, 1.0)
 
 
 QUOTES = "Does a text need quotes?"

@@ -57,6 +57,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
+from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
 from datatrove_ckpt.common.formatting import number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
@@ -388,6 +389,8 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     rank.sums = CommitSums.of(commits.values())
     if Want.COMMITS in want:
         rank.commits = commits
+        if rank.journals:  # refuses a journal whose number is far beyond all chunks
+            list(uncommitted_journals(rank.folder, commits, 0))
     expected.check(rank.sums)
     rank.open_chunks = [index for index in found.journals if index not in rank.sums.indices]
     rank.is_finished = is_finished

@@ -12,7 +12,7 @@ The effects. After each of them, a run, ``verify`` and ``repair`` can continue:
     3. remove the chunks' output files        the next run may choose other names (from metadata,
                                               for example), and replaces no content that it does not
                                               know; on the hub in one commit
-    4. correct run.json and last_chunk        they hold the number of commits, and a run refuses
+    4. correct run.json, remove last_chunk    they hold the number of commits, and a run refuses
                                               fewer
     5. replace commits.jsonl                  <- from here on the next run redoes the chunks
     6. cut off the chunks' dead letters       if no others follow them
@@ -45,17 +45,14 @@ from datatrove.io import get_datafolder
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import (
     Commit,
-    count_unbroken,
     read_commits,
-    read_last_chunk,
     read_whole_commits,
 )
 from datatrove_ckpt.checkpoint.identity import RunClaim, RunIdentity
 from datatrove_ckpt.checkpoint.layout import LOCK, PUBLISHING
 from datatrove_ckpt.checkpoint.ledger import RankLedger, name_place
 from datatrove_ckpt.checkpoint.lines import explained, seal
-from datatrove_ckpt.checkpoint.recovery import write_last_chunk
-from datatrove_ckpt.common.formatting import plural, ranges
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -78,7 +75,6 @@ class Redo:
         before: the log as it was read; None: it is damaged.
         kept: the commits to keep, in the order of the lines.
         commits: those to take back.
-        lost: of a damaged log, the chunks without a commit.
         stuck: chunks that cannot be redone, because they would not end where the next one starts.
         letters: ranges of bytes in the dead letters file that belong to commits that are not kept.
     """
@@ -87,7 +83,6 @@ class Redo:
     before: dict[int, Commit] | None
     kept: list[Commit] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
     stuck: list[int] = field(default_factory=list)
     letters: list[tuple[int, int]] = field(default_factory=list)
 
@@ -115,8 +110,6 @@ class Redo:
             if commit.files:
                 what += f"; remove {', '.join(file.path for file in commit.files)}"
             yield f"{name_place(*self.rank.key, commit.chunk_index)}: {what}"
-        if self.lost:
-            yield f"{place}: mark as not done the chunks {ranges(self.lost)}"
 
 
 # What a rank can do again -------------------------------------------------------------------------
@@ -134,14 +127,12 @@ def plan_rebuild(rank: RankLedger) -> Redo:
     commits: dict[int, Commit] = {}
     for commit in whole:
         commits.setdefault(commit.chunk_index, commit)
-    top = max([*commits, read_last_chunk(rank.last_chunk_file) or 0])
     kept = set()
     for _, commit, fits in _gaps(rank, commits):
         if not fits:
             break
         kept.add(commit.chunk_index)
     redo = Redo(rank, None, [commit for index, commit in commits.items() if index in kept])
-    redo.lost = [index for index in range(top + 1) if index not in kept]
     redo.letters = [*_foreign_letters(rank, redo.kept)]
     return redo
 
@@ -378,9 +369,6 @@ def check_output_folder(report: Report) -> None:
 # Its effects --------------------------------------------------------------------------------------
 
 
-_BLOCK = 1 << 20
-
-
 def carry_out(plan: RepairPlan, report: Report) -> None:
     """Carries out the plan.
 
@@ -425,7 +413,11 @@ def _blank_letters(redo: Redo) -> None:
     path = redo.rank.dead_letters_file
     between = [place for place in redo.letters if place[0] < redo.letters_end]
     if between and path.exists():
-        files.disk.replace(path, _blanked(path, between))
+        with explained("read", path):
+            data = bytearray(path.read_bytes())
+        for start, end in between:
+            data[start:end] = b" " * (end - start)
+        files.disk.replace(path, bytes(data))
 
 
 def _carry_out(redo: Redo) -> None:
@@ -436,7 +428,9 @@ def _carry_out(redo: Redo) -> None:
         files.disk.remove(rank.folder / PUBLISHING)
     # From here on a run accepts only a log with the commits to keep.
     _claim(rank).take(len(redo.kept))
-    _correct_last_chunk(rank.last_chunk_file, [commit.chunk_index for commit in redo.kept])
+    if rank.last_chunk_file.exists():
+        files.disk.remove(rank.last_chunk_file)
+        files.disk.sync_dir(rank.last_chunk_file.parent)
     if redo.before is None:
         _keep_damaged_log(rank.commits_file)
     kept = [
@@ -448,31 +442,8 @@ def _carry_out(redo: Redo) -> None:
         files.disk.truncate(rank.dead_letters_file, letters_end)
 
 
-def _blanked(path: Path, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
-    at = 0
-    with explained("read", path), path.open("rb") as file:
-        while block := bytearray(file.read(_BLOCK)):
-            for start, end in ranges:
-                first = max(start - at, 0)
-                last = min(end - at, len(block))
-                if first < last:
-                    block[first:last] = b" " * (last - first)
-            yield bytes(block)
-            at += len(block)
-
-
 def _keep_damaged_log(path: Path) -> None:
     if path.exists():
         with explained("read", path):
             data = path.read_bytes()
         files.disk.replace(files.free_name(path, ".damaged-"), data)
-
-
-def _correct_last_chunk(path: Path, commits: list[int]) -> None:
-    unbroken = count_unbroken(commits)
-    if unbroken:
-        files.disk.make_dirs(path.parent)
-        write_last_chunk(path, unbroken - 1)
-    elif path.exists():
-        files.disk.remove(path)
-        files.disk.sync_dir(path.parent)

@@ -78,10 +78,8 @@ class TrainingState:
 
 def read_training(folder: Path, full: bool) -> TrainingState:
     """Reads the folder; with ``full`` each file of each step, else only file sizes."""
-    found = [
-        (name, *_read(folder, name, full))
-        for name in step_names(path.name for path in folder.iterdir())
-    ]
+    names = step_names(path.name for path in folder.iterdir())
+    found = [(name, *_read(folder, name, full)) for name in names]
     left = set(step_names(path.name for path in folder.iterdir()))  # a training removes steps
     training = ""
     steps = []

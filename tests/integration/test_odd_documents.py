@@ -55,7 +55,7 @@ UNWRITABLE = {
     "set": meta({1, 2}),
     "complex": meta(1j),
     "recursive": meta(RECURSIVE),
-    "deep": meta(nested(3000)),
+    "deep": lambda document: document.metadata.update(k=nested(3000)),
     "mute error": raises(Mute()),
 }
 

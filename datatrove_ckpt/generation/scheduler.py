@@ -269,6 +269,9 @@ class Scheduler:
             self.checkpoint.hurry()
             while self.checkpoint.publishing:
                 await self.next_look()
+            # Requests that could not be written are not sent as if their files were whole.
+            await asyncio.to_thread(self.checkpoint.flush)
+            self.checkpoint.raise_failure()
         else:
             self.checkpoint.end_of_input(documents.shard())
             seconds = _SHORTEST_LOOK_SECONDS

@@ -312,9 +312,9 @@ class DocumentSource:
         """Returns False if the rank has ended."""
         self._check_order(source)
         while len(self._buffer) >= _BUFFER_DOCUMENTS or self._bytes > _BUFFER_BYTES:
+            self._room.clear()
             if self._closed:
                 return False
-            self._room.clear()
             self._room.wait()
         with self._lock:
             self._buffer.append(source)

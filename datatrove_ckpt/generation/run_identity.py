@@ -45,6 +45,7 @@ Release 0.1.0 wrote none. What code is differs between versions.
 _UNDESCRIBED = 2
 """Version where the code could not be described, up to version 5."""
 _SHOWN_CHARACTERS = 2000
+_CONSTANTS = (str, int, float, bytes, type(None))
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 
 
@@ -65,6 +66,8 @@ class CodeIdentity:
     """Version of the description. Pickles of version 3 hold no number."""
     things: tuple[object, ...] = ()
     """What is described. A pickle holds these objects and the step's as the same ones."""
+    given: Mapping[str, object] | None = None
+    """Texts and numbers of the shared context, which a program may replace in its dictionary."""
 
     @property
     def fields(self) -> dict[str, object]:
@@ -95,7 +98,11 @@ def code_identity(
             return CodeIdentity(NOTHING, version=_UNDESCRIBED)
         return when_made
     things = (rollout_fn, shared_context, output_writer)
-    if when_made is not None and not all(map(operator.is_, things, when_made.things)):
+    shared = shared_context if isinstance(shared_context, dict) else {}
+    given = {name: one for name, one in shared.items() if isinstance(one, _CONSTANTS)}
+    if when_made is not None and (
+        when_made.given != given or not all(map(operator.is_, things, when_made.things))
+    ):
         when_made = None
     if when_made is not None and when_made.process == _PROCESS:
         return when_made
@@ -120,7 +127,7 @@ def code_identity(
         made.fields.update(
             {name: value for name, value in when_made.fields.items() if _SETTING.match(name)}
         )
-    return CodeIdentity(made, _PROCESS, _VERSION, things)
+    return CodeIdentity(made, _PROCESS, _VERSION, things, given)
 
 
 def code_of(thing: object) -> dict[str, str]:

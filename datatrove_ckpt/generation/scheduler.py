@@ -231,16 +231,14 @@ class Scheduler:
             self._server_needed.set()
         async with asyncio.TaskGroup() as background:
             serving = [background.create_task(self._serve(model)) for model in self.models.values()]
-            watching = [
-                background.create_task(self._watch()),
-                background.create_task(stop_when_requested(self, serving)),
-            ]
+            watch = background.create_task(self._watch())
+            stop = background.create_task(stop_when_requested(self, serving, watch))
             await self._run_documents(documents)
             await self._save(documents)
             if self.shutdown.has_failed:  # or the stop has begun to close the checkpoint
                 await wait_until_cancelled()
             self.has_ended = True
-            for task in (*serving, *watching):
+            for task in (*serving, watch, stop):
                 task.cancel()
 
     async def _run_documents(self, documents: DocumentSource) -> None:
@@ -269,6 +267,9 @@ class Scheduler:
             self.checkpoint.hurry()
             while self.checkpoint.publishing:
                 await self.next_look()
+            # Requests that could not be written are not sent as if their files were whole.
+            await asyncio.to_thread(self.checkpoint.flush)
+            self.checkpoint.raise_failure()
         else:
             self.checkpoint.end_of_input(documents.shard())
             seconds = _SHORTEST_LOOK_SECONDS
@@ -518,11 +519,14 @@ _PUBLISH_WAIT_SECONDS = 5.0  # of a drain, for complete chunks
 _GRACE_SECONDS = 2.0  # for rollouts that compute or sleep
 
 
-async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[None]]) -> NoReturn:
+async def stop_when_requested(
+    rank: Scheduler, serving: Sequence[asyncio.Task[None]], watch: asyncio.Task[NoReturn]
+) -> NoReturn:
     """Waits until the rank is to stop, and stops it.
 
     Args:
         serving: start, watch and, when they are cancelled, stop the servers; one for each model.
+        watch: raises failures of the checkpoint.
 
     Raises:
         Preempted: a stop was requested.
@@ -565,6 +569,7 @@ async def stop_when_requested(rank: Scheduler, serving: Sequence[asyncio.Task[No
     # released.
     with shutdown.closing():
         await asyncio.wait(serving)
+        watch.cancel()  # what fails now is in ``checkpoint.error``
         await asyncio.to_thread(checkpoint.close, False, rank.observer.last_records)
     # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.

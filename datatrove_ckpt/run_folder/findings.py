@@ -81,6 +81,7 @@ from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.open_files import files_needed, limits, too_low
 from datatrove_ckpt.process.task_errors import log_disabled
@@ -563,8 +564,8 @@ def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
         check_answer(runner.step, first)
         if runner.step.on_document_error == "stop":
             check_first(runner.step.rollout_fn, first)
-            asyncio.run(try_media(runner.step.rollout_fn, first))
-        prompts = asyncio.run(unsent_prompts(runner.step.rollout_fn, sample.documents))
+            event_loop.run(try_media(runner.step.rollout_fn, first))
+        prompts = event_loop.run(unsent_prompts(runner.step.rollout_fn, sample.documents))
         yield from check_prompts(prompts, runner.step.model.servers)
 
 

@@ -2,6 +2,7 @@
 each, exit code 1.
 """
 
+import asyncio
 import json
 import socket
 from pathlib import Path
@@ -40,9 +41,15 @@ def found(here, command, server):
     return run
 
 
-def test_it_can_be_called_from_a_program(found):
+@pytest.mark.parametrize("is_cell", [False, True])
+def test_it_can_be_called_from_a_program_or_a_cell_of_a_notebook(found, is_cell):
     _, executor = make_executor("job.yaml", [])
-    assert {check.state for check in datatrove_ckpt.doctor(executor)} <= {"ok", "note", "warning"}
+
+    async def cell():
+        return datatrove_ckpt.doctor(executor)
+
+    checks = asyncio.run(cell()) if is_cell else datatrove_ckpt.doctor(executor)
+    assert {check.state for check in checks} <= {"ok", "note", "warning"}
 
 
 # endpoint ----------------------------------------------------------------------------------------

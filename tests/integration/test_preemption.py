@@ -18,8 +18,9 @@ from datatrove.data import Document
 from loguru import logger
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.errors import DocumentFailed, Preempted
+from datatrove_ckpt.errors import DocumentFailed, Preempted, StorageFailed
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.process import preemption, shutdown
@@ -237,6 +238,28 @@ def test_an_answer_of_a_server_that_also_got_the_signal_fails_no_document(
 
 
 @pytest.mark.slow
+def test_what_fails_while_a_stop_saves_is_said_and_stays_a_stop(
+    tmp_path, reraised, server, monkeypatch, log
+):
+    close = OpenCheckpoint._close
+
+    def full(checkpoint, *rest):
+        checkpoint.fail(StorageFailed("No space left on device."))
+        time.sleep(0.1)  # the loop looks for failures meanwhile
+        close(checkpoint, *rest)
+
+    monkeypatch.setattr(OpenCheckpoint, "_close", full)
+
+    async def stops(document, generate):
+        send_signal()
+        await asyncio.Event().wait()
+
+    with pytest.raises(Preempted):
+        run_job(tmp_path, server, 1, stops)
+    assert reraised == [signal.SIGTERM]
+    assert any("could not be saved: No space left" in line for line in log)
+
+
 def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
     tmp_path, reraised, server
 ):

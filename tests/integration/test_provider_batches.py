@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from codecs import BOM_UTF8
 from collections import defaultdict
 from unittest.mock import Mock, patch
@@ -20,7 +21,13 @@ from datatrove.pipeline.base import PipelineStep
 from datatrove_ckpt.checkpoint import batch_log, files
 from datatrove_ckpt.checkpoint.batch_log import read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES_FOLDER
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused, WaitsForBatches
+from datatrove_ckpt.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    ServerRefused,
+    StorageFailed,
+    WaitsForBatches,
+)
 from datatrove_ckpt.generation import provider_passes
 from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
@@ -130,6 +137,30 @@ def test_a_run_with_batches_has_the_output_of_one_without(tmp_path, provider):
     assert len(provider.billed) == 15
     assert set(provider.billed.values()) == {1}
     assert len(provider.batches) == 2
+
+
+def test_a_file_of_requests_that_could_not_be_written_whole_is_not_sent(
+    tmp_path, provider, monkeypatch
+):
+    append = files.AppendFile.append
+    written = []
+
+    def full(file, data):
+        if file.path.parent.name == BATCHES_FOLDER:
+            written.append(data)
+            if len(written) == 3:
+                time.sleep(0.2)  # the pass is over meanwhile
+                append(file, data[:9])
+                raise StorageFailed("No space left on device.")
+        return append(file, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.AppendFile, "append", full)
+        with pytest.raises(StorageFailed):
+            run(tmp_path, provider)
+    assert not provider.batches
+    run(tmp_path, provider)
+    assert_paid_once(tmp_path, provider, batches=1)
 
 
 @pytest.mark.matrix

@@ -321,6 +321,22 @@ def test_rollout_version_replaces_the_code(tmp_path, server):
         runner(tmp_path, server, second.rollout, rollout_version="2").run(documents(3))
 
 
+def test_a_prompt_that_a_program_replaces_after_it_has_made_the_step_is_another_run(
+    tmp_path, server
+):
+    """As in a notebook."""
+
+    async def rollout(document, generate, prompt):
+        return prompt
+
+    shared = {"prompt": "A"}
+    step = runner(tmp_path, server, rollout, shared_context=shared)
+    step.run(documents(2))
+    shared["prompt"] = "B"
+    with pytest.raises(CheckpointMismatch, match='prompt: "A" -> "B"'):
+        step.run(documents(2))
+
+
 SECRETS = {
     "openai_api_key": "s3cret-s3cret",
     "pad-token": "s3cret",  # 0.1.0 did not take "-" for "_"

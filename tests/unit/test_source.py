@@ -62,6 +62,30 @@ async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(
     assert max(sizes) == held
 
 
+async def test_a_rank_that_ends_while_its_reader_finds_the_buffer_full_leaves_no_thread(
+    monkeypatch,
+):
+    has_looked = threading.Event()
+
+    class ClosedMeanwhile(threading.Event):
+        def clear(self):
+            has_looked.wait(60)
+            source.close()
+            super().clear()
+
+    monkeypatch.setattr(prefetch, "_BUFFER_DOCUMENTS", 0)
+    source = DocumentSource([Document(text="", id="0")])
+    source._room = ClosedMeanwhile()
+    before = {*threading.enumerate()}
+    reading = asyncio.create_task(anext(source.batches(ResumePoint())))
+    await asyncio.sleep(0)
+    has_looked.set()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    reading.cancel()
+
+
 @pytest.mark.parametrize("is_changed", [False, True])
 async def test_a_reader_that_cannot_seek_compares_the_last_document_of_each_chunk(is_changed):
     documents = [Document(text=f"text {index}", id=f"{index}") for index in range(6)]

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from datatrove_ckpt.generation.code_statements import (
     CELL,
@@ -702,26 +702,40 @@ def describe(
         if before is not None:
             roots = []
             known = before.known
-        now = None
-        while now != known:
-            known = now or known
+        while True:
             walk = _Walk(known, roots)
             if before is not None:
                 walk.resume(before)
             walk.run()
             now = known | (walk.words & (_HINTS | _SUBCLASSES))
+            mutated = walk.mutated()
+            kept = roots
+            if before is None:
+                kept = _as_first(given.roots, first.roots, mutated)
+            if now == known and [*map(id, kept)] == [*map(id, roots)]:
+                break
+            known = now
+            roots = kept
         if before is not None:
             fields = before.own | walk.fields(False, before.own)
             return before._replace(fields=fields, notes=before.notes | walk.notes())
-        # What the code changes while it runs is as it was seen first.
-        mutated = walk.mutated()
-        fields = {
-            label: value
-            for values, is_state in ((given.fields, False), (first.fields, True))
-            for label, value in values.items()
-            if mutated.isdisjoint(label.split(".")[1:]) is not is_state
-        }
+        fields = dict(_as_first([*given.fields.items()], [*first.fields.items()], mutated))
         return _description(walk, given._replace(fields=fields), known)
+
+
+_Labelled = TypeVar("_Labelled", bound=tuple[Any, ...])
+
+
+def _as_first(given: list[_Labelled], first: list[_Labelled], mutated: set[str]) -> list[_Labelled]:
+    """Returns what was given, each after its label; what the code changes while it runs is as it
+    was seen first.
+    """
+    return [
+        one
+        for labelled, is_state in ((given, False), (first, True))
+        for one in labelled
+        if mutated.isdisjoint(one[0].split(".")[1:]) is not is_state
+    ]
 
 
 def _description(walk: _Walk, given: Given, known: frozenset[str]) -> CodeDescription:

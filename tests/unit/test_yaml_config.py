@@ -253,3 +253,13 @@ def test_texts_in_an_open_mapping_stay_texts(job):
     params = 'default_generation_params: {stop: "no", user: "1:00:00", n: 2}'
     config = job(("server_type: dummy,", f"server_type: dummy, {params},")).pipeline[1].config
     assert config.default_generation_params == {"stop": "no", "user": "1:00:00", "n": 2}
+
+
+def test_a_whole_number_is_sent_as_earlier_releases_sent_it(tmp_path):
+    """Kept answers are found by the bytes of their request, in which 0 is not 0.0."""
+    (tmp_path / "input.jsonl").write_text('{"text": "a"}\n')
+    job = ["temperature=0", "top_p='1'", "max_tokens=5", "prompt=Sum up: {text}", "model=m"]
+    job += ["endpoint=http://127.0.0.1:1/v1", f"run_folder={tmp_path}/run"]
+    runner = build(read_config(None, [*job, f"input={tmp_path}/input.jsonl"])).pipeline[1]
+    sent = runner.config.default_generation_params
+    assert repr([sent["temperature"], sent["top_p"], sent["max_tokens"]]) == "[0.0, 1.0, 5]"

@@ -3,6 +3,7 @@
 import json
 import pickle
 import random
+import struct
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,6 +80,21 @@ def test_a_stream_with_dictionaries_is_refused(tmp_path):
         ConfigError, match=r"'a.arrow' is an Arrow stream with dictionaries.*Write it as"
     ):
         BlockInput(reader_of(tmp_path, "arrow"))
+
+
+def test_a_file_of_other_libraries_may_have_a_longer_mark(tmp_path):
+    """Arrow for Rust pads it to 64 bytes."""
+    table = pa.table({"x": [1, 2, 3]})
+    write_table(tmp_path / "a.arrow", table)
+    path = tmp_path / "a.arrow"
+    data = path.read_bytes()
+    first = 8 + table.schema.serialize().size  # the footer has the place of each batch
+    start = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
+    footer = data[start:].replace(struct.pack("<q", first), struct.pack("<q", first + 56), 1)
+    path.write_bytes(data[:8] + bytes(56) + data[8:start] + footer)
+    assert pa.ipc.open_file(path).read_all() == table
+    found = BlockInput(reader_of(tmp_path, "arrow"))
+    assert [row for block in found for row in rows_of(found.read(block))] == table.to_pylist()
 
 
 def rows_of(read):

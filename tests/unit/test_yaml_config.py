@@ -222,6 +222,22 @@ def test_a_value_of_another_kind_is_refused_before_it_is_used(cls, setting, valu
         cls(**{setting: value})
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("endpoint_url", {"url": "http://me:hunter2@host"}),
+        ("default_generation_params", [{"extra_headers": {"Authorization": "Bearer hunter2"}}]),
+        ("default_generation_params", {"temperature": "sk-hunter2hunter2hunter2"}),
+        ("model_kwargs", ["--api-key=sk-hunter2hunter2hunter2"]),
+    ],
+)
+def test_a_refused_value_shows_no_secret(setting, value):
+    with pytest.raises(ConfigError) as refused:
+        InferenceConfig("dummy", "m", **{setting: value})
+    assert "***" in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
 def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():
     config = InferenceConfig("dummy", Path("m"), tp=np.int64(2), hang_timeout=np.float32(1))
     assert (config.tp, config.hang_timeout) == (2, 1.0)

@@ -226,7 +226,7 @@ class ArrowBlocks(TableFile):
                 if self._is_stream:
                     rows = pa.ipc.read_record_batch(message, self.schema).num_rows
                 else:
-                    rows = self._reader.get_batch(number).num_rows
+                    rows = self._batch(number, tuple(self.schema.names[:1])).num_rows
                 yield Group(rows, message.body.size, start)
                 number += 1
             start = end

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     JsonlReader,
     jsonl,
+    table_files,
 )
 from datatrove_ckpt.torch import blocks
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -95,6 +97,25 @@ def test_a_file_of_other_libraries_may_have_a_longer_mark(tmp_path):
     assert pa.ipc.open_file(path).read_all() == table
     found = BlockInput(reader_of(tmp_path, "arrow"))
     assert [row for block in found for row in rows_of(found.read(block))] == table.to_pylist()
+
+
+def test_counting_a_remote_arrow_file_reads_it_once(tmp_path, monkeypatch):
+    table = pa.table({"x": pa.array(range(5000)).cast(pa.string()).dictionary_encode()})
+    table = table.append_column("text", [["text " * 50] * 5000])
+    write_table(tmp_path / "a.arrow", table, 1000)
+    read = []
+    original = table_files.RetryingFile.read
+
+    def counted(file, size=-1):
+        data = original(file, size)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(DataFolder, "is_local", lambda folder: False)
+    monkeypatch.setattr(table_files.RetryingFile, "read", counted)
+    file = reader_of(tmp_path, "arrow").open_file("a.arrow")
+    assert [group.rows for group in file.count().groups] == [1000] * 5
+    assert sum(read) < 1.5 * (tmp_path / "a.arrow").stat().st_size
 
 
 def rows_of(read):

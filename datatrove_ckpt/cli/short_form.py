@@ -493,8 +493,11 @@ def _server(job: ShortJob, content: Node) -> Node:
         raise _mistake(f"model: is missing; give {what}.")
     config: Node = {"server_type": "endpoint", "model_name_or_path": job.model}
     given = {name: getattr(job, name) for name in SAMPLING if getattr(job, name) is not None}
-    for name in given.keys() & (content.get("default_generation_params") or {}):
-        raise _mistake(f'{name}: is in "default_generation_params", too. Give it once.')
+    for other in ("generation_params", "default_generation_params"):
+        others = content.get(other)
+        if isinstance(others, dict) and given.keys() & others:
+            name = min(given.keys() & others)
+            raise _mistake(f'{name}: is in "{other}", too. Give it once.')
     if given:
         config["default_generation_params"] = given
     if given and job.task in ("embed", "classify"):

@@ -245,11 +245,14 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
             return _function(value, place)
         # A quoted number.
         if takes(hint, read_value(value)):
-            return read_value(value)
+            value = read_value(value)
     try:
         check_value(key, hint, value)
     except ConfigError as error:
         raise ConfigError(f"{label}: {error}") from None
+    # A temperature of 0 is sent as 0.0, always: answers are kept by the bytes of their request.
+    if type(value) is int and {int, float, Any} & {*map(origin, kinds)} == {float}:
+        return float(value)
     return value
 
 

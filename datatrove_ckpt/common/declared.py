@@ -20,7 +20,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
 from datatrove_ckpt.common.formatting import did_you_mean
-from datatrove_ckpt.common.redaction import HIDDEN, may_name_secret
+from datatrove_ckpt.common.redaction import HIDDEN, may_name_secret, shown
 from datatrove_ckpt.errors import ConfigError
 
 Parameter = inspect.Parameter
@@ -133,13 +133,15 @@ def check_value(name: str, hint: object, value: object) -> None:
     if takes(hint, value):
         return
     kinds = alternatives(hint)
-    shown = show(value)
+    text = show(value)
     if may_name_secret(name):
-        shown = HIDDEN
+        text = HIDDEN
+    elif isinstance(value, str | list | tuple | dict):
+        text = show(shown(name, value))
     advice = did_you_mean(value, _choices(kinds)) or "."
     if isinstance(value, str) and any(origin(kind) is list for kind in kinds):
         advice = f"; write [{value}]."
-    raise ConfigError(f"{shown} is not {in_words(kinds)}{advice}", setting=name)
+    raise ConfigError(f"{text} is not {in_words(kinds)}{advice}", setting=name)
 
 
 _LIST = ((list, tuple), "a list such as [a, b]")

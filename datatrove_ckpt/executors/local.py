@@ -32,7 +32,7 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value
+from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value, one_of
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.errors import (
     CheckpointLocked,
@@ -118,6 +118,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         check(LocalPipelineExecutor, {**locals(), **options})
         super().__init__(pipeline, tasks, workers, *arguments, **options)
         check_value("local_tasks", Count, self.local_tasks)
+        methods = multiprocess.get_all_start_methods()
+        check_value("start_method", one_of(methods), self.start_method)
         if any(runner.retry_dead_letters for runner in self._runners):
             self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts

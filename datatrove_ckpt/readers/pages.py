@@ -6,7 +6,9 @@ A ``FilePosition`` is (pages read,).
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from datatrove.data import MediaType
@@ -22,6 +24,7 @@ from datatrove_ckpt.readers.positions import FilePosition, FileRead, Row
 
 _POINTS = 72  # in an inch, the unit of a PDF
 _PDF = b"%PDF-"
+_LOCK = threading.RLock()
 
 
 class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ignore]
@@ -77,26 +80,39 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
             raise ConfigError(f"The input file {name!r} is a PDF, and {missing}")
         import pypdfium2
 
-        try:
+        with _pdfium(name):
             pdf = pypdfium2.PdfDocument(file)
+            pages = len(pdf)
+        try:
+            self._file_extent.per = self._file_extent.size / max(1, pages)
+            for number in range(first, pages):
+                with _pdfium(name), closing(pdf[number]) as page:
+                    text = page.get_textpage().get_text_bounded()
+                    with closing(page.render(scale=self.dpi / _POINTS)) as bitmap:
+                        image = bitmap.to_pil()
+                png = io.BytesIO()
+                image.save(png, "PNG")
+                fields = {"text": text, "page": number + 1}
+                name_of_page = f"{name}#{number + 1}"
+                yield {**fields, "id": name_of_page, "media": _media(name_of_page, png.getvalue())}
+        finally:
+            with _pdfium(name):
+                pdf.close()
+
+
+@contextmanager
+def _pdfium(name: str) -> Iterator[None]:
+    """Lets in one thread at a time: PDFium crashes with several, and tasks overlap."""
+    import pypdfium2
+
+    with _LOCK:
+        try:
+            yield
         except pypdfium2.PdfiumError as error:
             raise InputError(
                 f"The input file {name!r} is damaged, or has a password: {failure_line(error)}. "
                 "Mend it, or move it out of the folder, and run the same command again."
             ) from None
-        try:
-            self._file_extent.per = self._file_extent.size / max(1, len(pdf))
-            for number in range(first, len(pdf)):
-                page = pdf[number]
-                text = page.get_textpage().get_text_bounded()
-                png = io.BytesIO()
-                page.render(scale=self.dpi / _POINTS).to_pil().save(png, "PNG")
-                page.close()
-                fields = {"text": text, "page": number + 1}
-                name_of_page = f"{name}#{number + 1}"
-                yield {**fields, "id": name_of_page, "media": _media(name_of_page, png.getvalue())}
-        finally:
-            pdf.close()
 
 
 def _media(name: str, content: bytes) -> list[Row]:

@@ -83,7 +83,7 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
 
 _GROUP_BYTES = 2**25  # of rows with pictures a thousand may be 10 GB
 _BUFFER_BYTES = 2**20
-_MARK_BYTES = 8  # with their padding, at the beginning of a file with a footer
+_MOST_PADDING = 2**8  # of the mark: 2 bytes in most files with a footer, 58 in those of Rust
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -204,8 +204,11 @@ class ArrowBlocks(TableFile):
         """Yields the record batches, whose rows pyarrow knows only with the batch itself."""
         import pyarrow as pa
 
-        start = 0 if self._is_stream else _MARK_BYTES
-        number = 0
+        start = number = 0
+        if not self._is_stream:
+            self._source.seek(len(_FILE_MARK))
+            padded = self._source.read(_MOST_PADDING)
+            start = (len(_FILE_MARK) + len(padded) - len(padded.lstrip(b"\0"))) // 8 * 8
         while self._is_stream or number < self._reader.num_record_batches:
             self._source.seek(start)
             try:
@@ -223,7 +226,7 @@ class ArrowBlocks(TableFile):
                 if self._is_stream:
                     rows = pa.ipc.read_record_batch(message, self.schema).num_rows
                 else:
-                    rows = self._reader.get_batch(number).num_rows
+                    rows = self._batch(number, tuple(self.schema.names[:1])).num_rows
                 yield Group(rows, message.body.size, start)
                 number += 1
             start = end

@@ -33,9 +33,9 @@ class _NoText(WholeText):
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_template(self.prompt)
         self._check_params("params", self.params)
-        super().__post_init__()
 
     def _fit(self, config: InferenceConfig) -> None:
         lacks = config.engine.lacks(self._way)

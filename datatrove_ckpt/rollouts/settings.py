@@ -202,10 +202,10 @@ class OneRequest(WholeText):
     form_for: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.form.check()
         if self.engine is not None:
             self.form.fields(self.engine)
-        super().__post_init__()
 
     @property
     def form(self) -> AnswerForm:

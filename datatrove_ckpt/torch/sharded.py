@@ -197,9 +197,10 @@ class _Metadata(pickle.Unpickler):
         self.found = set[tuple[str, str]]()
 
     def find_class(self, module: str, name: str) -> object:
-        self.found.add((module, name))
+        named = (module.removesuffix("._local"), name)  # what Python 3.13 calls a path
+        self.found.add(named)
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if self._known is not None and not is_dtype and (module, name) not in self._known:
+        if self._known is not None and not is_dtype and named not in self._known:
             raise pickle.UnpicklingError(f"it holds {module}.{name}")
         return super().find_class(module, name)
 

@@ -1396,6 +1396,17 @@ def test_a_list_of_parts_runs_no_code(line):
         _Metadata(file, _known_classes()).load()
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+@pytest.mark.parametrize("here", ["pathlib", "pathlib._local"])
+def test_a_list_of_parts_may_be_of_another_release_of_python(module, here, monkeypatch):
+    """3.13 alone calls the class pathlib._local.PosixPath."""
+    monkeypatch.setitem(sys.modules, "pathlib._local", sys.modules["pathlib"])
+    own = _Metadata(io.BytesIO())
+    own.find_class(here, "PosixPath")
+    file = io.BytesIO(f"c{module}\nPosixPath\n.".encode())
+    assert _Metadata(file, own.found).load() is type(Path())
+
+
 def other_shapes(rank, run):
     with pytest.raises(ConfigError, match=r"save differs between the ranks: .*EverySteps"):
         checkpoints(run, every_steps=400 + rank)

@@ -3,16 +3,19 @@
 import json
 import pickle
 import random
+import struct
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from datatrove.io import DataFolder
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     DamagedLine,
     JsonlReader,
     jsonl,
+    table_files,
 )
 from datatrove_ckpt.torch import blocks
 from datatrove_ckpt.torch.blocks import BlockInput
@@ -79,6 +82,40 @@ def test_a_stream_with_dictionaries_is_refused(tmp_path):
         ConfigError, match=r"'a.arrow' is an Arrow stream with dictionaries.*Write it as"
     ):
         BlockInput(reader_of(tmp_path, "arrow"))
+
+
+def test_a_file_of_other_libraries_may_have_a_longer_mark(tmp_path):
+    """Arrow for Rust pads it to 64 bytes."""
+    table = pa.table({"x": [1, 2, 3]})
+    write_table(tmp_path / "a.arrow", table)
+    path = tmp_path / "a.arrow"
+    data = path.read_bytes()
+    first = 8 + table.schema.serialize().size  # the footer has the place of each batch
+    start = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
+    footer = data[start:].replace(struct.pack("<q", first), struct.pack("<q", first + 56), 1)
+    path.write_bytes(data[:8] + bytes(56) + data[8:start] + footer)
+    assert pa.ipc.open_file(path).read_all() == table
+    found = BlockInput(reader_of(tmp_path, "arrow"))
+    assert [row for block in found for row in rows_of(found.read(block))] == table.to_pylist()
+
+
+def test_counting_a_remote_arrow_file_reads_it_once(tmp_path, monkeypatch):
+    table = pa.table({"x": pa.array(range(5000)).cast(pa.string()).dictionary_encode()})
+    table = table.append_column("text", [["text " * 50] * 5000])
+    write_table(tmp_path / "a.arrow", table, 1000)
+    read = []
+    original = table_files.RetryingFile.read
+
+    def counted(file, size=-1):
+        data = original(file, size)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(DataFolder, "is_local", lambda folder: False)
+    monkeypatch.setattr(table_files.RetryingFile, "read", counted)
+    file = reader_of(tmp_path, "arrow").open_file("a.arrow")
+    assert [group.rows for group in file.count().groups] == [1000] * 5
+    assert sum(read) < 1.5 * (tmp_path / "a.arrow").stat().st_size
 
 
 def rows_of(read):

@@ -2,6 +2,9 @@
 
 import io
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -84,6 +87,25 @@ def test_a_damaged_pdf_is_named(folder, damage):
     file.write_bytes(damage or file.read_bytes()[:200])
     with pytest.raises(InputError, match=r"'a.pdf' is damaged, or has a password"):
         list(PageReader(folder).run())
+
+
+def test_tasks_that_overlap_draw_one_page_at_a_time(folder, monkeypatch):
+    """PDFium ends the process when two threads call it."""
+    drawing = []
+    render = pypdfium2.PdfPage.render
+
+    def slowly(page, **options):
+        drawing.append(threading.get_ident())
+        time.sleep(0.02)
+        assert len(drawing) == 1
+        drawing.clear()
+        return render(page, **options)
+
+    monkeypatch.setattr(pypdfium2.PdfPage, "render", slowly)
+    Path(folder, "b.png").write_bytes(pdf("red", "green", "blue"))
+    with ThreadPoolExecutor() as threads:
+        read = list(threads.map(lambda rank: list(PageReader(folder).run(None, rank, 2)), range(2)))
+    assert [len(documents) for documents in read] == [4, 3]
 
 
 def test_the_short_form_sends_each_page(folder, tmp_path, command, monkeypatch):

@@ -5,6 +5,7 @@ understands.
 import inspect
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecut
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build, load, read_value
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
 from tests import golden
 from tests.yaml_jobs import job_yaml
 
@@ -207,6 +209,35 @@ def test_python_checks_a_setting_as_yaml_does(setting, value, said):
     assert str(refused.value).rstrip(".") == f"{setting}: {said}"
 
 
+@pytest.mark.parametrize(
+    ("cls", "setting", "value"),
+    [
+        (EmbedRollout, "params", "dimensions"),
+        (PromptRollout, "choice", [1]),
+        (partial(LocalPipelineExecutor, []), "start_method", "thread"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_before_it_is_used(cls, setting, value):
+    with pytest.raises(ConfigError, match=rf"{setting}: .* is not"):
+        cls(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("endpoint_url", {"url": "http://me:hunter2@host"}),
+        ("default_generation_params", [{"extra_headers": {"Authorization": "Bearer hunter2"}}]),
+        ("default_generation_params", {"temperature": "sk-hunter2hunter2hunter2"}),
+        ("model_kwargs", ["--api-key=sk-hunter2hunter2hunter2"]),
+    ],
+)
+def test_a_refused_value_shows_no_secret(setting, value):
+    with pytest.raises(ConfigError) as refused:
+        InferenceConfig("dummy", "m", **{setting: value})
+    assert "***" in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
 def test_a_number_of_numpy_and_a_path_are_what_they_stand_for():
     config = InferenceConfig("dummy", Path("m"), tp=np.int64(2), hang_timeout=np.float32(1))
     assert (config.tp, config.hang_timeout) == (2, 1.0)
@@ -253,3 +284,20 @@ def test_texts_in_an_open_mapping_stay_texts(job):
     params = 'default_generation_params: {stop: "no", user: "1:00:00", n: 2}'
     config = job(("server_type: dummy,", f"server_type: dummy, {params},")).pipeline[1].config
     assert config.default_generation_params == {"stop": "no", "user": "1:00:00", "n": 2}
+
+
+def test_a_whole_number_is_sent_as_earlier_releases_sent_it(tmp_path):
+    """Kept answers are found by the bytes of their request, in which 0 is not 0.0."""
+    (tmp_path / "input.jsonl").write_text('{"text": "a"}\n')
+    job = ["temperature=0", "top_p='1'", "max_tokens=5", "prompt=Sum up: {text}", "model=m"]
+    job += ["endpoint=http://127.0.0.1:1/v1", f"run_folder={tmp_path}/run"]
+    runner = build(read_config(None, [*job, f"input={tmp_path}/input.jsonl"])).pipeline[1]
+    sent = runner.config.default_generation_params
+    assert repr([sent["temperature"], sent["top_p"], sent["max_tokens"]]) == "[0.0, 1.0, 5]"
+
+
+def test_a_parameter_of_requests_is_given_once(tmp_path):
+    (tmp_path / "input.jsonl").write_text('{"text": "a"}\n')
+    job = ["temperature=0", "generation_params={temperature: 1}", "prompt={text}", "model=m"]
+    with pytest.raises(ConfigError, match='temperature: is in "generation_params", too'):
+        read_config(None, [*job, f"run_folder={tmp_path}/run", f"input={tmp_path}/input.jsonl"])

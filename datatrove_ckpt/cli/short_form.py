@@ -572,7 +572,9 @@ def _reader(given: str, only_look: bool) -> Node:
     known = sorted({_suffix(name) for name in input_names} & _SUFFIXES.keys())
     rows = [suffix for suffix in known if _SUFFIXES[suffix] not in _FILES_AS_DOCUMENTS]
     texts = [suffix for suffix in known if _SUFFIXES[suffix] == "TextReader"]
-    known = rows or texts or known  # texts may have pictures beside them
+    if ".pdf" not in known:  # texts may have pictures beside them
+        known = texts or known
+    known = rows or known
     others = [name for name in names if _suffix(name) not in known]
     odd = [name for name in others if pattern or _looks_like(name, known)]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]

@@ -130,3 +130,11 @@ def test_a_folder_of_pictures_is_an_input(folder, tmp_path, command, monkeypatch
         job = ["run", "--input", "scans", "--prompt", "What is this?", "--model=m"]
         command(*job, "--endpoint", server.url, "--run-folder=x")
     assert len(server.payloads) == 2
+
+
+def test_pdfs_beside_texts_are_not_left_out_without_a_word(folder, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(folder, "notes.txt").write_text("a text")
+    job = ["run", "--input", "scans", "--prompt", "What is this?", "--model=m"]
+    said = command(*job, "--endpoint=http://127.0.0.1:9", "--run-folder=x", code=2).error
+    assert "scans holds .jpg and .pdf and .png and .txt" in said

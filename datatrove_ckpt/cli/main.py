@@ -534,13 +534,13 @@ def export() -> None:
 
     (WHAT)
 
-    Documents are in the order of the input. A CSV has a column for each that any document has;
-    lists and dictionaries are JSON there. Parquet and the hub need pip install
+    Documents are in the order of the input, those of retries last. A CSV has a column for each that
+    any document has; lists and dictionaries are JSON there. Parquet and the hub need pip install
     'datatrove-ckpt[hub]'. A run may be active meanwhile: its complete chunks are written.
 
     exit codes:
       0  the file is written
-      1  the output cannot be read, or the file cannot be written
+      1  the output cannot be read, or differs from the commits, or the file cannot be written
       2  WHAT is no checkpoint, the file is there already, or a mistake on the command line
     """
 

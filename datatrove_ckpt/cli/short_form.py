@@ -586,9 +586,11 @@ def _reader(given: str, only_look: bool) -> Node:
     elif not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
     elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (
-        len(known) > 1 and not pattern and (rows or others)
+        len(known) > 1 and not pattern and rows
     ):
         problem = " and ".join(known)
+    elif len(known) > 1 and not pattern and others:
+        problem = f"{others[0]} beside {' and '.join(known)}"
     elif odd:
         problem = f"{odd[0]}, too"
     elif twice:

@@ -121,12 +121,21 @@ class Parquet(Format):
         return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
 
     def rows(self, file: IO[bytes]) -> Rows:
+        return self._rows(file, "media")
+
+    def whole_rows(self, folder: DataFolder, path: str) -> Iterator[JsonObject]:
+        """Yields each row, media included."""
+        with self.open(folder, path) as file:
+            for row, _ in self._rows(file):
+                yield row or {}
+
+    def _rows(self, file: IO[bytes], *left_out: str) -> Rows:
         import pyarrow.parquet
 
         from datatrove_ckpt.output.arrow_types import with_float32
 
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            wanted = [name for name in parquet.schema_arrow.names if name != "media"]
+            wanted = [name for name in parquet.schema_arrow.names if name not in left_out]
             has_float32 = "float" in str(parquet.schema_arrow)
             for batch in parquet.iter_batches(1000, columns=wanted):
                 kind = pyarrow.struct(list(batch.schema))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import orjson
 from datatrove.io import DataFolder, get_datafolder
 
-from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
 from datatrove_ckpt.checkpoint.layout import (
     RETRY_INPUT,
     is_finished,
@@ -94,12 +94,20 @@ def output_files(place: Place, output: str | None = None) -> Iterator[tuple[Data
         ConfigError: there is no checkpoint, or nothing says where the output is.
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
+    for folder, file, key in committed_files(place, output):
+        yield folder, file.path, key
+
+
+def committed_files(
+    place: Place, output: str | None = None
+) -> Iterator[tuple[DataFolder, OutputFile, str]]:
+    """Yields as ``output_files``, which see, with what the commits say about each file."""
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
     folder = get_datafolder(output or find_output(place, ranks))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:
-                yield folder, file.path, str(rank.run.get("metadata_key"))
+                yield folder, file, str(rank.run.get("metadata_key"))
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import date, time
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import orjson
+from datatrove.io import get_datafolder
+
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
-from datatrove_ckpt.output.formats import JSONL, format_of_file
-from datatrove_ckpt.run_folder.documents import output_files, read_rows
+from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, OutputMismatch
+from datatrove_ckpt.output.arrow_types import (
+    DataType,
+    NotUnited,
+    Schema,
+    to_arrow,
+    type_of,
+    unite,
+)
+from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
+from datatrove_ckpt.run_folder.documents import committed_files, output_files, read_rows
+from datatrove_ckpt.run_folder.verify import REDO_KINDS, verify
 from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
@@ -22,19 +38,69 @@ if TYPE_CHECKING:
 
 _HUB = "hf://datasets/"
 _BLOCK = 1 << 20  # bytes
+_ROWS = 1000  # at once in memory
+_LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost")  # kinds of problems
 
 
 def dataset(place: Place, output: str | None = None) -> datasets.Dataset:
     """Returns a dataset of the committed files, which may be larger than the memory. Args and
-    raises: as ``output_files``.
+    raises: as ``output_files``; OutputFailed if no column can hold the values of JSON lines.
     """
     import datasets
 
-    files = [folder.resolve_paths(path) for folder, path, _ in output_files(place, output)]
+    files = list(committed_files(place, output))
     if not files:
         return datasets.Dataset.from_dict({})
-    known = format_of_file(files[0])
-    return (known or JSONL).dataset(files)
+    folder = files[0][0]
+    known = format_of_file(files[0][1].path) or JSONL
+    if known is not JSONL:
+        return known.dataset([folder.resolve_paths(file.path) for _, file, _ in files])
+    # The loader of JSON lines takes the types of the first file, and makes times of texts.
+    schema = _schema(place, output)
+    if not len(schema):
+        return datasets.Dataset.from_dict({})
+    return datasets.Dataset.from_generator(
+        _whole_rows,
+        datasets.Features.from_arrow_schema(schema),
+        gen_kwargs={
+            "output": folder.resolve_paths(""),
+            "files": tuple((file.path, file.xxh128) for _, file, _ in files),
+            "columns": tuple(schema.names),
+        },
+    )
+
+
+def _whole_rows(
+    output: str, files: Sequence[tuple[str, str]], columns: Sequence[str]
+) -> Iterator[Json]:
+    """Yields rows with all columns. The hashes in ``files`` tell ``datasets`` whether it has them
+    in its cache.
+    """
+    folder = get_datafolder(output)
+    for path, _ in files:
+        for row in read_rows(folder, path):
+            yield {name: row.get(name) for name in columns}
+
+
+def _schema(place: Place, output: str | None) -> Schema:
+    """Returns columns that hold the values of all rows unchanged.
+
+    Raises OutputFailed: there are none.
+    """
+    import pyarrow as pa
+
+    types = dict[str, DataType]()
+    for rows in _batches(place, output):
+        for name in dict.fromkeys(chain.from_iterable(rows)):
+            try:
+                found = type_of([row.get(name) for row in rows], name)
+                types[name] = unite(types.get(name, pa.null()), found, name)
+            except (NotUnited, ValueError, TypeError) as error:
+                raise OutputFailed(
+                    f"Nothing was exported: {error}. A .jsonl or .csv file takes them."
+                ) from error
+    return pa.schema(types.items())
 
 
 def export(place: Place, target: str, output: str | None = None) -> int:
@@ -50,9 +116,11 @@ def export(place: Place, target: str, output: str | None = None) -> int:
 
     Raises:
         ConfigError: ``target`` is neither, or its file is there already.
+        OutputMismatch: the output holds other documents than the commits say.
         CkptError: the output cannot be read.
     """
     if target.startswith(_HUB):
+        _refuse_changes(place, output)
         with _named(target):
             whole = dataset(place, output)
             whole.push_to_hub(target.removeprefix(_HUB))
@@ -64,18 +132,33 @@ def export(place: Place, target: str, output: str | None = None) -> int:
         )
     if path.exists():
         raise ConfigError(f"{target}: is there already. Remove it, or choose another name.")
+    _refuse_changes(place, output)
     new = path.with_name(f"{path.name}.new")
-    with _named(target):
+    with _named(target), _removed_on_failure(new):
         if path.suffix == ".csv":
             count = _write_csv(place, new, output)
         elif path.suffix == ".jsonl":
             count = _write_lines(place, new, output)
         else:
-            whole = dataset(place, output)
-            count = len(whole)
-            whole.to_parquet(new)
+            count = _write_parquet(place, new, output)
         new.rename(path)
     return count
+
+
+def _refuse_changes(place: Place, output: str | None) -> None:
+    wrong = [one for one in verify(place, output).problems if one.kind in _OTHER_DOCUMENTS]
+    if wrong:
+        more = f" ({len(wrong)} such problems; datatrove-ckpt verify lists them)"
+        raise OutputMismatch(f"Nothing was exported. {wrong[0]}{more if wrong[1:] else ''}")
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -93,14 +176,34 @@ def _write_lines(place: Place, path: Path, output: str | None) -> int:
     with path.open("wb") as target:
         for folder, name, _ in output_files(place, output):
             known = format_of_file(name)
-            if known is not JSONL:
-                whole = dataset(place, output)
-                whole.to_json(target)
-                return len(whole)
-            with known.open(folder, name) as file:
+            if known is PARQUET:
+                for row in PARQUET.whole_rows(folder, name):
+                    target.write(orjson.dumps(row, _as_text, _LINE))
+                    count += 1
+                continue
+            with JSONL.open(folder, name) as file:
                 for block in iter(partial(file.read, _BLOCK), b""):
                     target.write(block)
                     count += block.count(b"\n")
+    return count
+
+
+def _write_parquet(place: Place, path: Path, output: str | None) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    first = next((name for _, name, _ in output_files(place, output)), "")
+    schema = None if not first or format_of_file(first) is PARQUET else _schema(place, output)
+    if not schema:
+        whole = dataset(place, output)
+        whole.to_parquet(path)
+        return len(whole)
+    count = 0
+    with pa.parquet.ParquetWriter(path, schema) as writer:
+        for rows in _batches(place, output):
+            columns = [to_arrow(one.type, [row.get(one.name) for row in rows]) for one in schema]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            count += len(rows)
     return count
 
 
@@ -123,7 +226,26 @@ def _rows(place: Place, output: str | None) -> Iterator[Json]:
         yield from read_rows(folder, path)
 
 
+def _batches(place: Place, output: str | None) -> Iterator[list[Json]]:
+    rows = _rows(place, output)
+    while batch := list(islice(rows, _ROWS)):
+        yield batch
+
+
 def _cell(value: object) -> object:
     if isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False, default=str)
+        return json.dumps(value, ensure_ascii=False, default=_as_text)
+    if isinstance(value, bytes):
+        return _as_text(value)
     return value
+
+
+def _as_text(value: object) -> object:
+    """Returns what JSON has for a value of Parquet."""
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value)

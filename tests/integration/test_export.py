@@ -9,6 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from datatrove_ckpt.run_folder.export import dataset
+from datatrove_ckpt.run_folder.where import open_place
 from datatrove_ckpt.testing import FakeServer
 
 ROWS = [
@@ -66,6 +68,77 @@ def test_parquet_keeps_the_types(run, command):
     assert table.schema.field("day").type == pa.date32()
     command("export", "x", "all.jsonl")
     assert len(Path("all.jsonl").read_text().splitlines()) == 5
+
+
+def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, command):
+    rows = [{"id": str(n), "text": "2026-01-02", "n": None} for n in range(4)]
+    rows[1] |= {"n": 1}
+    rows[2] |= {"n": 0.5, "late": {"a": 1}}
+    rows[3] |= {"late": {"b": "2026-01-02T00:00:00Z"}}
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run()
+    command("export", "x", "all.parquet")
+    table = pq.read_table("all.parquet")
+    assert table["text"].to_pylist() == ["2026-01-02"] * 4
+    assert table["n"].to_pylist() == [None, 1, 0.5, None]
+    late = [None, None, {"a": 1, "b": None}, {"a": None, "b": "2026-01-02T00:00:00Z"}]
+    assert table["late"].to_pylist() == late
+    with open_place("x") as place:
+        assert [*dataset(place)][3]["late"] == late[3]
+        assert dataset(place)["text"][:] == ["2026-01-02"] * 4
+
+
+def test_parquet_has_no_column_for_numbers_beside_texts(run, command):
+    rows = [{"id": str(n), "text": "a", "n": n or "none"} for n in range(3)]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run()
+    said = command("export", "x", "all.parquet", code=1)
+    assert "column 'n' has values of the types" in said
+    assert "A .jsonl or .csv file takes them" in said
+    assert not list(Path().glob("all.*"))
+
+
+def test_json_lines_of_parquet_keep_values(run, command):
+    row = {"id": "a", "text": "b", "f": 0.1234567890123456, "small": 1e-12, "data": b"\xff"}
+    row |= {"day": datetime.date(2026, 1, 2), "n": 2**53 + 1, "none": None}
+    pq.write_table(pa.Table.from_pylist([row]), "in.parquet")
+    run("in.parquet")
+    command("export", "x", "all.jsonl")
+    kept = json.loads(Path("all.jsonl").read_text())
+    row |= {"data": "/w==", "day": "2026-01-02"}
+    assert {name: kept[name] for name in row} == row
+    command("export", "x", "all.csv")
+    assert pandas.read_csv("all.csv")["data"].tolist() == ["/w=="]
+
+
+@pytest.mark.parametrize("target", ["all.csv", "all.jsonl", "all.parquet"])
+def test_files_that_differ_from_their_commits_are_not_exported(run, command, target):
+    run()
+    first, second, _ = sorted(Path("x/output").glob("*.jsonl"))
+    whole = first.read_bytes()
+    one = second.read_bytes().splitlines(keepends=True)[0]
+    for changed, kind in ((whole + one, "grown"), (one, "truncated"), (None, "missing")):
+        first.unlink()
+        if changed is not None:
+            first.write_bytes(changed)
+        said = command("export", "x", target, code=1)
+        assert f"Nothing was exported. task 0, chunk 0: {first.name} is {kind}" in said
+        assert not list(Path().glob("all.*"))
+        first.write_bytes(whole)
+
+
+@pytest.mark.parametrize("target", ["all.csv", "all.jsonl", "all.parquet"])
+def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, command, target, monkeypatch):
+    run()
+
+    def fail(*_, **__):
+        Path(f"{target}.new").write_text("a part")
+        raise OSError(28, "No space left on device")
+
+    for name in ("_write_csv", "_write_lines", "_write_parquet"):
+        monkeypatch.setattr(f"datatrove_ckpt.run_folder.export.{name}", fail)
+    assert "No space left on device" in command("export", "x", target, code=1)
+    assert not list(Path().glob("all.*"))
 
 
 def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import orjson
+
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed
+from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import JSONL, format_of_file
 from datatrove_ckpt.run_folder.documents import output_files, read_rows
 from datatrove_ckpt.run_folder.where import Place
@@ -55,7 +58,7 @@ def export(place: Place, target: str, output: str | None = None) -> int:
     if target.startswith(_HUB):
         with _named(target):
             whole = dataset(place, output)
-            whole.push_to_hub(target.removeprefix(_HUB))
+            whole.push_to_hub(target.removeprefix(_HUB), private=True)  # unless it is there
         return len(whole)
     path = Path(target)
     if path.suffix not in (".csv", ".jsonl", ".parquet"):
@@ -65,16 +68,19 @@ def export(place: Place, target: str, output: str | None = None) -> int:
     if path.exists():
         raise ConfigError(f"{target}: is there already. Remove it, or choose another name.")
     new = path.with_name(f"{path.name}.new")
-    with _named(target):
-        if path.suffix == ".csv":
-            count = _write_csv(place, new, output)
-        elif path.suffix == ".jsonl":
-            count = _write_lines(place, new, output)
-        else:
-            whole = dataset(place, output)
-            count = len(whole)
-            whole.to_parquet(new)
-        new.rename(path)
+    try:
+        with _named(target):
+            if path.suffix == ".csv":
+                count = _write_csv(place, new, output)
+            elif path.suffix == ".jsonl":
+                count = _write_lines(place, new, output)
+            else:
+                whole = dataset(place, output)
+                count = len(whole)
+                whole.to_parquet(new)
+            new.rename(path)
+    finally:
+        new.unlink(missing_ok=True)
     return count
 
 
@@ -93,10 +99,11 @@ def _write_lines(place: Place, path: Path, output: str | None) -> int:
     with path.open("wb") as target:
         for folder, name, _ in output_files(place, output):
             known = format_of_file(name)
-            if known is not JSONL:
-                whole = dataset(place, output)
-                whole.to_json(target)
-                return len(whole)
+            if known is not JSONL:  # not by pandas, which rounds numbers
+                for row in read_rows(folder, name, with_media=True):
+                    target.write(_json(row) + b"\n")
+                    count += 1
+                continue
             with known.open(folder, name) as file:
                 for block in iter(partial(file.read, _BLOCK), b""):
                     target.write(block)
@@ -120,10 +127,14 @@ def _write_csv(place: Place, path: Path, output: str | None) -> int:
 
 def _rows(place: Place, output: str | None) -> Iterator[Json]:
     for folder, path, _ in output_files(place, output):
-        yield from read_rows(folder, path)
+        yield from read_rows(folder, path, with_media=True)
 
 
 def _cell(value: object) -> object:
-    if isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, dict | list | np.ndarray):
+        return _json(value).decode()
     return value
+
+
+def _json(value: object) -> bytes:
+    return orjson.dumps(for_orjson(value), default=str, option=orjson.OPT_SERIALIZE_NUMPY)

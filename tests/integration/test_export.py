@@ -1,9 +1,11 @@
 """``datatrove-ckpt export``: one file of a whole run, or a repository."""
 
+import csv
 import datetime
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -68,6 +70,24 @@ def test_parquet_keeps_the_types(run, command):
     assert len(Path("all.jsonl").read_text().splitlines()) == 5
 
 
+def test_numbers_keep_all_digits(run, command):
+    vector = np.arange(2000, dtype=np.float32) / 7
+    vectors = pa.array([vector, vector], pa.list_(pa.float32()))
+    table = pa.table({"id": ["0", "1"], "text": ["a", "b"], "v": vectors})
+    numbers = [1e-12, 0.12345678901234566]
+    pq.write_table(table.append_column("f", [numbers]), "numbers.parquet")
+    run("numbers.parquet")
+    command("export", "x", "all.csv")
+    with Path("all.csv").open() as file:
+        found = [*csv.DictReader(file)]
+    assert [float(row["f"]) for row in found] == numbers
+    assert np.array_equal(np.array(json.loads(found[0]["v"]), np.float32), vector)
+    command("export", "x", "all.jsonl")
+    rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
+    assert [row["f"] for row in rows] == numbers
+    assert np.array_equal(np.array(rows[1]["v"], np.float32), vector)
+
+
 def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
     refuse = "4"
     with FakeServer(
@@ -89,9 +109,18 @@ def test_what_cannot_be_written_is_one_line(run, command):
     assert "none/all.csv was not written: FileNotFoundError" in said
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing(run, command, monkeypatch):
+    run()
+    monkeypatch.setattr("datatrove_ckpt.run_folder.export._cell", lambda value: 1 / 0)
+    command("export", "x", "all.csv", code=1)
+    assert not list(Path().glob("all.csv*"))
+
+
 def test_a_repository_gets_a_dataset(run, command, hub):
     hub.create_repo("org/answers")
     run("in.parquet")
     assert "5 documents" in command("export", "x", "hf://datasets/org/answers")
     (data,) = [name for name in hub.files("org/answers") if name.endswith(".parquet")]
     assert data.startswith("data/train")
+    command("export", "x", "hf://datasets/org/new")
+    assert hub.repos["dataset", "org/new"].private

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from inspect import signature
 from pathlib import Path
 
 import fsspec
@@ -80,7 +81,6 @@ class ObjectStore:
             self.url = url
         protocol = get_protocol(url)
         self._is_local = protocol in ("file", "local")
-        self._creates_once = protocol in CREATES_ONCE
         options = dict(options or {})
         if self._is_local:
             options["auto_mkdir"] = True  # missing parents of a folder are made; a bucket is not
@@ -88,6 +88,9 @@ class ObjectStore:
             self._fs, root = url_to_fs(self.url, skip_instance_cache=apart, **options)
         no_bars_in_logs()
         self._root = root.rstrip("/")
+        # Older releases of the libraries have no such mode.
+        modes = signature(self._fs.pipe_file).parameters
+        self._creates_once = protocol in CREATES_ONCE and "mode" in modes
         self._is_hub = self._fs.protocol == "hf"
         self._streamed = {}
         if self._is_hub:

@@ -3,6 +3,7 @@
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.common import object_store
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing.crashes import crash_at
 
@@ -59,3 +60,17 @@ def test_a_crash_at_each_effect_leaves_it_done_or_not_done(tmp_path):
         number += 1
     assert disk.crashed_at is None
     assert seen == [{"a": b"old"}, {"a": b"new"}, {"a": b"new", "c": b"new"}, {"c": b"new"}, {}]
+
+
+def test_an_older_library_without_conditions_puts_and_waits(monkeypatch):
+    waits = []
+    monkeypatch.setattr(object_store, "CREATES_ONCE", {"memory"})
+    monkeypatch.setattr(object_store.time, "sleep", waits.append)
+    pipe = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "pipe_file", lambda self, path, data: pipe(self, path, data)
+    )
+    store = ObjectStore("memory://store")
+    store.create("owner", b"me")
+    assert (store.read("owner", 9), len(waits)) == (b"me", 1)
+    store.delete("owner")

@@ -534,7 +534,7 @@ def export() -> None:
 
     (WHAT)
 
-    Documents are in the order of the input. A CSV has a column for each that any document has;
+    Documents come task by task in input order. A CSV has a column for each that any document has;
     lists and dictionaries are JSON there. Parquet and the hub need pip install
     'datatrove-ckpt[hub]'. A run may be active meanwhile: its complete chunks are written.
 

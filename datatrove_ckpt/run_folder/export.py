@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
+from datatrove.io import DataFolder
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.retrying import failure_line
@@ -41,7 +42,7 @@ def dataset(place: Place, output: str | None = None) -> datasets.Dataset:
 
 
 def export(place: Place, target: str, output: str | None = None) -> int:
-    """Writes all committed documents, in the order of the input.
+    """Writes all committed documents, task by task in the order of the input.
 
     A column of a CSV file is one that any document has; lists and dictionaries are JSON there.
 
@@ -112,21 +113,22 @@ def _write_lines(place: Place, path: Path, output: str | None) -> int:
 
 
 def _write_csv(place: Place, path: Path, output: str | None) -> int:
+    files = [*output_files(place, output)]  # a run may commit more of them meanwhile
     columns = dict[str, None]()
-    for row in _rows(place, output):
+    for row in _rows(files):
         columns |= dict.fromkeys(row)
     count = 0
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [*columns])
         writer.writeheader()
-        for row in _rows(place, output):
+        for row in _rows(files):
             writer.writerow({name: _cell(value) for name, value in row.items()})
             count += 1
     return count
 
 
-def _rows(place: Place, output: str | None) -> Iterator[Json]:
-    for folder, path, _ in output_files(place, output):
+def _rows(files: Iterable[tuple[DataFolder, str, str]]) -> Iterator[Json]:
+    for folder, path, _ in files:
         yield from read_rows(folder, path, with_media=True)
 
 

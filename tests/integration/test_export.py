@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from datatrove_ckpt.run_folder import documents, export
+from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
 
 ROWS = [
@@ -98,6 +100,14 @@ def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
         command(*job, "--model=m", "--run-folder=x", *flags, code=1)
     assert "4 documents in all.csv. The run is not finished" in command("export", "x", "all.csv")
     assert len(pandas.read_csv("all.csv")) == 4
+
+
+def test_columns_and_rows_are_of_the_same_chunks(run, command, monkeypatch):
+    run()
+    found = [*documents.output_files(Place("x", Path("x/checkpoints"), ["x"]))]
+    looks = iter([found[:1], found])  # a run goes on, and its next document has one column more
+    monkeypatch.setattr(export, "output_files", lambda *given: iter(next(looks)))
+    assert command("export", "x", "all.csv").startswith("2 documents")
 
 
 def test_what_cannot_be_written_is_one_line(run, command):

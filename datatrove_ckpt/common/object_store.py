@@ -88,10 +88,10 @@ class ObjectStore:
             self._fs, root = url_to_fs(self.url, skip_instance_cache=apart, **options)
         no_bars_in_logs()
         self._root = root.rstrip("/")
-        # Older releases of the libraries have no such mode.
-        modes = signature(self._fs.pipe_file).parameters
-        self._creates_once = protocol in CREATES_ONCE and "mode" in modes
         self._is_hub = self._fs.protocol == "hf"
+        # Older releases of the libraries have no such mode.
+        self._can_create = not self._is_hub and "mode" in signature(self._fs.pipe_file).parameters
+        self._creates_once = self._can_create and protocol in CREATES_ONCE
         self._streamed = {}
         if self._is_hub:
             self._streamed["block_size"] = 0  # else sizes are looked up in a listing first
@@ -115,7 +115,7 @@ class ObjectStore:
         """Writes a small object unless there is one. Read it afterwards: another process may have
         been first.
         """
-        if self._creates_once:
+        if self._can_create:
             try:
                 with file_system_call():
                     self._fs.pipe_file(self._path(name), content, mode="create")
@@ -124,6 +124,7 @@ class ObjectStore:
                     raise
         else:
             self.put(name, content)
+        if not self._creates_once:
             time.sleep(_SETTLES)
 
     def _write(self, path: str, content: bytes | Path) -> None:

@@ -62,10 +62,23 @@ def test_a_crash_at_each_effect_leaves_it_done_or_not_done(tmp_path):
     assert seen == [{"a": b"old"}, {"a": b"new"}, {"a": b"new", "c": b"new"}, {"c": b"new"}, {}]
 
 
-def test_an_older_library_without_conditions_puts_and_waits(monkeypatch):
-    waits = []
+@pytest.fixture
+def waits(monkeypatch):
+    seen = []
+    monkeypatch.setattr(object_store.time, "sleep", seen.append)
+    yield seen
+    MemoryFileSystem.store.clear()
+
+
+def test_who_comes_late_replaces_no_owner_where_the_store_can_tell(waits):
+    store = ObjectStore("memory://store")
+    for name in (b"first", b"late"):
+        store.create("owner", name)
+    assert (store.read("owner", 9), len(waits)) == (b"first", 2)
+
+
+def test_an_older_library_without_conditions_puts_and_waits(waits, monkeypatch):
     monkeypatch.setattr(object_store, "CREATES_ONCE", {"memory"})
-    monkeypatch.setattr(object_store.time, "sleep", waits.append)
     pipe = MemoryFileSystem.pipe_file
     monkeypatch.setattr(
         MemoryFileSystem, "pipe_file", lambda self, path, data: pipe(self, path, data)
@@ -73,4 +86,3 @@ def test_an_older_library_without_conditions_puts_and_waits(monkeypatch):
     store = ObjectStore("memory://store")
     store.create("owner", b"me")
     assert (store.read("owner", 9), len(waits)) == (b"me", 1)
-    store.delete("owner")

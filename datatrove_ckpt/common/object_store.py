@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from inspect import signature
 from pathlib import Path
 
 import fsspec
@@ -80,7 +81,6 @@ class ObjectStore:
             self.url = url
         protocol = get_protocol(url)
         self._is_local = protocol in ("file", "local")
-        self._creates_once = protocol in CREATES_ONCE
         options = dict(options or {})
         if self._is_local:
             options["auto_mkdir"] = True  # missing parents of a folder are made; a bucket is not
@@ -89,6 +89,9 @@ class ObjectStore:
         no_bars_in_logs()
         self._root = root.rstrip("/")
         self._is_hub = self._fs.protocol == "hf"
+        # Older releases of the libraries have no such mode.
+        self._can_create = not self._is_hub and "mode" in signature(self._fs.pipe_file).parameters
+        self._creates_once = self._can_create and protocol in CREATES_ONCE
         self._streamed = {}
         if self._is_hub:
             self._streamed["block_size"] = 0  # else sizes are looked up in a listing first
@@ -112,7 +115,7 @@ class ObjectStore:
         """Writes a small object unless there is one. Read it afterwards: another process may have
         been first.
         """
-        if self._creates_once:
+        if self._can_create:
             try:
                 with file_system_call():
                     self._fs.pipe_file(self._path(name), content, mode="create")
@@ -121,6 +124,7 @@ class ObjectStore:
                     raise
         else:
             self.put(name, content)
+        if not self._creates_once:
             time.sleep(_SETTLES)
 
     def _write(self, path: str, content: bytes | Path) -> None:

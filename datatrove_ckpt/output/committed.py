@@ -221,7 +221,8 @@ def local_stamp(status: os.stat_result) -> int:
 def content_hash(folder: DataFolder, path: str) -> str:
     hub = HubFolder.of(folder)
     if hub is None or hub.is_bucket:
-        with folder.open(path, "rb") as file:
+        options = {} if hub is None else {"block_size": 0}  # else an old listing has its size
+        with folder.open(path, "rb", **options) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     content = xxhash.xxh3_128()
     for block in hub.blocks(path, _BLOCK):

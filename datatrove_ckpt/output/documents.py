@@ -629,14 +629,15 @@ def _write_row(write: Callable[..., None], row: Row, *place: object) -> None:
     try:
         write(row, *place)
     except TypeError:  # perhaps an integer beyond 64 bits, or a value of a table
-        write(_for_orjson(row), *place)
+        write(for_orjson(row), *place)
 
 
-def _for_orjson(value: object) -> object:
+def for_orjson(value: object) -> object:
+    """Returns a value of a row with what orjson lacks in the forms of files of JSON."""
     if isinstance(value, dict):
-        return {key: _for_orjson(item) for key, item in value.items()}
+        return {key: for_orjson(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_for_orjson(item) for item in value]
+        return [for_orjson(item) for item in value]
     if isinstance(value, np.ndarray):
         return as_json(value)
     if isinstance(value, decimal.Decimal):

@@ -75,9 +75,9 @@ class Format:
 
         return datasets.load_dataset(self.loader, data_files=files, split="train")
 
-    def rows(self, file: IO[bytes]) -> Rows:
-        """Yields each row, without media, with its line; None for a torn line. The line is empty if
-        the format has no lines.
+    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
+        """Yields each row with its line; None for a torn line. The line is empty if the format has
+        no lines. ``with_media``: also the column of media of a table.
         """
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class Jsonl(Format):
     def count(self, file: IO[bytes]) -> int:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(_BLOCK), b""))
 
-    def rows(self, file: IO[bytes]) -> Rows:
+    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
         # zstandard's stream gives only blocks; other streams give all lines before damage.
         lines: Iterable[bytes] = file if isinstance(file, io.IOBase) else io.BufferedReader(file)  # type: ignore[type-var]
         for line in lines:
@@ -120,24 +120,16 @@ class Parquet(Format):
 
         return int(pyarrow.parquet.ParquetFile(file).metadata.num_rows)
 
-    def rows(self, file: IO[bytes]) -> Rows:
-        return self._rows(file, "media")
-
-    def whole_rows(self, folder: DataFolder, path: str) -> Iterator[JsonObject]:
-        """Yields each row, media included."""
-        with self.open(folder, path) as file:
-            for row, _ in self._rows(file):
-                yield row or {}
-
-    def _rows(self, file: IO[bytes], *left_out: str) -> Rows:
+    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
         import pyarrow.parquet
 
         from datatrove_ckpt.output.arrow_types import with_float32
 
         with pyarrow.parquet.ParquetFile(file) as parquet:
-            wanted = [name for name in parquet.schema_arrow.names if name not in left_out]
+            wanted = [name for name in parquet.schema_arrow.names if with_media or name != "media"]
             has_float32 = "float" in str(parquet.schema_arrow)
-            for batch in parquet.iter_batches(1000, columns=wanted):
+            size = 10 if "media" in wanted else 1000
+            for batch in parquet.iter_batches(size, columns=wanted):
                 kind = pyarrow.struct(list(batch.schema))
                 for row in batch.to_pylist():
                     if has_float32:

@@ -140,7 +140,7 @@ def _letters(path: Path) -> Iterator[Json]:
                     yield orjson.loads(line)
 
 
-def read_rows(folder: DataFolder, path: str) -> Iterator[Json]:
+def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterator[Json]:
     """Raises OutputFailed: the file cannot be read."""
     where = folder.resolve_paths(path)
     known = format_of_file(path)
@@ -150,7 +150,7 @@ def read_rows(folder: DataFolder, path: str) -> Iterator[Json]:
         )
     try:
         with file_system_call(), known.open(folder, path) as file:
-            for row, _ in known.rows(file):
+            for row, _ in known.rows(file, with_media):
                 if row is not None:
                     yield row
     except (OSError, EOFError) as error:

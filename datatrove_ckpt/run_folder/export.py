@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
-from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import date, time
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
-from datatrove.io import get_datafolder
+from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.retrying import failure_line
@@ -28,6 +25,7 @@ from datatrove_ckpt.output.arrow_types import (
     type_of,
     unite,
 )
+from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
 from datatrove_ckpt.run_folder.documents import committed_files, output_files, read_rows
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, verify
@@ -104,7 +102,7 @@ def _schema(place: Place, output: str | None) -> Schema:
 
 
 def export(place: Place, target: str, output: str | None = None) -> int:
-    """Writes all committed documents, in the order of the input.
+    """Writes all committed documents, task by task in the order of the input.
 
     A column of a CSV file is one that any document has; lists and dictionaries are JSON there.
 
@@ -123,7 +121,7 @@ def export(place: Place, target: str, output: str | None = None) -> int:
         _refuse_changes(place, output)
         with _named(target):
             whole = dataset(place, output)
-            whole.push_to_hub(target.removeprefix(_HUB))
+            whole.push_to_hub(target.removeprefix(_HUB), private=True)  # unless it is there
         return len(whole)
     path = Path(target)
     if path.suffix not in (".csv", ".jsonl", ".parquet"):
@@ -134,14 +132,17 @@ def export(place: Place, target: str, output: str | None = None) -> int:
         raise ConfigError(f"{target}: is there already. Remove it, or choose another name.")
     _refuse_changes(place, output)
     new = path.with_name(f"{path.name}.new")
-    with _named(target), _removed_on_failure(new):
-        if path.suffix == ".csv":
-            count = _write_csv(place, new, output)
-        elif path.suffix == ".jsonl":
-            count = _write_lines(place, new, output)
-        else:
-            count = _write_parquet(place, new, output)
-        new.rename(path)
+    try:
+        with _named(target):
+            if path.suffix == ".csv":
+                count = _write_csv(place, new, output)
+            elif path.suffix == ".jsonl":
+                count = _write_lines(place, new, output)
+            else:
+                count = _write_parquet(place, new, output)
+            new.rename(path)
+    finally:
+        new.unlink(missing_ok=True)
     return count
 
 
@@ -150,15 +151,6 @@ def _refuse_changes(place: Place, output: str | None) -> None:
     if wrong:
         more = f" ({len(wrong)} such problems; datatrove-ckpt verify lists them)"
         raise OutputMismatch(f"Nothing was exported. {wrong[0]}{more if wrong[1:] else ''}")
-
-
-@contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
@@ -176,12 +168,12 @@ def _write_lines(place: Place, path: Path, output: str | None) -> int:
     with path.open("wb") as target:
         for folder, name, _ in output_files(place, output):
             known = format_of_file(name)
-            if known is PARQUET:
-                for row in PARQUET.whole_rows(folder, name):
-                    target.write(orjson.dumps(row, _as_text, _LINE))
+            if known is not JSONL:  # not by pandas, which rounds numbers
+                for row in read_rows(folder, name, with_media=True):
+                    target.write(_json(row) + b"\n")
                     count += 1
                 continue
-            with JSONL.open(folder, name) as file:
+            with known.open(folder, name) as file:
                 for block in iter(partial(file.read, _BLOCK), b""):
                     target.write(block)
                     count += block.count(b"\n")
@@ -208,44 +200,38 @@ def _write_parquet(place: Place, path: Path, output: str | None) -> int:
 
 
 def _write_csv(place: Place, path: Path, output: str | None) -> int:
+    files = [*output_files(place, output)]  # a run may commit more of them meanwhile
     columns = dict[str, None]()
-    for row in _rows(place, output):
+    for row in _rows(files):
         columns |= dict.fromkeys(row)
     count = 0
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, [*columns])
         writer.writeheader()
-        for row in _rows(place, output):
+        for row in _rows(files):
             writer.writerow({name: _cell(value) for name, value in row.items()})
             count += 1
     return count
 
 
-def _rows(place: Place, output: str | None) -> Iterator[Json]:
-    for folder, path, _ in output_files(place, output):
-        yield from read_rows(folder, path)
+def _rows(files: Iterable[tuple[DataFolder, str, str]]) -> Iterator[Json]:
+    for folder, path, _ in files:
+        yield from read_rows(folder, path, with_media=True)
 
 
 def _batches(place: Place, output: str | None) -> Iterator[list[Json]]:
-    rows = _rows(place, output)
+    rows = _rows(output_files(place, output))
     while batch := list(islice(rows, _ROWS)):
         yield batch
 
 
 def _cell(value: object) -> object:
-    if isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False, default=_as_text)
+    if isinstance(value, dict | list | np.ndarray):
+        return _json(value).decode()
     if isinstance(value, bytes):
-        return _as_text(value)
+        return for_orjson(value)
     return value
 
 
-def _as_text(value: object) -> object:
-    """Returns what JSON has for a value of Parquet."""
-    if isinstance(value, bytes):
-        return b64encode(value).decode()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, date | time):
-        return value.isoformat()
-    return str(value)
+def _json(value: object) -> bytes:
+    return orjson.dumps(for_orjson(value), default=str, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -413,11 +413,16 @@ def _blank_letters(redo: Redo) -> None:
     path = redo.rank.dead_letters_file
     between = [place for place in redo.letters if place[0] < redo.letters_end]
     if between and path.exists():
-        with explained("read", path):
-            data = bytearray(path.read_bytes())
-        for start, end in between:
-            data[start:end] = b" " * (end - start)
-        files.disk.replace(path, bytes(data))
+        files.disk.replace(path, _blanked(redo.rank, between, path.stat().st_size))
+
+
+def _blanked(rank: RankLedger, ranges: list[tuple[int, int]], size: int) -> Iterator[bytes]:
+    at = 0
+    for start, end in ranges:
+        yield from rank.dead_letters(at, start)
+        yield b" " * (end - start)
+        at = end
+    yield from rank.dead_letters(at, size)
 
 
 def _carry_out(redo: Redo) -> None:

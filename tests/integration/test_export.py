@@ -1,16 +1,19 @@
 """``datatrove-ckpt export``: one file of a whole run, or a repository."""
 
+import csv
 import datetime
 import json
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from datatrove_ckpt.run_folder import documents, export
 from datatrove_ckpt.run_folder.export import dataset
-from datatrove_ckpt.run_folder.where import open_place
+from datatrove_ckpt.run_folder.where import Place, open_place
 from datatrove_ckpt.testing import FakeServer
 
 ROWS = [
@@ -141,6 +144,24 @@ def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, command, tar
     assert not list(Path().glob("all.*"))
 
 
+def test_numbers_keep_all_digits(run, command):
+    vector = np.arange(2000, dtype=np.float32) / 7
+    vectors = pa.array([vector, vector], pa.list_(pa.float32()))
+    table = pa.table({"id": ["0", "1"], "text": ["a", "b"], "v": vectors})
+    numbers = [1e-12, 0.12345678901234566]
+    pq.write_table(table.append_column("f", [numbers]), "numbers.parquet")
+    run("numbers.parquet")
+    command("export", "x", "all.csv")
+    with Path("all.csv").open() as file:
+        found = [*csv.DictReader(file)]
+    assert [float(row["f"]) for row in found] == numbers
+    assert np.array_equal(np.array(json.loads(found[0]["v"]), np.float32), vector)
+    command("export", "x", "all.jsonl")
+    rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
+    assert [row["f"] for row in rows] == numbers
+    assert np.array_equal(np.array(rows[1]["v"], np.float32), vector)
+
+
 def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
     refuse = "4"
     with FakeServer(
@@ -153,6 +174,14 @@ def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
     assert len(pandas.read_csv("all.csv")) == 4
 
 
+def test_columns_and_rows_are_of_the_same_chunks(run, command, monkeypatch):
+    run()
+    found = [*documents.output_files(Place("x", Path("x/checkpoints"), ["x"]))]
+    looks = iter([found[:1], found])  # a run goes on, and its next document has one column more
+    monkeypatch.setattr(export, "output_files", lambda *given: iter(next(looks)))
+    assert command("export", "x", "all.csv").startswith("2 documents")
+
+
 def test_what_cannot_be_written_is_one_line(run, command):
     run()
     assert "ends with none of .csv, .jsonl" in command("export", "x", "all.txt", code=2).error
@@ -162,9 +191,18 @@ def test_what_cannot_be_written_is_one_line(run, command):
     assert "none/all.csv was not written: FileNotFoundError" in said
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing(run, command, monkeypatch):
+    run()
+    monkeypatch.setattr("datatrove_ckpt.run_folder.export._cell", lambda value: 1 / 0)
+    command("export", "x", "all.csv", code=1)
+    assert not list(Path().glob("all.csv*"))
+
+
 def test_a_repository_gets_a_dataset(run, command, hub):
     hub.create_repo("org/answers")
     run("in.parquet")
     assert "5 documents" in command("export", "x", "hf://datasets/org/answers")
     (data,) = [name for name in hub.files("org/answers") if name.endswith(".parquet")]
     assert data.startswith("data/train")
+    command("export", "x", "hf://datasets/org/new")
+    assert hub.repos["dataset", "org/new"].private

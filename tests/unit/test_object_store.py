@@ -3,6 +3,7 @@
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from datatrove_ckpt.common import object_store
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.testing.crashes import crash_at
 
@@ -59,3 +60,29 @@ def test_a_crash_at_each_effect_leaves_it_done_or_not_done(tmp_path):
         number += 1
     assert disk.crashed_at is None
     assert seen == [{"a": b"old"}, {"a": b"new"}, {"a": b"new", "c": b"new"}, {"c": b"new"}, {}]
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    seen = []
+    monkeypatch.setattr(object_store.time, "sleep", seen.append)
+    yield seen
+    MemoryFileSystem.store.clear()
+
+
+def test_who_comes_late_replaces_no_owner_where_the_store_can_tell(waits):
+    store = ObjectStore("memory://store")
+    for name in (b"first", b"late"):
+        store.create("owner", name)
+    assert (store.read("owner", 9), len(waits)) == (b"first", 2)
+
+
+def test_an_older_library_without_conditions_puts_and_waits(waits, monkeypatch):
+    monkeypatch.setattr(object_store, "CREATES_ONCE", {"memory"})
+    pipe = MemoryFileSystem.pipe_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "pipe_file", lambda self, path, data: pipe(self, path, data)
+    )
+    store = ObjectStore("memory://store")
+    store.create("owner", b"me")
+    assert (store.read("owner", 9), len(waits)) == (b"me", 1)

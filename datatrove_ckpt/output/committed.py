@@ -160,7 +160,6 @@ def list_files(
                 status = (root / name).stat()
                 found.note(name, status.st_size, local_stamp(status), committed[name])
     elif hub is not None:
-        folder.invalidate_cache()  # for who reads the files next
         found.hub_files = _hub_files(hub, posixpath.dirname(head), committed, others)
         for name, file in found.hub_files.items():
             found.note(name, file.size, file.stamp, committed.get(name))

@@ -188,7 +188,7 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(tmp_path, 
     with pytest.raises(OutputFailed):
         run_rank(tmp_path, server)
     assert counted(hub).count("tree") == 4
-    assert len(counted(hub)) <= 10, counted(hub)
+    assert len(counted(hub)) <= 10, " ".join(counted(hub))
 
 
 # input on the hub --------------------------------------------------------------------------------

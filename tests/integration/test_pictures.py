@@ -117,7 +117,7 @@ def test_the_pictures_show_what_a_run_prints(here, command):
         job = f"run --input input/ --prompt {{text}} --endpoint {server.url} --model my-model --run-folder runs/summaries"
         more = "--tasks 4 --executor.workers=2 --max-concurrent-generations 2"
         with on_terminal(terminal, here, *f"{job} {more}".split()) as process:
-            half = re.compile(r" (9|1[0-3])\d docs, 2/4 tasks.*left")
+            half = re.compile(r" (9|1[0-3])\d docs.* left.* 2/4 tasks")
             lines = terminal.until(lambda lines: bool(lines) and half.search(lines[-1]) is not None)
             bar, status = lines[-1], command("status", checkpoints).out
             terminal.until(lambda lines: process.poll() is not None)

@@ -29,13 +29,13 @@ from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.process.own_modules import own_modules
 from datatrove_ckpt.run_folder.run_plan import (
     RunPlan,
     lost_with_disk,
     note_workers,
     refuse_without_claims,
 )
+from datatrove_ckpt.user_code.own_modules import own_modules
 
 _SECTION = "kubernetes"
 # The pod's working folder, also if the submitter's folder is on a volume.

@@ -1,6 +1,4 @@
-"""Expands ``~`` and ``$NAME`` in paths of settings where the task runs, and names a job's
-folders.
-"""
+"""Expands ``~`` and ``$NAME`` in paths of settings where the task runs."""
 
 from __future__ import annotations
 
@@ -45,10 +43,3 @@ def existing_part(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
-
-
-def default_mirror(logging_dir: str, runner: int = 0) -> str:
-    """Returns the default mirror of a runner on Hugging Face Jobs, by its number among the
-    runners.
-    """
-    return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

@@ -49,7 +49,6 @@ from datatrove_ckpt.common.retrying import (
     http_status,
     naming_hub,
 )
-from datatrove_ckpt.config.paths import default_mirror
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
@@ -58,10 +57,11 @@ from datatrove_ckpt.executors.local import (
     stats_of_complete,
 )
 from datatrove_ckpt.process import job_launch
-from datatrove_ckpt.process.own_modules import bundle, own_files, required, version
 from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.process.task_errors import failure_note, log_disabled
+from datatrove_ckpt.run_folder.where import default_mirror
 from datatrove_ckpt.runner import InferenceRunner
+from datatrove_ckpt.user_code.own_modules import bundle, own_files, required, version
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims

@@ -44,7 +44,6 @@ from datatrove_ckpt.errors import (
     UnexpectedExit,
     WorkerDied,
 )
-from datatrove_ckpt.generation.script_names import nothing_carried
 from datatrove_ckpt.generation.user_code import no_exit
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
@@ -56,6 +55,7 @@ from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, end_as, in_turn
 from datatrove_ckpt.runner import InferenceRunner
+from datatrove_ckpt.user_code.script_names import nothing_carried
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claimant, Claims, Progress

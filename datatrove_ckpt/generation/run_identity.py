@@ -1,7 +1,7 @@
 """What identifies a run: a flat dict of plain values, whose names appear in ``CheckpointMismatch``.
 
 Settings that cannot change an answer (concurrency, timeouts, log folders) are left out. Source
-reached by the user's code describes the code (``code_description.py``). Secrets are hashed.
+reached by the user's code describes the code (``user_code.description``). Secrets are hashed.
 
 Functions that a pickle holds by value (of the script, nested, lambdas) are described as they were
 when the job was made; imported functions as this process has imported them.
@@ -24,7 +24,8 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.code_description import (
+from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.user_code.description import (
     NOTHING,
     PIPELINE,
     CodeDescription,
@@ -33,8 +34,7 @@ from datatrove_ckpt.generation.code_description import (
     look_at,
     type_name,
 )
-from datatrove_ckpt.generation.code_statements import digest
-from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.user_code.statements import digest
 
 _PROCESS = secrets.token_hex(8)
 _VERSION = 7

@@ -26,7 +26,6 @@ from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form
-from datatrove_ckpt.generation import script_names
 from datatrove_ckpt.generation.run_identity import (
     CodeIdentity,
     code_identity,
@@ -44,6 +43,7 @@ from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signal
 from datatrove_ckpt.process.task_errors import safe_log
 from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
+from datatrove_ckpt.user_code import script_names
 
 if TYPE_CHECKING:
     from datatrove_ckpt.readers.step_records import StepRecord

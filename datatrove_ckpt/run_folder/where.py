@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural_or_no
-from datatrove_ckpt.config.paths import default_mirror, expand_path
+from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.errors.names import name_copy
 
@@ -302,3 +302,10 @@ def _arguments(node: object) -> JsonObject:
     if isinstance(node, dict) and isinstance(node.get("init_args"), dict):
         return node["init_args"]  # type: ignore[no-any-return]
     return {}
+
+
+def default_mirror(logging_dir: str, runner: int = 0) -> str:
+    """Returns the default mirror of a runner on Hugging Face Jobs, by its number among the
+    runners.
+    """
+    return f"{logging_dir.rstrip('/')}/checkpoints{f'-{runner}' if runner else ''}"

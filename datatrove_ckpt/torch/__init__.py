@@ -21,7 +21,10 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
 
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.checkpoint.training_policies import (
+from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
+from datatrove_ckpt.torch.mixing import Mix
+from datatrove_ckpt.torch.packing import Pack
+from datatrove_ckpt.torch.policies import (
     Best,
     Every,
     EverySeconds,
@@ -31,9 +34,6 @@ from datatrove_ckpt.checkpoint.training_policies import (
     Moment,
     SavePolicy,
 )
-from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
-from datatrove_ckpt.torch.mixing import Mix
-from datatrove_ckpt.torch.packing import Pack
 from datatrove_ckpt.torch.states import merge
 
 if TYPE_CHECKING:

@@ -45,19 +45,6 @@ from loguru import logger
 from torch.optim import Optimizer
 from xxhash import xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.training_policies import (
-    AnyOf,
-    Best,
-    EverySeconds,
-    EverySteps,
-    KeepPolicy,
-    Last,
-    Metrics,
-    Moment,
-    SavePolicy,
-    keep_policy,
-    save_policy,
-)
 from datatrove_ckpt.checkpoint.training_steps import (
     Manifest,
     StepName,
@@ -80,6 +67,19 @@ from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
 from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.torch.dataset import epoch_of, restore
+from datatrove_ckpt.torch.policies import (
+    AnyOf,
+    Best,
+    EverySeconds,
+    EverySteps,
+    KeepPolicy,
+    Last,
+    Metrics,
+    Moment,
+    SavePolicy,
+    keep_policy,
+    save_policy,
+)
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.sharded import (
     METADATA,

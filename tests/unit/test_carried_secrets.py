@@ -9,7 +9,7 @@ import pytest
 from datatrove.executor import SlurmPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation import script_names
+from datatrove_ckpt.user_code import script_names
 from tests.unit.test_identity import as_main
 from tests.unit.test_pickled_code import step_of
 

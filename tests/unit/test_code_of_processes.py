@@ -10,8 +10,8 @@ import types
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation import code_statements
 from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.user_code import statements
 from tests import processes
 from tests.unit.test_identity import as_main
 
@@ -216,8 +216,8 @@ def test_a_start_parses_only_files_whose_text_holds_a_name_that_is_reached(tmp_p
     imports = "".join(f"import module_{number}\n" for number in range(200))
     body = "return module_7.helper_7_3(), module_8.helper_8_4()"
     parsed = []
-    real = code_statements.parse
-    monkeypatch.setattr(code_statements, "parse", lambda text: parsed.append(text) or real(text))
+    real = statements.parse
+    monkeypatch.setattr(statements, "parse", lambda text: parsed.append(text) or real(text))
     monkeypatch.syspath_prepend(tmp_path)
     script = as_main(
         tmp_path, f"{imports}\nasync def rollout(document, generate):\n    {body}\n", monkeypatch

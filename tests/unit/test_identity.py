@@ -18,14 +18,14 @@ from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.generation import code_description, code_statements
 from datatrove_ckpt.generation.run_identity import code_identity
+from datatrove_ckpt.user_code import description, statements
 from tests import processes
 from tests.jobs import documents, runner
 from tests.kept import content_of, edit
 
 DATA = Path(__file__).parent.parent / "data"
-FOLDER = str(Path(code_description.__file__).parent)
+FOLDER = str(Path(description.__file__).parent)
 MODULE = """
 import functools
 import json
@@ -99,7 +99,7 @@ def code_of(rollout):
 
 
 def tree_hash(source):
-    return code_statements.write_tree(code_statements.parse(source))
+    return statements.write_tree(statements.parse(source))
 
 
 @pytest.mark.parametrize(
@@ -158,10 +158,8 @@ def test_a_type_has_one_name_on_all_python_versions():
             name, exec_body=lambda namespace: namespace.update(__module__=module)
         )
 
-    assert (
-        code_description.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
-    )
-    assert code_description.type_name(of_module("_thread", "lock")) == "_thread.lock"
+    assert description.type_name(of_module("pathlib._local", "PosixPath")) == "pathlib.PosixPath"
+    assert description.type_name(of_module("_thread", "lock")) == "_thread.lock"
 
 
 # every Python version ----------------------------------------------------------------------------
@@ -176,17 +174,17 @@ def load(name, path):
     spec.loader.exec_module(module)
     return module
 
-for name in ("datatrove_ckpt", "datatrove_ckpt.generation"):
+for name in ("datatrove_ckpt", "datatrove_ckpt.user_code"):
     sys.modules[name] = types.ModuleType(name)
-for part in ("code_statements", "code_description"):
-    walk = load(f"datatrove_ckpt.generation.{part}", os.path.join(sys.argv[1], f"{part}.py"))
+for part in ("statements", "description"):
+    walk = load(f"datatrove_ckpt.user_code.{part}", os.path.join(sys.argv[1], f"{part}.py"))
 """
 DESCRIBE_SHAPES = (
     DESCRIBE
     + """
 shapes = load("code_shapes", sys.argv[2])
 found = {name: walk.describe({"rollout_fn": shape}).fields for name, shape in shapes.SHAPES.items()}
-values = sys.modules['datatrove_ckpt.generation.code_description']
+values = sys.modules['datatrove_ckpt.user_code.description']
 found |= {name: values.type_name(cls) for name, cls in shapes.TYPES.items()}
 print(json.dumps([sys.version_info[:2], found]))
 """
@@ -240,7 +238,7 @@ def check_hashes(minor, path):
     version, found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert version == [3, minor]
     assert len(found) > 20
-    assert code_statements.digest(json.dumps(found, sort_keys=True)) == SHAPES
+    assert statements.digest(json.dumps(found, sort_keys=True)) == SHAPES
 
 
 def test_code_has_the_same_hash_on_this_python():

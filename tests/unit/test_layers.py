@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.generation import code_statements
 from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.user_code import statements
 from tests.unit.test_plain_statements import packed
 
 pytestmark = pytest.mark.xdist_group("layers")  # the package is parsed once
@@ -33,16 +33,17 @@ ROOMS = {
     "claims": "errors common checkpoint mirror",
     "inference.client": "errors common config process",
     "inference.servers": "errors common config process inference.client",
+    "user_code": "errors common",
     "output": "errors common checkpoint",
     "readers": "errors common checkpoint",
     "torch": "errors common process checkpoint readers",
     "generation": "errors common config rollouts process checkpoint mirror"
-    " inference.client inference.servers output readers",
+    " inference.client inference.servers user_code output readers",
     "runner": "common process generation",
     "run_folder": "errors common config process checkpoint mirror claims inference.servers output readers generation"
     " runner",
-    "executors": "errors common config process claims inference.servers generation runner run_folder",
-    "cli": "errors common config process rollouts checkpoint output run_folder executors",
+    "executors": "errors common process claims inference.servers user_code generation runner run_folder",
+    "cli": "errors common config process rollouts checkpoint user_code output run_folder executors",
     "testing": "common checkpoint",
 }
 
@@ -72,7 +73,7 @@ def modules():
             .removesuffix("__init__")
             .rstrip(".")
         )
-        tree = code_statements.parse(path.read_text())
+        tree = statements.parse(path.read_text())
         nodes = list(ast.walk(tree))
         found[name] = Module(
             imports(nodes),

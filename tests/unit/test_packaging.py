@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import datatrove_ckpt
-from datatrove_ckpt.generation import code_statements
+from datatrove_ckpt.user_code import statements
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,7 +41,7 @@ def imported():
     """The top-level packages that the package imports, anywhere in it."""
     found = set()
     for path in Path(datatrove_ckpt.__file__).parent.rglob("*.py"):
-        for node in ast.walk(code_statements.parse(path.read_text())):
+        for node in ast.walk(statements.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -9,7 +9,8 @@ from pathlib import Path
 import dill
 import pytest
 
-from datatrove_ckpt.generation import run_identity, script_names
+from datatrove_ckpt.generation import run_identity
+from datatrove_ckpt.user_code import script_names
 from tests.jobs import runner
 from tests.unit.test_identity import MODULE, as_main, load_changed
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.generation import code_statements
+from datatrove_ckpt.user_code import statements
 
-PACKAGE = Path(code_statements.__file__).parent.parent
+PACKAGE = Path(statements.__file__).parent.parent
 
 
 def test_no_other_module_parses_code():
     parsing = [
         path for path in PACKAGE.rglob("*.py") if re.search("ast.parse|ONLY_AST", path.read_text())
     ]
-    assert parsing == [PACKAGE / "generation/code_statements.py"]
+    assert parsing == [PACKAGE / "user_code/statements.py"]
 
 
 def test_two_threads_never_parse_at_once(monkeypatch):
@@ -39,9 +39,9 @@ def test_two_threads_never_parse_at_once(monkeypatch):
             inside -= 1
         return result
 
-    monkeypatch.setattr(code_statements, "compile", watched, raising=False)
+    monkeypatch.setattr(statements, "compile", watched, raising=False)
     with ThreadPoolExecutor(12) as pool:
-        assert len(list(pool.map(code_statements.parse, ["x = 1"] * 12))) == 12
+        assert len(list(pool.map(statements.parse, ["x = 1"] * 12))) == 12
     assert most == 1
 
 
@@ -56,8 +56,8 @@ def test_an_error_by_a_thread_that_takes_no_lock_is_tried_again(
             raise left.pop()
         return real(*arguments, **settings)
 
-    monkeypatch.setattr(code_statements, "compile", disturbed, raising=False)
-    assert ast.unparse(code_statements.parse("x  =  1")) == "x = 1"
+    monkeypatch.setattr(statements, "compile", disturbed, raising=False)
+    assert ast.unparse(statements.parse("x  =  1")) == "x = 1"
     assert not left
     with pytest.raises(SyntaxError):
-        code_statements.parse("x =")
+        statements.parse("x =")

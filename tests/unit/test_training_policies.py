@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-from datatrove_ckpt.checkpoint.training_policies import (
+from datatrove_ckpt.checkpoint.training_steps import StepName
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.torch.policies import (
     Best,
     Every,
     EverySeconds,
@@ -14,8 +16,6 @@ from datatrove_ckpt.checkpoint.training_policies import (
     keep_policy,
     save_policy,
 )
-from datatrove_ckpt.checkpoint.training_steps import StepName
-from datatrove_ckpt.errors import ConfigError
 
 
 @pytest.mark.parametrize(

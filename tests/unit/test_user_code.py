@@ -8,9 +8,9 @@ import types
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.code_description import describe
 from datatrove_ckpt.generation.user_code import bind_shared, check_rollout
 from datatrove_ckpt.rollouts import PromptRollout, chat
+from datatrove_ckpt.user_code.description import describe
 from tests.jobs import ask, documents, runner
 
 

@@ -7,7 +7,7 @@ file. Texts of statements are equal on all Python versions.
 that parse at once fail with ``SystemError``. So all parsing happens here, behind one lock, and is
 retried, because other code (loguru) may parse, too.
 
-The modules ``code_*`` import only the standard library: a test runs them on every Python.
+This module and ``description`` import only the standard library: a test runs them on every Python.
 """
 
 from __future__ import annotations

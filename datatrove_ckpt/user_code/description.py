@@ -36,7 +36,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, TypeVar
 
-from datatrove_ckpt.generation.code_statements import (
+from datatrove_ckpt.user_code.statements import (
     CELL,
     NOTEBOOK,
     READING,

@@ -30,9 +30,9 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import Veil, environment_secrets, is_surely_secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.code_description import cells
-from datatrove_ckpt.generation.code_statements import loaded_names
-from datatrove_ckpt.process.own_modules import is_installed, own_modules, places_of
+from datatrove_ckpt.user_code.description import cells
+from datatrove_ckpt.user_code.own_modules import is_installed, own_modules, places_of
+from datatrove_ckpt.user_code.statements import loaded_names
 
 _collecting = threading.local()
 

@@ -1,0 +1,1 @@
+"""Which code of the user made the answers, and how it travels to other processes."""

@@ -86,6 +86,7 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
     from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
+    from datatrove_ckpt.run_folder.estimate import estimate_lines
     from datatrove_ckpt.run_folder.prompts import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
     from datatrove_ckpt.run_folder.sample import take_sample
@@ -98,7 +99,8 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         quiet,
         tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder,
     ):
-        asked = take_sample(plan, number, Path(folder))
+        taken = take_sample(plan, number, Path(folder))
+        asked = taken.documents
         place = Place(folder, Path(folder, "checkpoints"), [folder])
         found = []
         if asked:
@@ -127,6 +129,8 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     prompts = [requests[0].prompt for _, requests in asked]
     for finding in check_prompts(prompts, plan.runners[0].step.model.servers):
         say(f"{finding.what}: {finding.message}")
+    for line in estimate_lines(taken, plan.runners[0].step):
+        say(line)
     counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"

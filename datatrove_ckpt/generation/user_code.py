@@ -14,21 +14,19 @@ import asyncio
 import inspect
 import os
 import types
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
 from datatrove.data import Document
 
 from datatrove_ckpt.common.formatting import safe_repr
 from datatrove_ckpt.errors import ConfigError, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown
-from datatrove_ckpt.rollouts import Generate, InvalidMedia, PromptRollout, ReadyMade, Rollout
-from datatrove_ckpt.rollouts.media import MEDIA, media_key
+from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade, Rollout
+from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.source import prompt_source
 from datatrove_ckpt.rollouts.templates import fill, lacks
 
@@ -79,7 +77,6 @@ SharedManager = AbstractContextManager[Shared]
 SharedContext = Shared | Callable[[], Shared | SharedManager] | SharedManager | None
 
 _YIELDS = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-_UNSENT_SECONDS = 2.0
 _ADVICE = "Write `async def rollout(document, generate)`, and `await generate(payload)` in it"
 
 
@@ -168,105 +165,6 @@ def bind_shared(rollout_fn: Rollout, shared: Shared) -> Rollout:
         return result
 
     return checked
-
-
-@dataclass
-class NotedRequest:
-    """A request of a rollout.
-
-    Attributes:
-        question: the last message of the user.
-        prompt: all messages as JSON, with hashes of the media.
-    """
-
-    question: str
-    prompt: str = ""
-    answer_text: str = ""
-
-
-NotedRequests = dict[int, list[NotedRequest]]
-"""The requests of each document, by ``id(document)``: ids of the input may repeat."""
-
-
-async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> list[str]:
-    """Returns the prompts of the documents' first requests, and sends none.
-
-    Calls ready-made rollouts only: a user's function may do anything before its first request.
-    """
-    prompts: list[str] = []
-
-    async def note(payload: object, **settings: object) -> object:
-        prompts.append(_prompt(payload))
-        raise NotImplementedError
-
-    if getattr(rollout_fn, "__module__", "") == ReadyMade.__module__:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_UNSENT_SECONDS):  # for media and tokenizers
-                for document in documents:
-                    with suppress(Exception):  # of documents without a request, too
-                        await rollout_fn(document, note)
-    return prompts
-
-
-def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
-    """Wraps the rollout function, and notes each document's requests in ``asked``.
-
-    Raises:
-        ConfigError: a file that it needs is missing here.
-    """
-    if isinstance(rollout_fn, ReadyMade):
-        rollout_fn.prepare()
-
-    async def rollout(document: Document, generate: Generate, **shared: object) -> object:
-        return await rollout_fn(
-            document, _Noting(generate, asked.setdefault(id(document), [])), **shared
-        )
-
-    if isinstance(rollout_fn, PromptRollout):
-        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
-    return rollout
-
-
-class _Noting:
-    """A ``generate``, or a method or model of it, that notes each question and its answer."""
-
-    def __init__(
-        self, generate: Callable[..., Awaitable[object]], noted: list[NotedRequest]
-    ) -> None:
-        self._generate = generate
-        self._noted = noted
-
-    async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
-        request = NotedRequest(_question(asked), _prompt(asked))
-        self._noted.append(request)
-        answer = await self._generate(asked, *more, **settings)
-        request.answer_text = str(getattr(answer, "text", "") or answer)
-        return answer
-
-    def __getattr__(self, name: str) -> _Noting:
-        return _Noting(getattr(self._generate, name), self._noted)
-
-
-def _question(payload: Any) -> str:
-    # Of a payload that is about to be refused.
-    with suppress(AttributeError, LookupError, TypeError):
-        if not isinstance(payload, Mapping):
-            return payload if isinstance(payload, str) else str(payload[0])
-        users = [one["content"] for one in payload.get("messages", ()) if one["role"] == "user"]
-        content = users[-1] if users else payload["prompt"]
-        return (
-            content
-            if isinstance(content, str)
-            else "\n".join(part.get("text", "") for part in content)
-        )
-    return ""
-
-
-def _prompt(payload: Any) -> str:
-    with suppress(AttributeError, LookupError, TypeError):
-        prompt = payload.get("messages") or payload["prompt"]
-        return orjson.dumps(prompt, default=media_key).decode()
-    return ""
 
 
 class _Call(partial[Any]):

@@ -1,27 +1,44 @@
-"""``run --sample N``: the first documents of a job, sent as the job would send them, and written
-elsewhere.
-"""
+"""``run --sample N``: documents of a job, sent as the job would, and written elsewhere."""
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from pathlib import Path
 
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import MonitoringConfig
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.user_code import NotedRequest, NotedRequests, noting
-from datatrove_ckpt.run_folder.run_plan import RunPlan
+from datatrove_ckpt.generation.noted_requests import NotedRequest, NotedRequests, noting
+from datatrove_ckpt.readers.positions import position_of
+from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
+
+_TASKS = 10
 
 
-def take_sample(
-    plan: RunPlan, number: int, folder: Path
-) -> list[tuple[Document, list[NotedRequest]]]:
-    """Sends the first documents to the first runner. Their results are a run's below ``folder``.
+@dataclass
+class SentSample:
+    """What was sent.
 
-    Returns each document and its requests; without one, its text stands for the question.
+    Attributes:
+        documents: with their requests; one without any has its text as the question.
+        sizes: of each document, in the unit of ``total``; all 1 if the size of the input is not
+            known.
+        total: size of the whole input; None if it is not known.
+    """
+
+    documents: list[tuple[Document, list[NotedRequest]]] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    total: float | None = None
+
+
+def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
+    """Sends the first documents of up to ten tasks to the first runner. Their results are a run's
+    below ``folder``.
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -30,10 +47,8 @@ def take_sample(
     if not plan.runners:
         raise ConfigError("--sample: the pipeline has no InferenceRunner.")
     runner = plan.runners[0]
-    documents: list[Document] | None = None
-    for before in runner.before:
-        documents = before(documents, 0, 1)
-    first = list(islice(documents or (), number))
+    with_input, tasks = _first_documents(runner, number)
+    first = [document for documents in tasks for document in documents]
     texts = [document.text for document in first]
     asked: NotedRequests = {}
     step = runner.step.changed(
@@ -53,7 +68,58 @@ def take_sample(
     )
     if first:
         step.run(first, 0, 1)
-    return [
+    documents = [
         (one, asked.get(id(one)) or [NotedRequest(text)])
         for one, text in zip(first, texts, strict=True)
     ]
+    return SentSample(documents, *_measured(tasks, with_input))
+
+
+def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, list[list[Document]]]:
+    """Returns how many tasks have input, and the first documents of some of them."""
+    tasks = runner.plan.tasks
+    first = _read(runner, 0)
+    found = [list(islice(first, 1))]
+    position = found[0] and position_of(found[0][0])
+    if position:
+        tasks = min(tasks, position[2].reached(position).tasks or tasks)
+    several = min(tasks, number, _TASKS)
+    found[0] += islice(first, -(-number // several) - 1)
+    missing = number - len(found[0])
+    for index in range(1, several):
+        rank = index * tasks // several
+        found.append(list(islice(_read(runner, rank), -(-missing // (several - index)))))
+        missing -= len(found[-1])
+    return tasks, found
+
+
+def _read(runner: RunnerPlan, rank: int) -> Iterator[Document]:
+    documents: Iterator[Document] | None = None
+    for step in runner.before:
+        documents = iter(step(documents, rank, runner.plan.tasks))
+    return documents or iter(())
+
+
+def _measured(tasks: list[list[Document]], number: int) -> tuple[list[float], float | None]:
+    """Returns the size of each document, and of the whole input.
+
+    Args:
+        number: of the tasks that have input.
+    """
+    sizes: list[float] = []
+    total = 0.0
+    units: set[str | None] = set()
+    for documents in filter(None, tasks):
+        reached = [
+            position[2].reached(position) for position in map(position_of, documents) if position
+        ]
+        if len(reached) < len(documents) or reached[-1].total is None:
+            return [1.0] * sum(map(len, tasks)), None
+        units.update(each.unit for each in reached)
+        sizes += [
+            after.done - before.done for before, after in pairwise([InputPosition(), *reached])
+        ]
+        total += reached[-1].total
+    if len(units) != 1 or not sum(sizes):
+        return [1.0] * len(sizes), None
+    return sizes, total * number / sum(map(bool, tasks))

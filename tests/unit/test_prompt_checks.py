@@ -6,7 +6,7 @@ import random
 import pytest
 from datatrove.data import Document, Media
 
-from datatrove_ckpt.generation.user_code import unsent_prompts
+from datatrove_ckpt.generation.noted_requests import unsent_prompts
 from datatrove_ckpt.rollouts import (
     BatchRollout,
     ChunkedRollout,

@@ -1,0 +1,154 @@
+"""Notes what a rollout asks, for ``run --sample`` and the checks of prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from datatrove.data import Document
+
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.inference.client.answers import token_counts, token_details
+from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
+from datatrove_ckpt.rollouts.answers import is_cut_off
+from datatrove_ckpt.rollouts.media import media_key
+
+_UNSENT_SECONDS = 2.0
+
+
+@dataclass
+class NotedRequest:
+    """A request of a rollout.
+
+    Attributes:
+        question: the last message of the user.
+        prompt: all messages as JSON, with hashes of the media.
+        usage, finish_reason: as ``InferenceResult`` has them; empty of other answers.
+        is_empty: the answer has no text, nor anything else.
+        started, ended: of the wait for the answer, as ``time.monotonic`` has them.
+        model: the name in ``generate.name``, or of a method; empty of ``generate`` itself.
+    """
+
+    question: str
+    prompt: str = ""
+    answer_text: str = ""
+    usage: JsonObject = field(default_factory=dict)
+    finish_reason: str = ""
+    is_empty: bool = False
+    started: float = 0.0
+    ended: float = 0.0
+    model: str = ""
+
+    @property
+    def tokens(self) -> tuple[int, int, int]:
+        """Tokens of the prompt, those of them that the server had cached, and of the answer."""
+        prompt, completion = token_counts(self.usage)
+        cached, _ = token_details(self.usage)
+        return prompt, min(cached, prompt), completion
+
+    @property
+    def is_cut_off(self) -> bool:
+        return is_cut_off(self.finish_reason)
+
+
+NotedRequests = dict[int, list[NotedRequest]]
+"""The requests of each document, by ``id(document)``: ids of the input may repeat."""
+
+
+async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> list[str]:
+    """Returns the prompts of the documents' first requests, and sends none.
+
+    Calls ready-made rollouts only: a user's function may do anything before its first request.
+    """
+    prompts: list[str] = []
+
+    async def note(payload: object, **settings: object) -> object:
+        prompts.append(_prompt(payload))
+        raise NotImplementedError
+
+    if getattr(rollout_fn, "__module__", "") == ReadyMade.__module__:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_UNSENT_SECONDS):  # for media and tokenizers
+                for document in documents:
+                    with suppress(Exception):  # of documents without a request, too
+                        await rollout_fn(document, note)
+    return prompts
+
+
+def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
+    """Wraps the rollout function, and notes each document's requests in ``asked``.
+
+    Raises:
+        ConfigError: a file that it needs is missing here.
+    """
+    if isinstance(rollout_fn, ReadyMade):
+        rollout_fn.prepare()
+
+    async def rollout(document: Document, generate: Generate, **shared: object) -> object:
+        return await rollout_fn(
+            document, _Noting(generate, asked.setdefault(id(document), [])), **shared
+        )
+
+    if isinstance(rollout_fn, PromptRollout):
+        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
+    return rollout
+
+
+class _Noting:
+    """A ``generate``, or a method or model of it, that notes each question and its answer."""
+
+    def __init__(
+        self,
+        generate: Callable[..., Awaitable[object]],
+        noted: list[NotedRequest],
+        model: str = "",
+    ) -> None:
+        self._generate = generate
+        self._noted = noted
+        self._model = model
+
+    async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
+        request = NotedRequest(_question(asked), _prompt(asked), model=self._model)
+        request.started = time.monotonic()
+        self._noted.append(request)
+        answer: Any
+        try:
+            answer = await self._generate(asked, *more, **settings)
+        finally:
+            request.ended = time.monotonic()
+        request.answer_text = str(getattr(answer, "text", "") or answer)
+        if hasattr(answer, "usage"):
+            request.usage = answer.usage
+            request.finish_reason = answer.finish_reason
+            request.is_empty = not (answer.text.strip() or answer.tool_calls or answer.answer)
+        return answer
+
+    def __getattr__(self, name: str) -> _Noting:
+        return _Noting(getattr(self._generate, name), self._noted, self._model or name)
+
+
+def _question(payload: Any) -> str:
+    # Of a payload that is about to be refused.
+    with suppress(AttributeError, LookupError, TypeError):
+        if not isinstance(payload, Mapping):
+            return payload if isinstance(payload, str) else str(payload[0])
+        users = [one["content"] for one in payload.get("messages", ()) if one["role"] == "user"]
+        content = users[-1] if users else payload["prompt"]
+        return (
+            content
+            if isinstance(content, str)
+            else "\n".join(part.get("text", "") for part in content)
+        )
+    return ""
+
+
+def _prompt(payload: Any) -> str:
+    with suppress(AttributeError, LookupError, TypeError):
+        prompt = payload.get("messages") or payload["prompt"]
+        return orjson.dumps(prompt, default=media_key).decode()
+    return ""

@@ -1,0 +1,118 @@
+"""``run --sample``: what it says of the whole run, compared with the whole run."""
+
+import gzip
+import json
+import random
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+
+PRICES = "{prompt: 2, completion: 8, tiers: {flex: 0.4}}"
+
+
+def words(seed, spread):
+    """Words whose number is lognormal, from the seed."""
+    return "word " * max(1, int(random.Random(str(seed)).lognormvariate(2.5, spread)))
+
+
+def jsonl(folder, rows):
+    (folder / "1.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def several(folder, rows):
+    for number in range(4):
+        part = "".join(f"{json.dumps(row)}\n" for row in rows[number::4])
+        (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(part.encode()))
+
+
+def csv(folder, rows):
+    lines = "".join(f"{row['id']},{row['text']}\n" for row in rows)
+    (folder / "1.csv").write_text(f"id,text\n{lines}")
+
+
+def parquet(folder, rows):
+    pq.write_table(pa.Table.from_pylist(rows), folder / "1.parquet", row_group_size=200)
+
+
+JOBS = {
+    "JSON lines": (jsonl, 0.3, 0.3, ()),
+    "long texts": (jsonl, 1.2, 0.3, ()),
+    "long answers": (jsonl, 0.3, 1.2, ()),
+    "both": (jsonl, 1.0, 1.0, ()),
+    "gzip, tasks": (several, 0.7, 0.7, ("--tasks=4",)),
+    "gzip, a task": (several, 0.7, 0.7, ("--tasks=1",)),
+    "CSV": (csv, 0.7, 0.7, ()),
+    "Parquet": (parquet, 0.7, 0.7, ()),
+    "a limit": (jsonl, 0.7, 0.7, ("--limit=300", "--tasks=1")),
+    "rollouts": (jsonl, 0.7, 0.7, ("--rollouts-per-document=3",)),
+}
+NUMBER = r"([\d,.]+(?: [kM])?)"
+
+
+def number(text):
+    digits, _, unit = text.replace(",", "").partition(" ")
+    return float(digits) * {"": 1, "k": 1e3, "M": 1e6}[unit]
+
+
+def likely(said, kind):
+    """The estimate, and its range."""
+    found = re.search(rf"^  {kind} .*?{NUMBER}(?: \({NUMBER} to {NUMBER}\))?$", said, re.MULTILINE)
+    value, low, high = found.groups()
+    return number(value), number(low or value), number(high or value)
+
+
+@pytest.mark.slow
+def test_nine_times_in_ten_a_whole_run_takes_what_its_sample_says(tmp_path, command):
+    outside = []
+    for name, (write, text_spread, answer_spread, flags) in JOBS.items():
+        folder = tmp_path / name
+        (folder / "in").mkdir(parents=True)
+        rows = [{"id": str(seed), "text": words(seed, text_spread)} for seed in range(600)]
+        write(folder / "in", rows)
+        with FakeServer(
+            lambda payload, times, spread=answer_spread: words(payload, spread)
+        ) as server:
+            run = (
+                *("run", "--input", folder / "in", "--prompt", "Say {text}", "--model", "m"),
+                *("--endpoint", server.url, "--prices", PRICES),
+                *("--run-folder", folder / "run", *flags),
+            )
+            said = command(*run, "--sample", 50).out
+            command(*run)
+        work = json.loads(command("status", folder / "run", "--json").out)["totals"]["work"]
+        truth = {
+            "requests": work["requests"],
+            "prompt tokens": work["prompt_tokens"],
+            "completion tokens": work["completion_tokens"],
+            "cost": work["cost"] / 1e9,
+            "cost, flex": 0.4 * work["cost"] / 1e9,
+        }
+        for kind, amount in truth.items():
+            value, low, high = likely(said, kind)
+            assert low <= value <= high <= 8 * low
+            if not 0.99 * low <= amount <= 1.01 * high:  # three digits are printed
+                outside.append((name, kind, low, amount, high))
+    assert len(outside) <= len(JOBS) * len(truth) / 10, outside
+
+
+def test_a_sample_of_the_whole_input_is_exact_and_says_what_is_wrong_with_its_answers(
+    tmp_path, command
+):
+    jsonl(tmp_path, [{"id": "1", "text": "a b"}, {"id": "2", "text": "c"}])
+    with FakeServer(
+        lambda payload, times: "" if payload["messages"][0]["content"] == "Say c" else "x"
+    ) as server:
+        server.finish_reason = "length"
+        said = command(
+            *("run", "--input", tmp_path, "--prompt", "Say {text}", "--model", "m"),
+            *("--endpoint", server.url, "--run-folder", tmp_path / "run", "--sample", 5),
+        ).out
+    assert "estimate for 2 documents:\n" in said
+    assert likely(said, "requests") == (2, 2, 2)
+    assert likely(said, "prompt tokens") == (5, 5, 5)
+    assert "Of 2 answers 2 reached max_tokens (100 %), and 1 had no text (50.0 %).\n" in said
+    assert "cost" not in said

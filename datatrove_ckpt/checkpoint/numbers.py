@@ -70,6 +70,13 @@ class RankClock:
 
 
 _SHOWN_REASONS = 9
+FAULTS = {
+    "looping": "looping",
+    "refusing": "refusing",
+    "copying": "copying their prompt",
+    "repeating": "repeating another answer",
+}
+"""What ``generation/quality.py`` finds, as counted among the reasons, and as said of answers."""
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
 
 
@@ -113,7 +120,7 @@ class Rates(Added):
 class DocumentCounts(Added):
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
-    ``reasons``: numbers of answers by an unusual finish_reason.
+    ``reasons``: numbers of answers by an unusual finish_reason, or by one of ``FAULTS``.
     ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
     text, or with a vector of zeros. One of several choices is enough.
     """
@@ -171,12 +178,20 @@ class DocumentCounts(Added):
             text = f" The rollout dropped each document. {WHY_DROPPED}"
         if said:
             text += f" {' and '.join(said)}."
-        if self.reasons:
-            ended = [
-                f"{json.dumps(reason)} {plural(number, 'time')}"
-                for reason, number in [*self.reasons.items()][:_SHOWN_REASONS]
-            ]
-            text += f" Answers ended with finish_reason {', '.join(ended)}."
+        faults = [
+            f"{self.reasons[name]} {words}"
+            for name, words in FAULTS.items()
+            if 100 * self.reasons[name] > self.answers
+        ]
+        if faults:
+            text += f" Of {answers} at least {', '.join(faults)}."
+        ended = [
+            f"{json.dumps(reason)} {plural(number, 'time')}"
+            for reason, number in self.reasons.items()
+            if reason not in FAULTS
+        ]
+        if ended:
+            text += f" Answers ended with finish_reason {', '.join(ended[:_SHOWN_REASONS])}."
         return text
 
 

@@ -59,6 +59,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -137,6 +138,7 @@ class RankContext(Protocol):
     shutdown: Shutdown
     all_started: bool
     has_ended: bool
+    quality: Quality
 
     @property
     def documents(self) -> Mapping[int, asyncio.Task[None]]: ...
@@ -163,7 +165,7 @@ class Answers:
         order, is_suspect: see ``attempts.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
-        reasons: answers by an unusual finish_reason.
+        reasons: answers by an unusual finish_reason, or by what is wrong with them.
     """
 
     failure: CkptError | None = None
@@ -410,31 +412,41 @@ class Requests:
                 answers.rejections.append(error)
                 raise _failed(error, payload) from error
             raise
-        self._count(result, way)
+        self._count(result, way, _question(payload))
         return result
 
     def count_finished(self, result: object) -> None:
         if isinstance(result, Result):
             self._count_cached(result)
-            self._count(result, self._model.usual)
+            self._count(result, self._model.usual, "")
 
     def _count_cached(self, result: Result) -> None:
         self._rank.observer.own.cached += 1
         self._answers.tokens += token_counts(result.usage or {})
 
-    def _count(self, result: Result, way: Way) -> None:
+    def _count(self, result: Result, way: Way, question: str) -> None:
         answers = self._answers
         if result.choices:
+            texts = [one["text"] for one in result.choices]
             reasons = [one["finish_reason"] for one in result.choices]
-            is_empty = any(_is_empty(one["text"], one["finish_reason"]) for one in result.choices)
         else:
+            texts = [result.text]
             reasons = [result.finish_reason]
-            is_empty = _is_empty(result.text, result.finish_reason)
         if not ENDINGS.issuperset(reasons):
             self._count_reasons(result, reasons)
         if way.path in _GENERATING:
-            if is_empty:
-                answers.empty += 1
+            is_empty = any(map(_is_empty, texts, reasons))
+            answers.empty += is_empty
+            quality = self._rank.quality
+            faults = [
+                fault
+                for text in texts
+                if isinstance(text, str)
+                for fault in quality.faults(text, question)
+            ]
+            for fault in faults:
+                answers.reasons[fault] = answers.reasons.get(fault, 0) + 1
+            quality.note(bool(faults) or is_empty or any(map(is_cut_off, reasons)))
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
@@ -736,6 +748,13 @@ def _warn_of_blanks() -> None:
         "An answer ended in blanks until max_tokens cut it off. More tokens do not help: see "
         '"Answers of a given form" in docs/rollouts.md.'
     )
+
+
+def _question(payload: Payload) -> str:
+    """Returns the last message or the prompt, if it is a text."""
+    messages = payload.get("messages")
+    question = messages[-1].get("content") if messages else payload.get("prompt")
+    return question if isinstance(question, str) else ""
 
 
 def _is_empty(text: str | list[object], reason: str | None) -> bool:

@@ -46,6 +46,7 @@ from datatrove_ckpt.generation.generate import Answers, Model, Parked, Requests
 from datatrove_ckpt.generation.named_answer import check_answer, put_answer
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first, exit_error, name_of
 from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
@@ -197,6 +198,7 @@ class Scheduler:
         self._rollouts = range(first.rollouts_per_document)
         self.all_started = False
         self.has_ended = False
+        self.quality = Quality()
         self.parked = 0
         self._dropped = 0
         self._takes_usual = False  # not known yet

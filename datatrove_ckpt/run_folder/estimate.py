@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.common import BATCH
-from datatrove_ckpt.common.formatting import duration, figure, percent, plural, short
+from datatrove_ckpt.common.formatting import duration, figure, short
 from datatrove_ckpt.generation.noted_requests import NotedRequest
+from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.run_folder.sample import SentSample
 
@@ -108,14 +111,18 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
         for tier, factor in tiers.items():
             name = f"cost, {tier}" if tier else "cost"
             yield f"  {name:<17} {money.text(figure, factor)}"
-    cut_off = sum(one.is_cut_off for one in answers)
-    empty = sum(one.is_empty for one in answers)
-    if cut_off or empty:
-        yield (
-            f"Of {plural(len(answers), 'answer')} {cut_off} reached max_tokens "
-            f"({percent(cut_off / len(answers))}), and {empty} had no text "
-            f"({percent(empty / len(answers))})."
-        )
+    quality = Quality()
+    faults = Counter(
+        fault for one in answers for fault in quality.faults(one.answer_text, one.question)
+    )
+    odd = DocumentCounts(
+        answers=len(answers),
+        cut_off=sum(one.is_cut_off for one in answers),
+        empty=sum(one.is_empty for one in answers),
+        reasons=faults,
+    ).odd_answers
+    if odd:
+        yield odd.strip()
 
 
 def _cost(request: NotedRequest, step: Step) -> float:

@@ -8,7 +8,7 @@ from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import rows, run_job
+from tests.jobs import rejects, rows, run_job
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -94,3 +94,34 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
         ' Answers ended with finish_reason "xyz" 2 times, "repetition" 1 time, "content_filter" '
         "1 time."
     )
+
+
+def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(tmp_path):
+    answers = {
+        "text 0": "a word " * 90,
+        "text 1": "I'm sorry, but I can't assist with that.",
+        "text 2": "A long answer of another kind. " * 3 + "It has more than a hundred characters.",
+    }
+    answers["text 3"] = answers["text 2"]
+
+    def answer(payload, times):
+        return answers.get(payload["messages"][-1]["content"], "fine")
+
+    refuses = rejects(["text 5"], 401)
+    with FakeServer(answer, refuses) as server, pytest.raises(ServerRefused):
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE)
+    with FakeServer(answer) as server:
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE)
+    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    counts = read_run_state(place).together.done
+    assert counts.reasons == {"looping": 1, "refusing": 1, "repeating": 1}
+    assert counts.odd_answers == (
+        " Of 8 answers at least 1 looping, 1 refusing, 1 repeating another answer."
+    )
+
+
+def test_a_run_whose_first_answers_are_bad_says_so_once(tmp_path, log):
+    with FakeServer(lambda payload, times: "") as server:
+        run_job(tmp_path, server, 250)
+    assert [line for line in log if "of the first 100 answers are" in str(line)][1:] == []
+    assert "100 of the first 100 answers are cut off, empty" in str(log)

@@ -1,0 +1,82 @@
+"""Finds answers that are probably bad: they loop, refuse, copy their prompt or repeat another one.
+
+Each test takes microseconds, is made of the text alone, and errs on the side of silence: the
+numbers are at least so many. No answer is changed or dropped for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.numbers import FAULTS
+
+LOOPING, REFUSING, COPYING, REPEATING = FAULTS
+_REPEATED_TAIL = 24  # characters: shorter tails stand in texts by chance
+_LOOKED_AT = 4000
+_LEAST_LOOP = 200  # characters that a loop has in all
+_LEAST_TURNS = 4
+_LONG = 100  # characters of an answer; shorter ones, such as labels, are often the same
+_KNOWN = 100_000  # hashes: 10 MB
+_FIRST = 100
+_REFUSAL = re.compile(
+    r"\W*((i'm|i am) (really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately)?\W*"
+    r"(but |as an ai[^.]{0,40}, )*"
+    r"(i can't|i cannot|i can not|i won't|i will not|(i'm|i am) (not able|unable) to)\s(\w+ ){0,2}?"
+    r"(assist|help|comply|fulfil|provide|create|write|generate|continue|answer|do that|engage)",
+    re.IGNORECASE,
+)
+
+
+def is_looping(text: str) -> bool:
+    """Whether the text ends in the same words again and again."""
+    text = text[-_LOOKED_AT:].rstrip()
+    start = len(text) - _REPEATED_TAIL
+    before = text.rfind(text[start:], 0, len(text) - 1)
+    if start <= 0 or before < 0:
+        return False
+    period = start - before
+    length = max(_LEAST_LOOP, _LEAST_TURNS * period)
+    if length > len(text):
+        return False
+    end = text[-length:]
+    return end[period:] == end[:-period]
+
+
+class Quality:
+    """What is wrong with the answers of a rank."""
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        self._seen = 0
+        self._bad = 0
+
+    def note(self, is_bad: bool) -> None:
+        """Counts an answer of this attempt, and warns if most of the first ones are bad."""
+        self._seen += 1
+        self._bad += is_bad
+        if self._seen == _FIRST and 2 * self._bad > _FIRST:
+            logger.warning(
+                f"{self._bad} of the first {_FIRST} answers are cut off, empty, looping, refusals, "
+                "or copies of their prompt or of each other. Look at some with "
+                "`datatrove-ckpt run --sample 5` before you pay for more."
+            )
+
+    def faults(self, text: str, prompt: str) -> Iterator[str]:
+        """Yields each fault of an answer once. ``prompt``: the last message."""
+        if is_looping(text):
+            yield LOOPING
+        if _REFUSAL.match(text[:200].replace("\u2019", "'")):
+            yield REFUSING
+        text = text.strip()
+        if len(text) < _LONG:
+            return
+        if 2 * len(text) >= len(prompt) and text in prompt:
+            yield COPYING
+        number = hash(text)
+        if number in self._known:
+            yield REPEATING
+        elif len(self._known) < _KNOWN:
+            self._known.add(number)

@@ -307,10 +307,10 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
     held.wait()
     seen = []
     for ordinal in range(10):
-        storage.put_answer(request(ordinal))
-        storage.put_finished(CHUNK, finished(ordinal))
+        storage.put(request(ordinal), 0)
+        storage.put(finished(ordinal), 0, CHUNK)
     storage.call(lambda: seen.append(len(list(rank_files._journal(CHUNK).read_in_order()))))
-    assert storage.backlog_bytes > 20 * 500  # items without content take memory, too
+    assert storage.backlog_bytes == 20 * 500  # items without content take memory, too
     hold.set()
     storage.stop()
     assert storage.error is None
@@ -327,7 +327,7 @@ def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):
     storage.call(full)
     storage.stop()
     with pytest.raises(StorageFailed, match="full"):
-        storage.put_answer(request(0))
+        storage.put(request(0), 0)
 
 
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, monkeypatch):
@@ -339,7 +339,7 @@ def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, mo
     synced, told = threading.Event(), threading.Event()
     monkeypatch.setattr(RequestCache, "sync", lambda self: synced.set())
     storage.start()
-    storage.put_answer(request(0))
+    storage.put(request(0), 0)
     assert synced.wait(300)
     assert told.wait(300), "auto follows how long syncs take"
     storage.stop()
@@ -350,11 +350,11 @@ def test_what_is_asked_of_the_storage_thread_is_answered_before_and_after_its_en
 ):
     storage, rank_files = make_storage(tmp_path)
     storage.start()
-    storage.put_answer(request(7))
+    storage.put(request(7), 0)
     assert storage.ask(lambda: rank_files.snapshot(0).unfinished) == {7}
     with pytest.raises(ZeroDivisionError):
         storage.ask(lambda: 1 // 0)
-    storage.put_answer(request(8))
+    storage.put(request(8), 0)
     storage.stop()
     assert storage.error is None
     assert storage.ask(lambda: rank_files.snapshot(0).unfinished) == {7, 8}

@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
     CommitsDamaged,
-    CommitSums,
+    count_unbroken,
     read_commits,
     read_last_chunk,
     scan_commits,
@@ -115,6 +115,8 @@ class RankLedger:
             ``repair`` leaves the lock file, which marks the rank as unfinished.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
+        committed: sums over the commits.
+        last_commit: Unix seconds of the last commit, if known.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with their numbers.
         written: when a run last wrote its files, in Unix seconds.
@@ -130,7 +132,8 @@ class RankLedger:
     history: History = field(default_factory=History)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
-    sums: CommitSums = field(default_factory=CommitSums)
+    committed: RunNumbers = field(default_factory=RunNumbers)
+    last_commit: float | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
     written: dict[str, float] = field(default_factory=dict)
@@ -183,11 +186,9 @@ class RankLedger:
         """
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
-        found = RunNumbers(
-            counts=self.sums.counts,
+        found = replace(
+            self.committed,
             unfinished=self.unfinished,
-            chunks=len(self.sums.indices),
-            files=self.sums.files,
             unfinished_chunks=len(self.open_chunks),
             exact=self.journals is not None or self.has_said_its_end,
             lost_in_flight=sum(attempt.in_flight or 0 for attempt in killed),
@@ -198,7 +199,6 @@ class RankLedger:
                 for attempt in attempts
                 if attempt.without_a_word or attempt.why in ("stopped", "error")
             ),
-            seconds=self.sums.seconds,
             dead_letters=self.causes,
         )
         last = self.history.last
@@ -224,7 +224,7 @@ class RankLedger:
         if self.journals is None:
             assert self.history.last is not None
             done = self.history.last.documents
-            committed = self.sums.counts
+            committed = self.committed.counts
             return DocumentCounts(
                 *(max(0, getattr(done, name) - getattr(committed, name)) for name in NUMBERS)
             )
@@ -386,19 +386,24 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
         rank.journals = _read_journals(rank, found, limits)
     # Whatever the listing says: the files that were read before promise them.
     commits = read_commits(rank.commits_file)
-    rank.sums = CommitSums.of(commits.values())
+    for commit in commits.values():
+        rank.committed.counts += commit.counts
+        rank.committed.files += len(commit.files)
+        rank.committed.seconds = commit.seconds.total
+        rank.last_commit = commit.at or None
+    rank.committed.chunks = len(commits)
     if Want.COMMITS in want:
         rank.commits = commits
         if rank.journals:  # refuses a journal whose number is far beyond all chunks
             list(uncommitted_journals(rank.folder, commits, 0))
-    expected.check(rank.sums)
-    rank.open_chunks = [index for index in found.journals if index not in rank.sums.indices]
+    expected.check(commits)
+    rank.open_chunks = [index for index in found.journals if index not in commits]
     rank.is_finished = is_finished
     names = [] if rank.history.attempts or Want.HISTORY not in want else [RUN, CACHE]
-    if not is_finished or rank.sums.at is None:
+    if not is_finished or rank.last_commit is None:
         names += [COMMITS, *map(journal_name, found.journals)]
     rank.written = found.times(names)
-    if Want.LETTERS in want and rank.sums.counts.dead:
+    if Want.LETTERS in want and rank.committed.counts.dead:
         most = _FEW_LETTERS if limits is None else limits.letters
         rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most)
 
@@ -518,12 +523,14 @@ class Expected:
             documents = read_shard(folder / SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 
-    def check(self, commits: CommitSums) -> None:
+    def check(self, commits: Mapping[int, Commit]) -> None:
         """Raises:
         CommitsDamaged: a commit is known to be lost.
         """
         path = self.folder / COMMITS
-        number = len(commits.indices)
+        number = len(commits)
+        unbroken = count_unbroken(commits)
+        read = sum(commit.counts.read for commit in commits.values())
         if path.exists():
             found = f"{path} holds {number} commits"
         else:
@@ -532,19 +539,19 @@ class Expected:
             raise CommitsDamaged(
                 path, f"{found}, but there were {self.known} when the task was last started."
             )
-        if self.last is not None and commits.unbroken <= self.last:
+        if self.last is not None and unbroken <= self.last:
             raise CommitsDamaged(
                 path,
-                f"{found}, none of them for chunk {commits.unbroken}, but "
+                f"{found}, none of them for chunk {unbroken}, but "
                 f"{last_chunk_of(self.folder)} says that all chunks up to {self.last} are done.",
             )
-        if self.documents is not None and commits.counts.read < self.documents:
+        if self.documents is not None and read < self.documents:
             raise CommitsDamaged(
                 path,
-                f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says "
+                f"{found}, for {read} documents, but {self.folder / SHARD} says "
                 f"that this finished task has read {self.documents}.",
             )
-        last = max(commits.indices, default=0)
+        last = max(commits, default=0)
         if (gap := last - number) > MAX_GAP:
             raise CommitsDamaged(
                 path, f"{path} names chunk {last}, but {gap} chunks before it are not done."
@@ -562,7 +569,7 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
     """
     expected = Expected.read(folder, finished, run)
     commits, size = scan_commits(folder / COMMITS)
-    expected.check(CommitSums.of(commits.values()))
+    expected.check(commits)
     for kind, what, _ in misplaced(commits):
         if kind != "gap":
             raise CheckpointCorrupt(folder / COMMITS, f": {what}. {_START_OVER}")

@@ -363,5 +363,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
     may_publish.set()
     checkpoint.close()
     assert rank.damage is None
-    assert rank.sums.counts.read + rank.unfinished.read == 4, f"before read {moment} of {reads}"
+    assert rank.committed.counts.read + rank.unfinished.read == 4, (
+        f"before read {moment} of {reads}"
+    )
     return reads

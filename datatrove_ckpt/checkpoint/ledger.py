@@ -91,19 +91,6 @@ CHECKED = Want.SETTINGS | Want.JOURNALS | Want.COMMITS
 """What commands read that look for damage, or change something."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How many bytes to read of a rank, at most.
-
-    Attributes:
-        journals: if they are larger, the history gives the number of their documents.
-        letters: only the last dead letters are read.
-    """
-
-    journals: int
-    letters: int
-
-
 @dataclass(slots=True)
 class RankLedger:
     """One rank. A damaged rank has only ``folder``, ``holder``, and ``run`` if it can be read.
@@ -355,18 +342,23 @@ def read_rank(
     number: int,
     folder: Path,
     want: Want,
-    limits: Limits | None = None,
+    most: int | None = None,
 ) -> RankLedger:
-    """Reads one rank. Damage is in the ledger, and no error."""
+    """Reads one rank. Damage is in the ledger, and no error.
+
+    Args:
+        most: how many bytes to read of journals and of dead letters. If the journals are larger,
+            the history gives the number of their documents; of letters the last ones are read.
+    """
     rank = RankLedger(root, number, folder)
     try:
-        _read(rank, want, limits)
+        _read(rank, want, most)
     except CheckpointError as error:  # what was read before the error is unreliable
         return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
     return rank
 
 
-def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
+def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     """Raises:
     CheckpointError: a run would refuse the folder, too.
     """
@@ -383,7 +375,7 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     if Want.HISTORY in want and HISTORY in found.entries:
         rank.history = read_history(found.path(HISTORY))
     if Want.JOURNALS in want:
-        rank.journals = _read_journals(rank, found, limits)
+        rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.
     commits = read_commits(rank.commits_file)
     for commit in commits.values():
@@ -404,8 +396,9 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
         names += [COMMITS, *map(journal_name, found.journals)]
     rank.written = found.times(names)
     if Want.LETTERS in want and rank.committed.counts.dead:
-        most = _FEW_LETTERS if limits is None else limits.letters
-        rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most)
+        rank.causes = _causes(
+            found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most or _FEW_LETTERS
+        )
 
 
 def _read_run(path: str, want: Want) -> Json:
@@ -418,15 +411,15 @@ def _read_run(path: str, want: Want) -> Json:
 def _read_journals(
     rank: RankLedger,
     found: RankListing,
-    limits: Limits | None,
+    most: int | None,
 ) -> dict[int, DocumentCounts] | None:
     """Returns the counts of each journal; None if the history has to give their sum.
 
     Raises:
         CheckpointCorrupt: a journal is damaged.
     """
-    if limits is not None and rank.history.last is not None and found.journals:
-        too_large = found.size(*map(journal_name, found.journals)) > limits.journals
+    if most is not None and rank.history.last is not None and found.journals:
+        too_large = found.size(*map(journal_name, found.journals)) > most
         if too_large or rank.has_said_its_end:
             return None
     counted = {}

@@ -162,7 +162,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server, step):
 
     def all_are_there(folder):
         rank = folder / "checkpoints/00000"
-        found = {ordinal for ordinal, *_ in read_answers(rank / "answers.jsonl")}
+        found = {row.ordinal for row in read_answers(rank / "answers.jsonl")}
         if (rank / "replay.sqlite3").exists():
             copy = shutil.copytree(rank, tmp_path / "copy", dirs_exist_ok=False)
             cache = RequestCache(copy / "replay.sqlite3")

@@ -310,37 +310,3 @@ class CommitLog:
 
     def unbroken(self) -> list[Commit]:
         return [self.commits[index] for index in range(count_unbroken(self.commits))]
-
-
-# sums --------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class CommitSums:
-    """The sums of a rank's commits.
-
-    Attributes:
-        indices: the chunks that are committed.
-        files: number of their output files.
-        unbroken: see ``count_unbroken``.
-        seconds: what the rank took until the last commit.
-        at: Unix seconds of the last commit, if known.
-    """
-
-    counts: DocumentCounts = field(default_factory=DocumentCounts)
-    indices: Collection[int] = ()
-    files: int = 0
-    unbroken: int = 0
-    seconds: float = 0.0
-    at: float | None = None
-
-    @classmethod
-    def of(cls, commits: Collection[Commit]) -> CommitSums:
-        sums = cls(indices=frozenset(commit.chunk_index for commit in commits))
-        for commit in commits:
-            sums.counts += commit.counts
-            sums.files += len(commit.files)
-            sums.seconds = commit.seconds.total
-            sums.at = commit.at or None
-        sums.unbroken = count_unbroken(sums.indices)
-        return sums

@@ -61,9 +61,7 @@ MAX_TEXT = 4000
 _MAX_KINDS = 64
 _LASTS = 30.0  # seconds
 _PROGRESS = b'"k":"progress"'
-_SPREAD = b'"k":"spread"'
-_START = b'"k":"start"'
-_EVENTS = (_START, b'"k":"server"', b'"k":"end"')
+_EVENTS = (b'"k":"start"', b'"k":"server"', b'"k":"end"')
 
 
 class Silence(NamedTuple):
@@ -422,25 +420,27 @@ def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:
     """Returns lines in order, at most ``most`` bytes."""
     kept = list(lines)
     while sum(map(len, kept)) > most:
-        fewer = list(_halved(kept))
+        fewer = _sampled(kept, 2)
         if len(fewer) == len(kept):  # the events alone are too many
             fewer = kept[(len(kept) + 1) // 2 :]
         kept = fewer
     return kept
 
 
-def _halved(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """Yields the lines without every second progress line, and of histograms only the last one
-    before each event.
+def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
+    """Returns all events; between two events each ``step``-th progress line, the last one, and the
+    last histogram.
     """
+    kept: list[bytes] = []
     for is_event, group in groupby(lines, _is_event):
         found = list(group)
         if not is_event:
             minutes = [line for line in found if is_progress_line(line)]
             others = [line for line in found if not is_progress_line(line)]
-            kept = {*minutes[::2], *minutes[-1:], *others[-1:]}
-            found = [line for line in found if line in kept]
-        yield from found
+            wanted = {*minutes[::step], *minutes[-1:], *others[-1:]}
+            found = [line for line in found if line in wanted]
+        kept += found
+    return kept
 
 
 # reading -----------------------------------------------------------------------------------------
@@ -448,7 +448,6 @@ def _halved(lines: Iterable[bytes]) -> Iterator[bytes]:
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
 _MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
-_TOGETHER = 0.1  # seconds between lines that were written together, at most
 
 
 @dataclass(slots=True)
@@ -507,10 +506,10 @@ class AttemptSummary:
 
     @property
     def has_sums(self) -> bool:
-        """Whether its last progress line counts all that it did. A full disk may have no room for
-        that line, and room for the end line.
+        """Whether its last progress line counts all that it did: it was written with the end line.
+        A full disk may have no room for it, and room for the end line.
         """
-        return self.ended is not None and self.ended - self.counted_at < _TOGETHER
+        return self.ended == self.counted_at
 
     @property
     def how_it_ended(self) -> str:
@@ -535,7 +534,7 @@ class History:
     Attributes:
         attempts: by ascending numbers.
         minutes: progress lines, including the last line of each attempt.
-        spreads: the last line of each attempt, over all its requests. Read only with minutes.
+        spreads: the last line of each attempt, over all its requests.
         servers: events of servers in the newest attempt.
         then: the progress line of the newest attempt that is ``RATE_SECONDS`` older than its last
             one, or as old as lines reach; None if the attempt has ended.
@@ -587,7 +586,9 @@ def read_history(path: str, most: int = 0) -> History:
 def parse_history(lines: Sequence[bytes], most: int) -> History:
     found = History()
     attempts: dict[int, AttemptSummary] = {}
-    for line in _wanted(lines, most):
+    spreads: dict[int, Spread] = {}
+    step = len(lines) // most + 1 if most else len(lines) + 1
+    for line in _sampled(lines, step):
         record = parse_line(line)
         if record is None:
             continue
@@ -598,42 +599,16 @@ def parse_history(lines: Sequence[bytes], most: int) -> History:
         elif isinstance(record, Progress):
             found.minutes.append(record)
         elif isinstance(record, Spread):
-            found.spreads.append(record)
+            spreads[record.attempt] = record
         elif isinstance(record, ServerEvent):
             found.servers.append(record)
+    found.spreads = [*spreads.values()]
     found.attempts = [attempts[number] for number in sorted(attempts)]
     for attempt in found.attempts[:-1]:
         attempt.without_a_word = attempt.ended is None
     if found.last is not None and found.attempts[-1].ended is None:
         found.then = _then(lines, found.attempts[-1].number, found.last)
     return found
-
-
-def _wanted(lines: Sequence[bytes], most: int) -> list[bytes]:
-    """Returns events and, of each attempt, the last progress line. With ``most``, also its last
-    histograms, and an even sample of its other progress lines.
-    """
-    step = 0
-    if most:
-        step = len(lines) // most + 1
-    wanted = []
-    later = 0  # progress lines of the same attempt
-    has_spread = not step
-    for line in reversed(lines):
-        if is_progress_line(line):
-            if later == 0 or (step and later % step == 0):
-                wanted.append(line)
-            later += 1
-        elif line.startswith(_SPREAD, BODY_AT):
-            if not has_spread:
-                wanted.append(line)
-            has_spread = True
-        elif _is_event(line):
-            wanted.append(line)
-            if line.startswith(_START, BODY_AT):
-                later = 0
-                has_spread = not step
-    return wanted[::-1]
 
 
 def _then(lines: Sequence[bytes], attempt: int, last: Progress) -> Progress:

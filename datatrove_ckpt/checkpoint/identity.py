@@ -180,8 +180,6 @@ FORMAT = 4
 """What this version writes."""
 FORMATS = range(4, FORMAT + 1)
 """What this version continues. The rest of a folder may have lines that an older version wrote."""
-_LAST_WITH_OLDER = "0.2.0"
-"""The last version that continues older formats, back to 1."""
 FORMAT_KEY = "format"
 WRITTEN_BY = "written_by"
 """In ``run.json`` and ``job.json``: the version of the package that wrote the file.
@@ -223,13 +221,6 @@ def check_format(
     number = content.get(FORMAT_KEY)
     if type(number) is not int or number in known:
         return
-    if 0 < number < known.start:
-        raise VersionMismatch(
-            f"{where} was written by a version before datatrove-ckpt {_LAST_WITH_OLDER} (format "
-            f"{number}). This version reads format {number_range(known.start, known.stop)}. "
-            f"Nothing was changed. datatrove-ckpt {_LAST_WITH_OLDER} finishes the run: install it, "
-            "and run the same command again; or start a new run in other folders."
-        )
     writer = content.get(WRITTEN_BY, written_by)
     who = "another datatrove-ckpt"
     get = "the version that wrote it"

@@ -18,7 +18,7 @@ from pathlib import Path
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import Line, explained, read_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import Json, Line, explained, read_lines, seal, unseal
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
     DocumentCounts,
@@ -34,11 +34,6 @@ JOURNAL_ADVICE = (
     "the saved answers where they exist."
 )
 """What to do about a damaged journal."""
-_HEAD = (
-    b'{"ordinal":%d,"outcome":"%s","input":"%s",'
-    b'"requests":%d,"prompt_tokens":%d,"completion_tokens":%d'
-)
-_ENDS = b',"ends":[%d,%d,%d]'
 _DOCUMENT = b',"document":'
 _READ_BYTES = 1 << 20
 # Lines with a smaller gap between them, in bytes, are read in one call, gap included.
@@ -82,23 +77,23 @@ class Finished:
         return self.outcome, self.numbers, self.work, self.reasons
 
     def to_line(self) -> bytes:
-        names = self.outcome.encode(), self.fingerprint.encode()  # neither needs an escape
-        head = _HEAD % (
-            self.ordinal,
-            *names,
-            self.requests,
-            self.prompt_tokens,
-            self.completion_tokens,
-        )
+        head: Json = {
+            "ordinal": self.ordinal,
+            "outcome": self.outcome,
+            "input": self.fingerprint,
+            "requests": self.requests,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
         if self.ends != (0, 0, 0):
-            head += _ENDS % self.ends
+            head["ends"] = self.ends
         if self.reasons:
-            head += b',"reasons":' + orjson.dumps(self.reasons)
+            head["reasons"] = self.reasons
         if self.work is not None:
-            head += b',"work":' + orjson.dumps(list(self.work))
+            head["work"] = list(self.work)
         if self.seconds is not None:
-            head += b',"seconds":' + orjson.dumps(list(self.seconds))
-        return seal(b"%s%s%s}" % (head, _DOCUMENT, self.document))
+            head["seconds"] = list(self.seconds)
+        return seal(b"%s%s%s}" % (orjson.dumps(head)[:-1], _DOCUMENT, self.document))
 
     @classmethod
     def from_body(cls, body: bytes) -> Finished:

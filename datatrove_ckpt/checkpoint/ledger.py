@@ -25,7 +25,7 @@ from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
     CommitsDamaged,
-    CommitSums,
+    count_unbroken,
     read_commits,
     read_last_chunk,
     scan_commits,
@@ -91,19 +91,6 @@ CHECKED = Want.SETTINGS | Want.JOURNALS | Want.COMMITS
 """What commands read that look for damage, or change something."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How many bytes to read of a rank, at most.
-
-    Attributes:
-        journals: if they are larger, the history gives the number of their documents.
-        letters: only the last dead letters are read.
-    """
-
-    journals: int
-    letters: int
-
-
 @dataclass(slots=True)
 class RankLedger:
     """One rank. A damaged rank has only ``folder``, ``holder``, and ``run`` if it can be read.
@@ -115,6 +102,8 @@ class RankLedger:
             ``repair`` leaves the lock file, which marks the rank as unfinished.
         journals: the documents in each journal; None: too large to be counted, and the history
             knows their sum.
+        committed: sums over the commits.
+        last_commit: Unix seconds of the last commit, if known.
         commits: by chunk index, in the order in which they were written.
         causes: of dead letters, with their numbers.
         written: when a run last wrote its files, in Unix seconds.
@@ -130,7 +119,8 @@ class RankLedger:
     history: History = field(default_factory=History)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
-    sums: CommitSums = field(default_factory=CommitSums)
+    committed: RunNumbers = field(default_factory=RunNumbers)
+    last_commit: float | None = None
     commits: dict[int, Commit] = field(default_factory=dict)
     causes: Counter[str] = field(default_factory=Counter)
     written: dict[str, float] = field(default_factory=dict)
@@ -183,11 +173,9 @@ class RankLedger:
         """
         attempts = self.history.attempts
         killed = [attempt for attempt in attempts if attempt.without_a_word]
-        found = RunNumbers(
-            counts=self.sums.counts,
+        found = replace(
+            self.committed,
             unfinished=self.unfinished,
-            chunks=len(self.sums.indices),
-            files=self.sums.files,
             unfinished_chunks=len(self.open_chunks),
             exact=self.journals is not None or self.has_said_its_end,
             lost_in_flight=sum(attempt.in_flight or 0 for attempt in killed),
@@ -198,7 +186,6 @@ class RankLedger:
                 for attempt in attempts
                 if attempt.without_a_word or attempt.why in ("stopped", "error")
             ),
-            seconds=self.sums.seconds,
             dead_letters=self.causes,
         )
         last = self.history.last
@@ -224,7 +211,7 @@ class RankLedger:
         if self.journals is None:
             assert self.history.last is not None
             done = self.history.last.documents
-            committed = self.sums.counts
+            committed = self.committed.counts
             return DocumentCounts(
                 *(max(0, getattr(done, name) - getattr(committed, name)) for name in NUMBERS)
             )
@@ -355,18 +342,23 @@ def read_rank(
     number: int,
     folder: Path,
     want: Want,
-    limits: Limits | None = None,
+    most: int | None = None,
 ) -> RankLedger:
-    """Reads one rank. Damage is in the ledger, and no error."""
+    """Reads one rank. Damage is in the ledger, and no error.
+
+    Args:
+        most: how many bytes to read of journals and of dead letters. If the journals are larger,
+            the history gives the number of their documents; of letters the last ones are read.
+    """
     rank = RankLedger(root, number, folder)
     try:
-        _read(rank, want, limits)
+        _read(rank, want, most)
     except CheckpointError as error:  # what was read before the error is unreliable
         return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
     return rank
 
 
-def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
+def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     """Raises:
     CheckpointError: a run would refuse the folder, too.
     """
@@ -383,24 +375,30 @@ def _read(rank: RankLedger, want: Want, limits: Limits | None) -> None:
     if Want.HISTORY in want and HISTORY in found.entries:
         rank.history = read_history(found.path(HISTORY))
     if Want.JOURNALS in want:
-        rank.journals = _read_journals(rank, found, limits)
+        rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.
     commits = read_commits(rank.commits_file)
-    rank.sums = CommitSums.of(commits.values())
+    for commit in commits.values():
+        rank.committed.counts += commit.counts
+        rank.committed.files += len(commit.files)
+        rank.committed.seconds = commit.seconds.total
+        rank.last_commit = commit.at or None
+    rank.committed.chunks = len(commits)
     if Want.COMMITS in want:
         rank.commits = commits
         if rank.journals:  # refuses a journal whose number is far beyond all chunks
             list(uncommitted_journals(rank.folder, commits, 0))
-    expected.check(rank.sums)
-    rank.open_chunks = [index for index in found.journals if index not in rank.sums.indices]
+    expected.check(commits)
+    rank.open_chunks = [index for index in found.journals if index not in commits]
     rank.is_finished = is_finished
     names = [] if rank.history.attempts or Want.HISTORY not in want else [RUN, CACHE]
-    if not is_finished or rank.sums.at is None:
+    if not is_finished or rank.last_commit is None:
         names += [COMMITS, *map(journal_name, found.journals)]
     rank.written = found.times(names)
-    if Want.LETTERS in want and rank.sums.counts.dead:
-        most = _FEW_LETTERS if limits is None else limits.letters
-        rank.causes = _causes(found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most)
+    if Want.LETTERS in want and rank.committed.counts.dead:
+        rank.causes = _causes(
+            found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most or _FEW_LETTERS
+        )
 
 
 def _read_run(path: str, want: Want) -> Json:
@@ -413,15 +411,15 @@ def _read_run(path: str, want: Want) -> Json:
 def _read_journals(
     rank: RankLedger,
     found: RankListing,
-    limits: Limits | None,
+    most: int | None,
 ) -> dict[int, DocumentCounts] | None:
     """Returns the counts of each journal; None if the history has to give their sum.
 
     Raises:
         CheckpointCorrupt: a journal is damaged.
     """
-    if limits is not None and rank.history.last is not None and found.journals:
-        too_large = found.size(*map(journal_name, found.journals)) > limits.journals
+    if most is not None and rank.history.last is not None and found.journals:
+        too_large = found.size(*map(journal_name, found.journals)) > most
         if too_large or rank.has_said_its_end:
             return None
     counted = {}
@@ -518,12 +516,14 @@ class Expected:
             documents = read_shard(folder / SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 
-    def check(self, commits: CommitSums) -> None:
+    def check(self, commits: Mapping[int, Commit]) -> None:
         """Raises:
         CommitsDamaged: a commit is known to be lost.
         """
         path = self.folder / COMMITS
-        number = len(commits.indices)
+        number = len(commits)
+        unbroken = count_unbroken(commits)
+        read = sum(commit.counts.read for commit in commits.values())
         if path.exists():
             found = f"{path} holds {number} commits"
         else:
@@ -532,19 +532,19 @@ class Expected:
             raise CommitsDamaged(
                 path, f"{found}, but there were {self.known} when the task was last started."
             )
-        if self.last is not None and commits.unbroken <= self.last:
+        if self.last is not None and unbroken <= self.last:
             raise CommitsDamaged(
                 path,
-                f"{found}, none of them for chunk {commits.unbroken}, but "
+                f"{found}, none of them for chunk {unbroken}, but "
                 f"{last_chunk_of(self.folder)} says that all chunks up to {self.last} are done.",
             )
-        if self.documents is not None and commits.counts.read < self.documents:
+        if self.documents is not None and read < self.documents:
             raise CommitsDamaged(
                 path,
-                f"{found}, for {commits.counts.read} documents, but {self.folder / SHARD} says "
+                f"{found}, for {read} documents, but {self.folder / SHARD} says "
                 f"that this finished task has read {self.documents}.",
             )
-        last = max(commits.indices, default=0)
+        last = max(commits, default=0)
         if (gap := last - number) > MAX_GAP:
             raise CommitsDamaged(
                 path, f"{path} names chunk {last}, but {gap} chunks before it are not done."
@@ -562,7 +562,7 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
     """
     expected = Expected.read(folder, finished, run)
     commits, size = scan_commits(folder / COMMITS)
-    expected.check(CommitSums.of(commits.values()))
+    expected.check(commits)
     for kind, what, _ in misplaced(commits):
         if kind != "gap":
             raise CheckpointCorrupt(folder / COMMITS, f": {what}. {_START_OVER}")

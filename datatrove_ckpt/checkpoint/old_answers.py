@@ -34,9 +34,6 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import (
-    Answer,
-    AnswerKey,
-    CachedRequest,
     RequestCache,
     read_answers,
 )
@@ -133,8 +130,5 @@ def _copy(folder: Path) -> RequestCache:
         cache.forget_errors()
         answers = read_answers(folder / KEPT_ANSWERS)
         while group := list(islice(answers, _ROWS_AT_ONCE)):
-            cache.put(
-                CachedRequest(0, ordinal, doc_id, AnswerKey(*key), Answer(result, None))
-                for ordinal, doc_id, key, result in group
-            )
+            cache.put(group)
         return cache

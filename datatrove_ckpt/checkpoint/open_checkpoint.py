@@ -322,15 +322,17 @@ class OpenCheckpoint:
         return found
 
     def put_answer(self, slot: ChunkSlot, doc_id: str, key: AnswerKey, answer: Answer) -> None:
-        self._storage.put_answer(CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer))
+        size = len(answer.result or b"") + len(answer.error_message or "")
+        row = CachedRequest(slot.chunk.index, slot.ordinal, doc_id, key, answer)
+        self._storage.put(row, size)
 
     def park(self, request: ParkedRequest) -> None:
         """Hands a request over to be sent in a batch."""
-        self._storage.put_parked(request)
+        self._storage.put(request, len(request.body))
 
     def finish(self, slot: ChunkSlot, finished: Finished) -> None:
         """Hands a document over to be written. It is done once its line is in the journal."""
-        self._storage.put_finished(slot.chunk, finished)
+        self._storage.put(finished, len(finished.document), slot.chunk)
         self._finished += 1
         self._finished_bytes += len(finished.document)
         self._chunks.document_finished(slot.chunk)

@@ -33,6 +33,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.layout import CACHE_LOGS
 from datatrove_ckpt.checkpoint.lines import explained, scan_lines, seal
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
 
@@ -65,6 +66,25 @@ class CachedRequest(NamedTuple):
     doc_id: str
     key: AnswerKey
     answer: Answer
+
+    def to_json(self) -> JsonObject:
+        """Returns the row without its chunk and its error."""
+        result = self.answer.result
+        return {
+            "ordinal": self.ordinal,
+            "doc_id": self.doc_id,
+            "key": [*self.key],
+            "result": None if result is None else result.decode(),
+        }
+
+    @classmethod
+    def from_json(cls, body: bytes) -> CachedRequest:
+        """Raises KeyError, TypeError, ValueError or AttributeError if it is no row."""
+        row = orjson.loads(body)
+        result = row["result"]
+        answer = Answer(None if result is None else result.encode(), row.get("error_message"))
+        chunk_index = row.get("chunk_index", 0)
+        return cls(chunk_index, row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer)
 
 
 Row = tuple[Any, ...]
@@ -271,10 +291,8 @@ class RequestCache:
             ordinals = sorted(ordinal for (ordinal,) in found if isinstance(ordinal, int))
             for start in range(0, len(ordinals), _DOCUMENTS_AT_ONCE):
                 rows = self.answers_since(0, ordinals[start : start + _DOCUMENTS_AT_ONCE])
-                append_answers(
-                    self.kept,
-                    [(row.ordinal, row.doc_id, row.key, row.answer.result) for row in rows],
-                )
+                answers = [row.to_json() for row in rows if row.answer.result is not None]
+                files.disk.append(self.kept, b"".join(seal(orjson.dumps(one)) for one in answers))
         self._delete("chunk_index = ?", (chunk_index,))
 
     def forget_errors(self) -> None:
@@ -475,31 +493,8 @@ def _close(connection: sqlite3.Connection) -> None:
 # needed, and damaged lines are skipped.
 
 
-def append_answers(
-    path: Path, rows: Iterable[tuple[int, str, tuple[int, str, int], bytes | None]]
-) -> None:
-    """Appends answers: ordinal, document id, key, and JSON of the result.
-
-    Permanent errors (None) are left out.
-    """
-    lines = [
-        seal(
-            orjson.dumps(
-                {"ordinal": ordinal, "doc_id": doc_id, "key": [*key], "result": result.decode()}
-            )
-        )
-        for ordinal, doc_id, key, result in rows
-        if result is not None
-    ]
-    if lines:
-        files.disk.append(path, b"".join(lines))
-
-
-def read_answers(path: Path) -> Iterator[tuple[int, str, tuple[int, str, int], bytes]]:
-    """Yields the arguments of ``append_answers``, in order, without damaged lines."""
+def read_answers(path: Path) -> Iterator[CachedRequest]:
+    """Yields the answers that ``drop_chunk`` has kept, in order, without damaged lines."""
     for _, _, line in scan_lines(path):
         if line is not None:
-            content = orjson.loads(line.body)
-            rollout_idx, payload_hash, occurrence = content["key"]
-            key = rollout_idx, payload_hash, occurrence
-            yield content["ordinal"], content["doc_id"], key, content["result"].encode()
+            yield CachedRequest.from_json(line.body)

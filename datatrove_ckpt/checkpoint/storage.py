@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Union
 
 from datatrove_ckpt.checkpoint.chunks import Chunk
 from datatrove_ckpt.checkpoint.journal import Finished
@@ -37,12 +37,10 @@ Call = Callable[[], None]
 T = TypeVar("T")
 
 
-_Item = (
-    tuple[int, Chunk, Finished] | tuple[int, None, "CachedRequest | ParkedRequest"] | Call | None
-)
-"""What is queued: a finished document, with the bytes handed over so far and its chunk, an answer,
-or a request for a batch. None ends the thread.
-"""
+_Item = Union[Finished, CachedRequest, "ParkedRequest"]
+"""A finished document, an answer, or a request for a batch."""
+_Queued = tuple[int, Chunk | None, _Item] | Call | None
+"""An item, with the bytes handed over so far. None ends the thread."""
 
 
 class StorageThread:
@@ -56,7 +54,7 @@ class StorageThread:
         self.error: BaseException | None = None
         """Why the thread failed. Once set, it stays."""
         self._files = files
-        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         # Two counters with one writer each need no lock.
         self._submitted_bytes = 0  # event loop
         self._written_bytes = 0  # storage thread
@@ -74,24 +72,12 @@ class StorageThread:
     def backlog_bytes(self) -> int:
         return self._submitted_bytes - self._written_bytes
 
-    def put_answer(self, request: CachedRequest) -> None:
+    def put(self, item: _Item, size: int, chunk: Chunk | None = None) -> None:
+        """Hands over an item whose JSON has so many bytes. ``chunk``: of a finished document."""
         if self.error is not None:
             raise self.error
-        result, error = request.answer
-        self._submitted_bytes += _ITEM_BYTES + len(result or b"") + len(error or "")
-        self._queue.put((self._submitted_bytes, None, request))
-
-    def put_finished(self, chunk: Chunk, finished: Finished) -> None:
-        if self.error is not None:
-            raise self.error
-        self._submitted_bytes += _ITEM_BYTES + len(finished.document)
-        self._queue.put((self._submitted_bytes, chunk, finished))
-
-    def put_parked(self, request: ParkedRequest) -> None:
-        if self.error is not None:
-            raise self.error
-        self._submitted_bytes += _ITEM_BYTES + len(request.body)
-        self._queue.put((self._submitted_bytes, None, request))
+        self._submitted_bytes += _ITEM_BYTES + size
+        self._queue.put((self._submitted_bytes, chunk, item))
 
     def stop(self) -> None:
         """Writes and syncs what was submitted, and ends the thread.
@@ -149,21 +135,21 @@ class StorageThread:
                 if item is None:
                     return False
                 item()
-            elif item[1] is not None:
-                submitted, chunk, finished = item
-                documents[chunk].append(finished)
+                continue
+            submitted, chunk, written = item
+            if isinstance(written, CachedRequest):
+                answers.append(written)
+            elif isinstance(written, Finished):
+                assert chunk is not None
+                documents[chunk].append(written)
             else:
-                submitted, _, request = item
-                if isinstance(request, CachedRequest):
-                    answers.append(request)
-                else:
-                    self._files.batches.park(request)
+                self._files.batches.park(written)
         self._write(answers, documents, submitted)
         if self._files.seconds_to_sync == 0:
             self._files.sync()
         return True
 
-    def _take(self) -> list[_Item]:
+    def _take(self) -> list[_Queued]:
         """Waits for items and takes all; returns none when a sync is due."""
         items = []
         with suppress(queue.Empty):

@@ -39,7 +39,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,47 +51,17 @@ from fsspec.utils import get_protocol
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal, rank_folder
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.object_store import ObjectStore, is_in_repository, refuse_repository
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
-from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.mirror.job import newest_manifest
 
 Progress = tuple[int, int, int]
 """Bytes of a rank's commits, journals and saved answers.
 
 Earlier ones count more: a commit drops the others.
 """
-
-
-def mirrored_progress(mirrors: Iterable[str], rank: int) -> Progress:
-    commits = journals = answers = 0
-    urls = [f"{url}/{rank:05d}" for url in mirrors]
-    for manifest in filter(None, map(newest_manifest, urls)):
-        sizes = manifest.sizes
-        commits += sizes.get(COMMITS, 0)
-        journals += sum(size for name, size in sizes.items() if is_journal(name))
-        answers += sum(part.size for part in manifest.answers)
-    return commits, journals, answers
-
-
-def local_progress(roots: Iterable[Path], rank: int) -> Progress:
-    commits = journals = answers = 0
-    for path in [path for root in roots for path in rank_folder(root, rank).glob("*")]:
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:  # a journal whose chunk was committed
-            continue
-        if path.name == COMMITS:
-            commits += size
-        elif is_journal(path.name):
-            journals += size
-        elif path.name.startswith(CACHE):
-            answers += size
-    return commits, journals, answers
 
 
 _POLICY = replace(STORAGE, patience=20.0)  # claims are hints: nothing waits long for them
@@ -659,7 +629,7 @@ class Claims:
     def _counted(self, rank: int, record: Record) -> Record:
         try:
             reached = self._reached(rank)
-        except (OSError, CkptError) as error:
+        except Exception as error:  # of a store's library, too
             logger.warning(
                 f"How far task {rank} is cannot be read: {error}. It counts as an attempt without "
                 "progress."

@@ -349,16 +349,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _reached(self, rank: int) -> Progress:
-        from datatrove_ckpt.claims.claims import local_progress, mirrored_progress
+        from datatrove_ckpt.run_folder.reached import reached
 
-        urls = [
-            runner.checkpoints_remote_dir
-            for runner in self._runners
-            if runner.checkpoints_remote_dir is not None
-        ]
-        if urls:
-            return mirrored_progress(urls, rank)
-        return local_progress([runner.checkpoints_root for runner in self._runners], rank)
+        runners = self._runners
+        urls = [one.checkpoints_remote_dir for one in runners]
+        # Read only without a mirror: a variable in it may not be set here.
+        roots = (one.checkpoints_root for one in runners)
+        return reached([url for url in urls if url is not None], roots, rank)
 
     def _run_ranks(self, ranks: Sequence[int], screen: Screen | None, done: _Done) -> None:
         """Runs the ranks; beside workers the ranks that they do not run, and waits for the others.

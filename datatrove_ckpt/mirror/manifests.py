@@ -61,8 +61,6 @@ from datatrove_ckpt.checkpoint.layout import (
 from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import (
-    Answer,
-    AnswerKey,
     CachedRequest,
     has_right_types,
 )
@@ -258,16 +256,8 @@ def encode_answers(rows: list[CachedRequest]) -> Iterator[tuple[bytes, frozenset
     ordinals: set[int] = set()
     size = 0
     for row in rows:
-        result = row.answer.result
-        fields = {
-            "chunk_index": row.chunk_index,
-            "ordinal": row.ordinal,
-            "doc_id": row.doc_id,
-            "key": list(row.key),
-            "result": None if result is None else result.decode(),
-            "error_message": row.answer.error_message,
-        }
-        lines.append(orjson.dumps(fields) + b"\n")
+        more = {"chunk_index": row.chunk_index, "error_message": row.answer.error_message}
+        lines.append(orjson.dumps(row.to_json() | more) + b"\n")
         ordinals.add(row.ordinal)
         size += len(lines[-1])
         if size >= MAX_OBJECT_BYTES:
@@ -287,12 +277,7 @@ def decode_answers(data: bytes) -> Iterator[CachedRequest]:
     """
     for line in data.splitlines():
         try:
-            row = orjson.loads(line)
-            result = row["result"]
-            answer = Answer(None if result is None else result.encode(), row["error_message"])
-            request = CachedRequest(
-                row["chunk_index"], row["ordinal"], row["doc_id"], AnswerKey(*row["key"]), answer
-            )
+            request = CachedRequest.from_json(line)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"an answer is damaged ({error!r})") from error
         if not has_right_types(request):

@@ -10,7 +10,6 @@ from pathlib import Path
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.identity import removed_ranks, settings_in
 from datatrove_ckpt.checkpoint.ledger import (
-    Limits,
     RankLedger,
     Want,
     check_readable,
@@ -25,8 +24,7 @@ from datatrove_ckpt.run_folder.run_state import RunState, add_up, find_left, fin
 from datatrove_ckpt.run_folder.where import Place
 
 # Limit for all ranks together: large files of many ranks are estimated.
-_JOURNAL_BYTES = 1 << 22
-_LETTER_BYTES = 1 << 25
+_BYTES = 1 << 24
 _MOST_BYTES = 1 << 23
 _WANTED = Want.HISTORY | Want.JOURNALS | Want.LETTERS
 _NOT_FOR_ALL = (layout.CACHE, layout.RETRY_INPUT)
@@ -64,16 +62,12 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         # Redaction may have hidden a quote of the command.
         with suppress(OSError, ValueError):
             state.command = _command_in(Path(place.logging_dir))
-    limits = Limits(
-        min(_MOST_BYTES, _JOURNAL_BYTES // len(found)),
-        min(_MOST_BYTES, _LETTER_BYTES // len(found)),
-    )
     run: Json = {}
     for root, number, folder in found:
         wanted = _WANTED
         if not run:
             wanted |= Want.SETTINGS
-        ledger = read_rank(root, number, folder, wanted, limits)
+        ledger = read_rank(root, number, folder, wanted, _BYTES // len(found))
         check_readable(place.folder, ledger)
         rank = rank_state(ledger, now, _copied_at(place, root, number))
         if root:

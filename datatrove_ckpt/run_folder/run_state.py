@@ -464,7 +464,7 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
         return rank
     recent = ledger.history
     last = recent.last
-    rank.last_commit = ledger.sums.at
+    rank.last_commit = ledger.last_commit
     rank.attempts = recent.attempts
     # Otherwise more is done than that line shows.
     if last is not None and (last.documents.read or not rank.documents):

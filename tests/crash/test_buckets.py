@@ -36,7 +36,6 @@ pytestmark = [
 BUCKET = "hf://buckets/org/job"
 WRITES = ("batch", "xet-upload")
 PLACE = "org/job"
-Effects = tuple[str, ...]
 
 
 @pytest.fixture

@@ -14,14 +14,12 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint import files, storage
-from datatrove_ckpt.checkpoint.commits import CommitLog, read_commits
+from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.history import End
 from datatrove_ckpt.checkpoint.identity import read_run
-from datatrove_ckpt.checkpoint.open_checkpoint import LockedRank
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
 from datatrove_ckpt.output.committed import OutputCheck
-from datatrove_ckpt.output.targets import LocalTarget
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.crashes import EFFECTS, copy_tree, disk_in_place
 from tests.crash_points import (
@@ -334,38 +332,6 @@ def prove(folder, disk_type=CopyingDisk, counted=EFFECTS):
             run_job(folder, server, 3)
 
         assert_same_output_after_every_crash(attempt, folder, disk_type=disk_type, counted=counted)
-
-
-@pytest.mark.slow
-def test_committing_before_publishing_is_noticed(folder, monkeypatch):
-    links = []
-    link, append, take = files.Disk.link, CommitLog.append, LockedRank.take
-
-    def later(self, source, target):
-        if target.parent.name != "output":
-            return link(self, source, target)
-        links.append((source, target))
-        return True
-
-    def commit_first(self, commit):
-        append(self, commit)
-        while links:
-            source, target = links.pop()
-            files.disk.make_dir(target.parent)  # an effect between the two
-            link(files.disk, source, target)
-
-    def take_empty(self, *arguments):
-        links.clear()  # of an attempt that crashed
-        return take(self, *arguments)
-
-    monkeypatch.setattr(files.Disk, "link", later)
-    monkeypatch.setattr(LocalTarget, "_stamp", lambda self, name: 0)
-    monkeypatch.setattr(LocalTarget, "_take_group", lambda self, path, folder: None)
-    monkeypatch.setattr(files.Disk, "remove_tree", lambda self, path: None)
-    monkeypatch.setattr(CommitLog, "append", commit_first)
-    monkeypatch.setattr(LockedRank, "take", take_empty)
-    with pytest.raises((AssertionError, OutputMismatch), match="files"):
-        prove(folder)
 
 
 @pytest.mark.slow

@@ -15,11 +15,10 @@ from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import outputs
 from tests.crash.test_every_effect import OF_FILES
 from tests.crash_points import assert_same_output_after_every_crash
-from tests.jobs import chat, documents, rows, writer
+from tests.jobs import chat, documents, writer
 from tests.make_release import run
 from tests.patience import until_async
 from tests.rank_folders import place_at
-from tests.yaml_jobs import endpoint, job_yaml, write_job
 
 from .test_releases import NAMES, kept, restored
 
@@ -163,7 +162,7 @@ def test_no_kill_loses_an_answer_that_is_kept(tmp_path, server, step):
 
     def all_are_there(folder):
         rank = folder / "checkpoints/00000"
-        found = {ordinal for ordinal, *_ in read_answers(rank / "answers.jsonl")}
+        found = {row.ordinal for row in read_answers(rank / "answers.jsonl")}
         if (rank / "replay.sqlite3").exists():
             copy = shutil.copytree(rank, tmp_path / "copy", dirs_exist_ok=False)
             cache = RequestCache(copy / "replay.sqlite3")
@@ -311,27 +310,3 @@ def test_answers_of_each_release_are_used(name, tmp_path, server):
         "Rewrite: stop": 1,
         "Rewrite: b4": 2,
     }
-
-
-NEW = [
-    "--pipeline.1.answers_from=checkpoints",
-    "--pipeline.1.checkpoints_local_dir=new/checkpoints",
-    "--pipeline.1.output_writer.output_folder=new/output",
-    "--executor.logging_dir=new/logs",
-]
-
-
-@pytest.mark.slow
-def test_canned_answers_are_not_taken_for_answers_of_a_model(here, server, command):
-    """They are completions."""
-    rollout = '{class_path: CompletionRollout, init_args: {prompt: "Say {text}"}}'
-    config = "server_type: dummy, model_name_or_path: fake, use_chat: false"
-    canned = job_yaml(config, rollout=rollout)
-    write_job(here, canned + "          keep_answers: true\n", ["a"])
-    command("run", "job.yaml")
-    assert "dummy text" in rows(here)[0]["metadata"]["rollout_results"][0]["text"]
-    (here / "job.yaml").write_text(
-        job_yaml(f"{endpoint(server)}, use_chat: false", rollout=rollout)
-    )
-    assert "canned_answers" in command("run", "job.yaml", *NEW, code=1).err
-    assert not server.asked

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +26,6 @@ from datatrove_ckpt.errors import CheckpointLocked, ServerRefused
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.rollouts import EmbedRollout, PromptRollout
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests import processes
 from tests.datatrove_job import SIZE, TEMPLATE, Datatrove, Killer, rollout, text_of, write_input
 from tests.jobs import chat, documents, rows, runner
 from tests.patience import until
@@ -339,22 +337,6 @@ def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job
         command("verify", "job.yaml", "--full")
     written = Counter(row["id"] for path in (job / "new/output").iterdir() for row in rows_of(path))
     assert written == expected(NUMBER)
-
-
-def test_a_run_that_takes_over_is_killed_and_started_again(job, command):
-    """Documents of its own are not asked again either."""
-    with FakeServer(hold_after=1) as server:
-        write_yaml(
-            job, server.url, **{"max_concurrent_generations: 3": "max_concurrent_generations: 1"}
-        )
-        process = processes.start(
-            [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml"], cwd=job
-        )
-        until(lambda: server.asked.total() == 2)  # document 5, and document 10, which waits
-        until((job / "new/output/00000_chunk_00001.jsonl").exists)  # document 5 is done
-        processes.kill_session(process.pid)
-        process.communicate()
-    take_over(job, command, NUMBER, DONE | {"id 5"})
 
 
 def test_an_old_output_at_a_url_is_taken_over(job, server, empty_memory_file_system):

@@ -155,23 +155,6 @@ def test_a_node_that_is_lost_costs_what_came_after_the_last_version(
     MemoryFileSystem.store.clear()
 
 
-@pytest.mark.matrix("file", ["run.json", "commits.jsonl", "chunk_00001.jsonl"])
-def test_a_damaged_file_beside_an_intact_mirror_comes_back_from_there_as_the_error_says(
-    job, expected, file, server
-):
-    job.run_until("text 5 again")
-    path = job.rank / file
-    data = path.read_bytes()
-    path.write_bytes(data[:20] + b"x" + data[21:] + b"x\n" + data)
-    advice = "move it away" if file.startswith("chunk") else "With a mirror, move the task's folder"
-    with pytest.raises(CheckpointCorrupt, match=advice):
-        job.run(server)
-    job.rank.rename(job.rank.with_name("00000.damaged"))
-    job.run(server)
-    assert server.asked.total() == 1
-    assert outputs(job.folder / "output") == expected
-
-
 def test_dead_letters_and_their_retries_outlive_the_node_too(job):
     bad = ["text 1", "text 4"]
     with FakeServer(status=rejects(bad)) as server:
@@ -393,17 +376,6 @@ def test_a_node_that_comes_back_with_an_old_folder_goes_on_from_the_mirror(
     )
 
 
-@pytest.mark.slow
-def test_a_node_whose_folder_is_the_newest_keeps_it(job):
-    job.run_until("text 2")
-    for question in ("text 3", "text 4 again"):
-        before = set(job.checkpoints.iterdir())
-        job.run_until(question, checkpoints_remote_dir=None)  # runs that mirrored nothing
-        job.run_until(question)
-        assert set(job.checkpoints.iterdir()) == before
-    assert answered(job.rank) == up_to("text 4 again")
-
-
 @pytest.mark.parametrize("seconds", [0, 1000])
 def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, seconds):
     """Before it publishes anything over what the other one has committed, however seldom it
@@ -445,22 +417,6 @@ def test_a_folder_and_a_mirror_that_were_started_separately_are_refused(job, ser
         CheckpointMismatch, match=r"started separately.*Remove the folder .* or remove the mirror"
     ):
         job.run(server)
-
-
-def test_of_two_jobs_that_started_into_one_empty_folder_no_node_replaces_the_others_files(
-    tmp_path,
-):
-    """The later one is refused, also once the first has lost its node."""
-    one, two = (Job(tmp_path, str(tmp_path / name)) for name in ("one", "two"))
-    two.checkpoints = tmp_path / "second"
-    one.run_until("text 1")
-    with FakeServer() as server:
-        for lose in (lambda: None, one.lose_the_node):
-            lose()
-            with pytest.raises(OutputMismatch, match="belongs to another run"):
-                two.run(server)
-            assert not server.asked
-        one.run(server)
 
 
 def test_what_another_node_published_before_its_first_version_belongs_to_the_run(
@@ -948,14 +904,3 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job, key, log, ram
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
     server = InferenceServer(InferenceConfig("dummy", "m"), 0)
     assert key not in server._environment().values()
-
-
-@pytest.mark.slow
-def test_a_key_for_a_job_whose_folder_is_there_seals_from_then_on(job, monkeypatch, log):
-    job.run_until("text 2")
-    monkeypatch.setenv(MIRROR_KEY_VARIABLE, KEY)
-    job.run_until("text 4 again")
-    assert any(
-        "is not sealed" in line and "what it uploads from now on is sealed" in line for line in log
-    )
-    assert answered(restored_folder(job)) == up_to("text 4 again")

@@ -151,8 +151,8 @@ def test_the_mirror_of_each_release_is_restored(name, tmp_path):
 # older versions ----------------------------------------------------------------------------------
 
 FINISHED_BY = (
-    r"was written by a version before datatrove-ckpt 0\.2\.0 \(format [12]\)\. .*"
-    r"Nothing was changed\. datatrove-ckpt 0\.2\.0 finishes the run: install it"
+    r"was written by .*datatrove-ckpt.* \(format [12]\)\. .*"
+    r"Nothing was changed\. Install .* and run the same command again"
 )
 
 
@@ -171,40 +171,6 @@ def test_a_checkpoint_of_an_older_version_is_refused_by_name_and_nothing_is_chan
         assert re.search(FINISHED_BY, shown.out + shown.err), words
     assert not server.asked
     assert kept(folder) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [*((name, "answers_from") for name in OLDER), (OLDER[1], "finished_from")],
-)
-def test_results_of_an_older_version_are_not_taken_over(name, setting, tmp_path, server):
-    """0.1.0 kept nothing that ``finished_from`` could compare, so its results count as unchecked."""
-    old = restored(name, tmp_path / "old")
-    write_input(tmp_path / "new/input")
-    value = str(old / "checkpoints")
-    if setting == "finished_from":
-        value = [str(old / "output"), value]
-    with pytest.raises(VersionMismatch, match=FINISHED_BY):
-        run(tmp_path / "new", server.url, 1, **{setting: value})
-    assert not server.asked
-
-
-def test_a_run_of_which_an_older_version_finished_a_task_is_refused(tmp_path, server):
-    folder = restored(NEWEST, tmp_path / "job")
-    shutil.rmtree(folder / "checkpoints/00000")
-    shutil.copytree(RELEASES / OLDER[0] / "checkpoints/00000", folder / "checkpoints/00000")
-    with pytest.raises(VersionMismatch, match=FINISHED_BY):
-        run(folder, server.url, 0)
-    with open_place(str(folder / "checkpoints")) as place:
-        (damaged,) = [one for one in read_run_state(place).ranks if one.trouble == "damaged"]
-    assert re.search(FINISHED_BY, damaged.reason)
-
-
-@pytest.mark.parametrize("name", OLDER)
-def test_the_mirror_of_an_older_version_is_not_restored(name, tmp_path):
-    with pytest.raises(VersionMismatch, match=FINISHED_BY):
-        restore(str(RELEASES / name / "mirror/00001"), tmp_path / "checkpoints/00001")
-    assert not (tmp_path / "checkpoints/00001").exists()
 
 
 # newer versions ----------------------------------------------------------------------------------

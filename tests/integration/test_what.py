@@ -55,19 +55,6 @@ def test_a_mirror_is_verified_and_repaired_and_the_next_node_makes_the_chunk_aga
     command("verify", mirrored.remote, "--full")
 
 
-@pytest.mark.slow
-def test_a_node_that_still_has_the_folder_takes_the_repaired_version(tmp_path, server, command):
-    job = Job(tmp_path)
-    job.run(server)
-    expected = outputs(tmp_path / "output")
-    server.asked.clear()
-    (tmp_path / "output/00000_chunk_00000.jsonl").unlink()
-    command("repair", job.remote)
-    job.run(server)
-    assert set(server.asked) == {f"text {n}{end}" for n in (0, 1, 2) for end in ("", " again")}
-    assert outputs(tmp_path / "output") == expected
-
-
 def test_a_rank_that_runs_as_its_mirror_shows_is_not_repaired(mirrored, command):
     (mirrored.folder / "output/00000_chunk_00001.jsonl").unlink()
     versions = Versions(f"{mirrored.remote}/00000")

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import closing, contextmanager, redirect_stderr, suppress
+from contextlib import closing, contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -316,14 +316,6 @@ def test_a_full_disk_stops_the_rank_and_a_larger_one_finishes_it(
         f"{on_it}: {len(SIZES[on_it])} sizes, {failed} failures, {again} requests sent again: {dict(places)}"
     )
     assert failed >= len(SIZES[on_it])
-
-
-def fill(folder, leave):
-    with (folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    with (folder / "filler").open("r+b") as file:
-        file.truncate(max(0, (folder / "filler").stat().st_size - leave))
 
 
 @contextmanager

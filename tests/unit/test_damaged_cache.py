@@ -2,7 +2,6 @@
 damage.
 """
 
-import errno
 import random
 import sqlite3
 import subprocess
@@ -12,9 +11,6 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
-from datatrove_ckpt.errors import StorageFailed
-from datatrove_ckpt.testing.crashes import disk_in_place
-from tests.disk_errors import FailingDisk
 
 
 def request(ordinal, text="{}"):
@@ -169,12 +165,3 @@ def test_a_damaged_index_names_documents_only_and_comes_to_an_end(path):
         cache = RequestCache(path)
         assert {type(ordinal) for ordinal, _ in cache.answer_counts()} <= {int}, bit
         cache.close()
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_disk_that_fails_is_no_damage(path, code):
-    cache = RequestCache(path)
-    with disk_in_place(FailingDisk(0, code)), pytest.raises(StorageFailed):
-        cache.put([request(50)])
-    cache.close()
-    assert aside(path) == []

@@ -3,7 +3,6 @@ bounded.
 """
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,9 +18,7 @@ from datatrove_ckpt.checkpoint.history import (
 )
 from datatrove_ckpt.checkpoint.lines import seal
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
-from datatrove_ckpt.generation import progress
 from tests.histories import History, read_history
 
 
@@ -129,31 +126,3 @@ def test_thinning_keeps_events_and_the_ends_of_attempts():
     assert [line for line in (record.to_line() for record in content) if line in found] == kept, (
         "another order"
     )
-
-
-def test_the_next_attempt_knows_how_many_lines_were_skipped(tmp_path):
-    skipped = SkippedLines(damaged=3, without_text=4)
-    HistoryLog(tmp_path / "history.jsonl", 1).append([Progress(at=1.0, skipped=skipped)])
-    assert HistoryLog(tmp_path / "history.jsonl", 2).earlier.skipped == skipped
-
-
-async def test_an_attempt_adds_lines_ever_more_rarely_and_at_last_one_each_minute(monkeypatch):
-    """A day has 1,440 of them, and a file of 900 kB some thousand."""
-    pauses = []
-
-    async def sleep(seconds):
-        pauses.append(seconds)
-        if len(pauses) == 24:
-            raise EOFError
-
-    monkeypatch.setattr(progress, "asyncio", SimpleNamespace(sleep=sleep))
-    noted = []
-    reporter = SimpleNamespace(
-        _checkpoint=SimpleNamespace(note=noted.append),
-        progress=lambda: "progress",
-        spread=lambda: "spread",
-    )
-    with pytest.raises(EOFError):
-        await progress.RankReporter._keep(reporter)
-    assert pauses == [1, 2, 4, 8, 16, 32, *[60] * 18]
-    assert noted == [*(["progress"] * 10 + ["spread"]) * 2, *["progress"] * 3]

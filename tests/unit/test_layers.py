@@ -30,7 +30,7 @@ ROOMS = {
     "rollouts": "errors common config",
     "checkpoint": "errors common process",
     "mirror": "errors common process checkpoint",
-    "claims": "errors common checkpoint mirror",
+    "claims": "common checkpoint",
     "inference.client": "errors common config process",
     "inference.servers": "errors common config process inference.client",
     "user_code": "errors common",

@@ -195,9 +195,10 @@ def test_an_owner_that_was_taken_over_after_it_published_commits_and_removes_not
     with pytest.raises(Fenced):
         run(older, 2)
     files = older.lease.files
-    for write in (partial(files.write, [], {}), partial(files.batches.note, 1, "filled")):
+    note = partial(files.batches.note, 1, "filled")
+    for change in (partial(files.write, [], {}), note, older.lease.check):
         with pytest.raises(Fenced):
-            write()
+            change()
     older.close()
     newer = placement.newer
     assert list(newer.resumed.journals) == [0]
@@ -283,29 +284,6 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
     checkpoint.close(completed=True)
 
 
-def test_a_lease_asks_the_fence_and_then_the_mirror_whose_the_rank_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    mirror = Mock()
-    checkpoint = opened(tmp_path, mirror=mirror)
-    lease = checkpoint.lease
-    lease.check()
-    assert mirror.check.call_args.args == (True, lease.stopping)
-    run(checkpoint, 2)
-    lease.check()
-    assert mirror.check.call_args.args == (False, lease.stopping)
-    mirror.check.side_effect = Fenced("Another process owns the mirror")
-    with pytest.raises(Fenced, match="owns the mirror"):
-        lease.check()
-    newer = opened(tmp_path)
-    asked = mirror.check.call_count
-    with pytest.raises(Fenced, match="start number 2"):
-        lease.check()
-    assert mirror.check.call_count == asked
-    checkpoint.close()
-    assert lease.stopping.is_set()
-    newer.close()
-
-
 READS = [
     "RankListing",
     "_read_run",
@@ -363,5 +341,7 @@ def ledger_reads(folder, moment, want, monkeypatch):
     may_publish.set()
     checkpoint.close()
     assert rank.damage is None
-    assert rank.sums.counts.read + rank.unfinished.read == 4, f"before read {moment} of {reads}"
+    assert rank.committed.counts.read + rank.unfinished.read == 4, (
+        f"before read {moment} of {reads}"
+    )
     return reads

@@ -136,21 +136,6 @@ def test_a_copy_is_brought_up_to_date(tmp_path):
         assert (place.folder / "00001/run.json").exists()
 
 
-def test_an_older_version_is_read_if_the_newest_is_damaged(tmp_path):
-    mirror(f"{tmp_path}/00000", commits_jsonl=b"a\n")
-    mirror(f"{tmp_path}/00000", 2, commits_jsonl=b"b\n")
-    for folder in ("objects", "copies"):
-        (tmp_path / "00000" / folder / f"{NONCE}-002000").unlink()
-    with open_place(str(tmp_path)) as place:
-        assert (place.folder / "00000/commits.jsonl").read_bytes() == b"a\n"
-    (tmp_path / "00000" / Version(1, NONCE).file).unlink()
-    with (
-        pytest.raises(CheckpointCorrupt, match=r"No version at .*00000 is complete"),
-        open_place(str(tmp_path)),
-    ):
-        pass
-
-
 def test_a_url_that_cannot_work_is_refused():
     refused("memory://nothing contains no mirror of a checkpoint", "memory://nothing")
     refused("WHAT: 'sthree://x' cannot be used", "sthree://x")

@@ -1,0 +1,30 @@
+"""How far a rank is: the ``Progress`` by which claims tell whether an attempt was in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from datatrove_ckpt.checkpoint.layout import CACHE, COMMITS, is_journal, rank_folder
+from datatrove_ckpt.claims.claims import Progress
+from datatrove_ckpt.mirror.job import newest_manifest
+
+
+def reached(mirrors: Sequence[str], roots: Iterable[Path], rank: int) -> Progress:
+    """Returns how far a rank is on its mirrors; without any, in the folders of its checkpoints."""
+    sizes: list[tuple[str, int]] = []
+    for url in mirrors:
+        manifest = newest_manifest(f"{url}/{rank:05d}")
+        if manifest is not None:
+            sizes += manifest.sizes.items()
+            sizes += [(CACHE, part.size) for part in manifest.answers]
+    if not mirrors:
+        for path in [path for root in roots for path in rank_folder(root, rank).glob("*")]:
+            with suppress(FileNotFoundError):  # a journal whose chunk was committed
+                sizes.append((path.name, path.stat().st_size))
+    return (
+        sum(size for name, size in sizes if name == COMMITS),
+        sum(size for name, size in sizes if is_journal(name)),
+        sum(size for name, size in sizes if name.startswith(CACHE)),
+    )

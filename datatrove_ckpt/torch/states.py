@@ -156,6 +156,10 @@ class DatasetState:
     def topology(self) -> Topology | None:
         return self.slot and Topology(self.slot.world_size, self.slot.workers, self.batch)
 
+    @property
+    def made_by(self) -> str:
+        return f"{self.slot}, batch_size={self.batch}, even={self.even!r}"
+
     def to_json(self) -> State:
         done = [each.to_json() for each in self.done]
         slot = self.slot and list(self.slot)

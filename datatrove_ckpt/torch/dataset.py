@@ -45,6 +45,7 @@ from datatrove_ckpt.torch.states import (
     DatasetState,
     Slot,
     check_seals,
+    check_settings,
     check_snapshots,
     find_states,
     is_ours,
@@ -81,7 +82,6 @@ def _continued(start: DatasetState, then: DatasetState) -> DatasetState:
     Raises:
         CheckpointMismatch: the state belongs to another worker, or another order.
     """
-    then.check_order(start.order)
     if then.slot is not None and then.made_by != start.made_by:
         raise CheckpointMismatch(
             f"The state was made by {then.made_by}, and this is {start.made_by}. A state belongs "
@@ -329,6 +329,10 @@ class ReaderDataset(StatefulIterable):
         self.transform = transform
         self.columns = columns
         self._window = parse_window(shuffle_window)
+        self._order = {
+            "shuffle_seed": shuffle_seed,
+            "window": [self._window.rows, self._window.bytes],
+        }
         self._even = even
         self._batch = int(batch_size or 1)
         self._plain_reader = copy.copy(reader)
@@ -370,11 +374,7 @@ class ReaderDataset(StatefulIterable):
         """Returns the state of the beginning of an epoch."""
         return DatasetState(
             epoch=epoch,
-            order={
-                "shuffle_seed": self.shuffle_seed,
-                "window": [self._window.rows, self._window.bytes],
-                "shares": shares,
-            },
+            order=self._order | {"shares": shares},
             input=self._index.state,
             slot=slot,
             batch=self._batch,
@@ -387,7 +387,7 @@ class ReaderDataset(StatefulIterable):
     def check_state(self, state: State) -> None:
         check_seals(state)
         then = DatasetState.from_json(state)
-        then.check_order(self._state_at(then.epoch, None, None).order)
+        check_settings(then.order, self._order)
         self._index.check(then.input)
 
     def made(self, state: State, workers: int) -> bool:

@@ -24,8 +24,6 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed, VersionMismatch
 
-_COPIES = 2  # a step is written before the oldest one is removed
-
 
 @dataclass(frozen=True)
 class SavedStep:
@@ -141,16 +139,12 @@ def examine_training(state: TrainingState) -> Iterator[TrainingFinding]:
         yield TrainingFinding("problem", "restore", "No step is whole, so a restore fails.")
         return
     yield TrainingFinding("ok", "restore", f"A restore takes step {restored.step}.")
-    needed = _COPIES * restored.bytes
-    free = byte_size(state.free_bytes)
+    free = f"{byte_size(state.free_bytes)} are free"
     if state.free_bytes < restored.bytes:
-        message = f"{free} are free, and a step needs {byte_size(restored.bytes)}. Make room."
+        message = f"{free}, and a step needs {byte_size(restored.bytes)}. Make room."
         yield TrainingFinding("problem", "disk", message)
-    elif state.free_bytes < needed:
-        message = f"{free} are free; {byte_size(needed)} would do for two more steps."
-        yield TrainingFinding("warning", "disk", message)
     else:
-        yield TrainingFinding("ok", "disk", f"{free} are free.")
+        yield TrainingFinding("ok", "disk", f"{free}.")
     if state.writer:
         message = f"{state.writer} saves there now: another training cannot."
         yield TrainingFinding("warning", "lock", message)

@@ -164,7 +164,9 @@ class BlockInput:
         # The footers of Parquet files have the rows.
         if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
             return _in_threads(self._index_file, numbers)
-        counts = RowCounts(self._inputs, self._kind)
+        options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
+        kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
+        counts = RowCounts(self._inputs, kind)
         known = _in_threads(counts.get, numbers)
         if None not in known:
             return [index for index in known if index is not None]
@@ -182,11 +184,6 @@ class BlockInput:
                 return index
 
             return _in_threads(count, numbers)
-
-    @property
-    def _kind(self) -> str:
-        options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        return f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
 
     def _index_file(self, number: int) -> FileIndex:
         with closing(self._reader.open_file(self.names[number])) as file:

@@ -34,7 +34,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import isawaitable, isgenerator
-from itertools import product
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -42,7 +41,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from loguru import logger
-from torch.optim import Optimizer
 from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.checkpoint.training_steps import (
@@ -85,7 +83,6 @@ from datatrove_ckpt.torch.sharded import (
     METADATA,
     States,
     StateSnapshot,
-    check_fits,
     contents_of,
     give,
     hashes,
@@ -98,7 +95,7 @@ from datatrove_ckpt.torch.sharded import (
 )
 from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
-from datatrove_ckpt.torch.workers import keep_workers, seed_workers
+from datatrove_ckpt.torch.workers import keep_workers
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -719,7 +716,7 @@ class TrainingCheckpoints:
                 not go on from there.
             states: objects with ``load_state_dict`` and dicts, by the names that ``save`` was
                 given, or some of them. A tensor of a dict with the saved shape keeps its memory,
-                which may be a model's. Nothing is changed if a state does not fit.
+                which may be a model's. If one does not fit, others may have changed.
 
         Returns:
             The step; None for "latest" if no step was saved, here or in the remote.
@@ -883,21 +880,20 @@ class TrainingCheckpoints:
         weights_only: bool = False,
     ) -> None:
         saved = {file for file in self._steps.manifest(name)["files"] if file.startswith("states/")}
-        # All fit before one changes. Optimizers count their parameters themselves.
-        order = sorted(states, key=lambda key: not isinstance(states[key], Optimizer))
-        for call, key in product((check_fits, give), order):
+        for key, state in states.items():
             folder = f"states/{key}"
-            is_whole = f"{folder}/{METADATA}" not in saved
-            if is_whole:
-                found = self._steps.load(
-                    name, f"{folder}.pt", self._only_plain, mapped=call is check_fits
-                )
             try:
-                if is_whole:
-                    call(states[key], found)
-                elif call is give:
+                if f"{folder}/{METADATA}" in saved:
                     path = self._steps.folder / str(name) / folder
                     load_parts(key, states, path, self._ranks.group, self._only_plain)
+                elif isinstance(state, dict) and "param_groups" in state:
+                    raise ConfigError(
+                        f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
+                    )
+                else:
+                    give(state, self._steps.load(name, f"{folder}.pt", self._only_plain))
+            except CkptError:
+                raise
             except Exception as error:
                 raise ConfigError(f"{key}: {name} does not fit: {error}") from error
         left = {file.split("/")[1].removesuffix(".pt") for file in saved} - states.keys()
@@ -923,11 +919,8 @@ class TrainingCheckpoints:
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
             refuse_shuffled(loader)
-            keep_workers(loader)
-            seed_workers(
-                loader,
-                xxh3_64_intdigest(f"{torch.initial_seed()} {self._ranks.rank} {step}".encode()),
-            )
+            seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
+            keep_workers(loader, xxh3_64_intdigest(seed.encode()))
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
         found = self._steps.load(name, _INPUT, self._only_plain)

@@ -15,15 +15,15 @@ restored.
             ...
             torch.save(loader.state_dict(), f"loader-{rank}.pt")
 
-An epoch has one order for all ranks and workers (``order.py``), which take turns. In an iteration,
-an ``EpochPlan`` chooses the worker's positions in the order, and an ``Epoch`` reads them.
+An epoch has one order for all ranks and workers (``order.py``), which take turns. An ``Epoch`` is
+one iteration of one worker.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -38,38 +38,26 @@ from datatrove_ckpt.readers import SeekingReader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.blocks import FilesReader
-from datatrove_ckpt.torch.index import Index, InputRow, RowSource, json_row
+from datatrove_ckpt.torch.index import Index, InputRow, RowSource
 from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import (
     DatasetState,
     Slot,
     check_seals,
+    check_settings,
     check_snapshots,
     find_states,
     is_ours,
     load_file,
     merge_all,
 )
-from datatrove_ckpt.torch.topology import Even, Remaining, Round, Topology
+from datatrove_ckpt.torch.topology import Even, Remaining, Topology
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 _UNEVEN = 0.01
-
-
-@dataclass(frozen=True)
-class Settings:
-    seed: int | None
-    window: Window
-    even: Even
-    batch: int
-
-    @property
-    def order(self) -> State:
-        """The part that a state keeps, beside the number of shares."""
-        return {"shuffle_seed": self.seed, "window": [self.window.rows, self.window.bytes]}
 
 
 def parse_window(window: int | str) -> Window:
@@ -84,85 +72,36 @@ def parse_window(window: int | str) -> Window:
     )
 
 
-class EpochPlan:
-    """The rows of one worker. ``then``: the state that the epoch continues, of this slot or of all.
+def _continued(start: DatasetState, then: DatasetState) -> DatasetState:
+    """Returns the state from which a worker continues.
+
+    Args:
+        start: the beginning of the worker's epoch.
+        then: a state of this worker, or of all.
 
     Raises:
-        CheckpointMismatch: the state belongs to another slot, or another order.
+        CheckpointMismatch: the state belongs to another worker, or another order.
     """
-
-    def __init__(
-        self,
-        table: BlockTable,
-        settings: Settings,
-        slot: Slot,
-        epoch: int,
-        then: DatasetState | None,
-    ) -> None:
-        self.slot = slot
-        self.settings = settings
-        self.epoch = epoch
-        self.done: tuple[Round, ...] = ()
-        self.first = 0
-        self.skipped = 0
-        self._topology = Topology(slot.world_size, slot.workers, settings.batch)
-        self.shares = _file_shares(table, settings, self._topology)
-        if then is not None:
-            self._continue(then)
-        if self.shares:
-            self.order = order_by_files(table, settings.seed, epoch, settings.window, self.shares)
-        else:
-            self.order = order_by_rows(table, settings.seed, epoch, settings.window)
-        self._remaining = Remaining(self.order.rows, self.done)
-        self.samples = self._topology.of_worker(
-            self._remaining.rows, slot.rank, slot.worker, settings.even
+    if then.slot is not None and then.made_by != start.made_by:
+        raise CheckpointMismatch(
+            f"The state was made by {then.made_by}, and this is {start.made_by}. A state belongs "
+            "to its worker. To continue with another number of ranks or workers, give the states "
+            "of all ranks to datatrove_ckpt.torch.restore(loader, states)."
         )
-
-    def _continue(self, then: DatasetState) -> None:
-        then.check_order(self.settings.order)
-        self.done = then.done
-        known = then.order["shares"]
-        if known is not None:  # None: the state before the epoch began
-            self.shares = known
-        if then.slot is None:
-            return
-        made_by = f"{then.slot}, batch_size={then.batch}, even={then.even!r}"
-        this = f"{self.slot}, batch_size={self.settings.batch}, even={self.settings.even!r}"
-        if made_by != this:
-            raise CheckpointMismatch(
-                f"The state was made by {made_by}, and this is {this}. A state belongs to its "
-                "worker. To continue with another number of ranks or workers, give the states of "
-                "all ranks to datatrove_ckpt.torch.restore(loader, states)."
-            )
-        self.first = then.samples
-        self.skipped = then.skipped
-
-    def places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
-        places = self._topology.places(self.slot.rank, self.slot.worker, np.arange(low, high))
-        return self.order.locate(self._remaining.positions(places))
-
-    def state(self, samples: int, input_state: State) -> DatasetState:
-        return DatasetState(
-            epoch=self.epoch,
-            order=self.settings.order | {"shares": self.shares},
-            input=input_state,
-            done=self.done,
-            slot=self.slot,
-            samples=samples,
-            skipped=self.skipped,
-            batch=self.settings.batch,
-            even=self.settings.even,
-        )
+    order = then.order
+    if order["shares"] is None:  # the state before the epoch began
+        order = start.order
+    return replace(start, order=order, done=then.done, samples=then.samples, skipped=then.skipped)
 
 
-def _file_shares(table: BlockTable, settings: Settings, topology: Topology) -> int:
+def _file_shares(table: BlockTable, seed: int | None, topology: Topology) -> int:
     """Returns the number of shares of whole files; 0: shares are cut by rows.
 
     By rows, all workers read all blocks if rows are not shuffled or files are compressed. Then
     whole files are better, if they make even shares.
     """
     count = topology.slots if topology.batch == 1 else topology.ranks
-    if count == 1 or (settings.seed is not None and not table.is_stream.any()):
+    if count == 1 or (seed is not None and not table.is_stream.any()):
         return 0
     if unevenness(table, count) > _UNEVEN:
         return 0
@@ -175,41 +114,55 @@ _CHUNK_ROWS = 8192
 
 
 class Epoch(Iterator[object]):
-    """The samples of one worker.
+    """The samples of one worker: those at the positions of its slot.
 
     Args:
-        columns: samples are rows of these columns; None: documents.
+        then: the state that the epoch continues, of this slot or of all.
         after_end: the loaded state is of the end of the epoch before.
 
     Attributes:
         rest: the samples behind the first one, without a call in between.
+
+    Raises:
+        CheckpointMismatch: the state belongs to another slot, or another order.
     """
 
     def __init__(
         self,
-        source: RowSource,
-        plan: EpochPlan,
-        reader: SeekingReader,
-        columns: Sequence[str] | None,
-        transform: Callable[[Any], object] | None,
+        dataset: ReaderDataset,
+        slot: Slot,
+        number: int,
+        then: DatasetState | None = None,
         after_end: bool = False,
     ) -> None:
-        self._source = source
-        self._plan = plan
-        self._reader = reader
-        self._columns = columns
+        table = dataset._index.table
+        seed = dataset.shuffle_seed
+        self._dataset = dataset
+        self._slot = slot
+        self._number = number
         self._after_end = after_end
-        index = source.index
-        mean = int(index.table.bytes.sum()) // max(1, index.table.total)
+        self._topology = Topology(slot.world_size, slot.workers, dataset._batch)
+        start = dataset._state_at(number, slot, _file_shares(table, seed, self._topology))
+        if then is not None:
+            start = _continued(start, then)
+        shares = start.order["shares"]
+        if shares:
+            self._order = order_by_files(table, seed, number, dataset._window, shares)
+        else:
+            self._order = order_by_rows(table, seed, number, dataset._window)
+        self._remaining = Remaining(self._order.rows, start.done)
+        self._source = RowSource(dataset._index, self._order, dataset._read_columns)
+        mean = int(table.bytes.sum()) // max(1, table.total)
         self._chunk = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, mean)))
-        self._samples = plan.first
-        self._start = plan.state(plan.first, index.state).to_json()
+        self._start = start.to_json()
+        self._count = start.rows_of(slot)
+        self._samples = start.samples
+        self._missing = start.skipped
         self._is_used = False
         self._skipped = 0
-        self._missing = plan.skipped
         self.rest = self._read()
-        if transform is not None:
-            self.rest = map(transform, self.rest)
+        if dataset.transform is not None:
+            self.rest = map(dataset.transform, self.rest)
 
     def __next__(self) -> object:
         self._is_used = True
@@ -220,7 +173,7 @@ class Epoch(Iterator[object]):
 
     def row_name(self, behind: int) -> str:
         number = self._samples - behind
-        [row] = self._source.rows(*self._plan.places(number, number + 1))
+        [row] = self._source.rows(*self._places(number, number + 1))
         return f"Row {row.number} of {row.name!r}"
 
     def check_used(self, next_epoch: int) -> None:
@@ -229,8 +182,8 @@ class Epoch(Iterator[object]):
         A loader without workers that resumes with a state of the last batch of the epoch before
         reads nothing.
         """
-        epoch = self._plan.epoch
-        if self._after_end and not self._is_used and self._plan.samples and next_epoch != epoch:
+        epoch = self._number
+        if self._after_end and not self._is_used and self._count and next_epoch != epoch:
             self._after_end = False
             raise CheckpointMismatch(
                 f"Epoch {epoch} gave no sample: the state was saved at the last batch of epoch "
@@ -238,11 +191,16 @@ class Epoch(Iterator[object]):
                 f"{epoch - 1}: the rest of it is empty, and epoch {epoch} follows."
             )
 
+    def _places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
+        numbers = np.arange(low, high)
+        places = self._topology.places(self._slot.rank, self._slot.worker, numbers)
+        return self._order.locate(self._remaining.positions(places))
+
     def _read(self) -> Iterator[object]:
-        while self._samples < self._plan.samples:
+        while self._samples < self._count:
             first = self._samples
-            last = min(first + self._chunk, self._plan.samples)
-            for number, sample in enumerate(self._samples_of(first, last), start=first):
+            last = min(first + self._chunk, self._count)
+            for number, sample in enumerate(self._read_from(self._source, first, last), first):
                 if sample is None:
                     sample = self._instead_of(number)
                     self._missing += sample is None
@@ -250,21 +208,18 @@ class Epoch(Iterator[object]):
                 if sample is not None:
                     yield sample
 
-    def _samples_of(self, first: int, last: int) -> Iterable[object]:
-        places = self._plan.places(first, last)
-        if self._columns is None:
-            return map(self._make, self._source.rows(*places))
-        return self._source.samples(*places)
+    def _read_from(self, source: RowSource, first: int, last: int) -> Iterable[object]:
+        """Reads rows of the columns, or documents; None: a damaged line, or no document."""
+        places = self._places(first, last)
+        if self._dataset.columns is not None:
+            return source.samples(*places)
+        return map(self._document, source.rows(*places))
 
-    def _make(self, row: InputRow) -> object:
-        """Makes a document of a row, or returns the row if there are columns; None: damaged, or no
-        document.
-        """
+    def _document(self, row: InputRow) -> object:
         if row.data is None:
             return None
-        if self._columns is not None:
-            return json_row(row.data)
-        return self._reader.get_document_from_dict(row.data, row.name, row.number)
+        reader = self._dataset._plain_reader
+        return reader.get_document_from_dict(row.data, row.name, row.number)
 
     def _instead_of(self, number: int) -> object:
         """Returns a sample in place of the worker's row with this number, which holds no document.
@@ -272,7 +227,7 @@ class Epoch(Iterator[object]):
         Ranks that must be even get the worker's next document twice, which depends on the order
         alone. Others: None.
         """
-        is_even = self._plan.settings.even is not None
+        is_even = self._dataset._even is not None
         if not self._skipped:
             what = "this epoch has fewer samples than len() says"
             if is_even:
@@ -284,17 +239,16 @@ class Epoch(Iterator[object]):
         if not is_even:
             return None
         # Adapters take values out of the rows of a source.
-        others = RowSource(self._source.index, self._plan.order, self._source.columns)
-        total = self._plan.samples
+        others = RowSource(self._source.index, self._order, self._source.columns)
+        total = self._count
         # Those after it, then those before it.
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
-            high = min(low + self._chunk, total)
-            for other in map(self._make, others.rows(*self._plan.places(low, high))):
+            for other in self._read_from(others, low, min(low + self._chunk, total)):
                 if other is not None:
                     return other
         raise InputError(
-            f"None of the {total} rows of {self._plan.slot} holds a document. Is text_key "
-            f"({self._reader.text_key!r}) correct?"
+            f"None of the {total} rows of {self._slot} holds a document. Is text_key "
+            f"({self._dataset._plain_reader.text_key!r}) correct?"
         )
 
 
@@ -369,13 +323,18 @@ class ReaderDataset(StatefulIterable):
             shuffle_seed = int(shuffle_seed)  # NumPy's integers are no JSON
         if transform is None and columns is None:
             transform = text_and_id
-        batch = 1 if batch_size is None else int(batch_size)
         self.rank = int(rank)
         self.world_size = int(world_size)
         self.shuffle_seed = shuffle_seed
         self.transform = transform
         self.columns = columns
-        self.settings = Settings(shuffle_seed, parse_window(shuffle_window), even, batch)
+        self._window = parse_window(shuffle_window)
+        self._order = {
+            "shuffle_seed": shuffle_seed,
+            "window": [self._window.rows, self._window.bytes],
+        }
+        self._even = even
+        self._batch = int(batch_size or 1)
         self._plain_reader = copy.copy(reader)
         self._plain_reader.shuffle_seed = None  # the order is that of the epoch
         self._index = Index(self._plain_reader)
@@ -385,9 +344,7 @@ class ReaderDataset(StatefulIterable):
 
     def __len__(self) -> int:
         """Returns the number of samples of this rank in an epoch. Rows without a document count."""
-        return Topology(self.world_size, 1).of_rank(
-            self._index.table.total, self.rank, self.settings.even
-        )
+        return Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self._even)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch.
@@ -409,20 +366,28 @@ class ReaderDataset(StatefulIterable):
         is_next = state is not None and state["epoch"] != epoch
         if state is not None and not is_next:
             then = DatasetState.from_json(state)
-        plan = EpochPlan(self._index.table, self.settings, slot, epoch, then)
-        source = RowSource(self._index, plan.order, self._read_columns)
-        return Epoch(source, plan, self._plain_reader, self.columns, self.transform, is_next)
+        return Epoch(self, slot, epoch, then, is_next)
 
     # States --------------------------------------------------------------------------------------
 
+    def _state_at(self, epoch: int, slot: Slot | None, shares: int | None) -> DatasetState:
+        """Returns the state of the beginning of an epoch."""
+        return DatasetState(
+            epoch=epoch,
+            order=self._order | {"shares": shares},
+            input=self._index.state,
+            slot=slot,
+            batch=self._batch,
+            even=self._even,
+        )
+
     def _start_state(self) -> State:
-        order = self.settings.order | {"shares": None}
-        return DatasetState(self._shared.epoch, order, self._index.state).to_json()
+        return self._state_at(self._shared.epoch, None, None).to_json()
 
     def check_state(self, state: State) -> None:
         check_seals(state)
         then = DatasetState.from_json(state)
-        then.check_order(self.settings.order)
+        check_settings(then.order, self._order)
         self._index.check(then.input)
 
     def made(self, state: State, workers: int) -> bool:
@@ -430,7 +395,7 @@ class ReaderDataset(StatefulIterable):
         if then.slot is None:
             return True  # of all workers
         slot = Slot(self.rank, self.world_size, then.slot.worker, workers)
-        return (then.slot, then.batch, then.even) == (slot, self.settings.batch, self.settings.even)
+        return then.made_by == self._state_at(then.epoch, slot, None).made_by
 
     def _has_ended(self, state: State) -> bool:
         return DatasetState.from_json(state).has_ended()

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.inputs import misfit
@@ -32,6 +31,7 @@ from datatrove_ckpt.readers.positions import Row, State
 from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.blocks import Block, BlockInput, FilesReader
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
+from datatrove_ckpt.torch.states import check_settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -166,7 +166,7 @@ class RowBatches:
     """Rows of several tables, one after the other.
 
     Args:
-        tables: of the same columns. Types may differ as far as pyarrow can unify them.
+        tables: of one schema.
         joined: join the tables to few batches, because rows are taken in any order.
     """
 
@@ -206,7 +206,7 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         size += table.nbytes
         del table  # while the next one is read
         if size >= _JOINED:
-            joined = owned(pa.concat_tables(group, promote_options="permissive"))
+            joined = owned(pa.concat_tables(group))
             group = []
             size = 0
             count += 1
@@ -214,7 +214,7 @@ def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
                 pa.default_memory_pool().release_unused()
             yield joined
     if group:
-        yield owned(pa.concat_tables(group, promote_options="permissive"))
+        yield owned(pa.concat_tables(group))
 
 
 _OF_DICTS = 3
@@ -259,12 +259,7 @@ class Index:
         if then == now:
             return
         self._inputs.check_all(then["files"])
-        for key in ("skip", "limit"):
-            if then[key] != now[key]:
-                raise CheckpointMismatch(
-                    f"The state was made with {key}={then[key]}, and this reader has "
-                    f"{key}={now[key]}. Use the same, or start without the state."
-                )
+        check_settings(then, {key: now[key] for key in ("skip", "limit")})
         kept = then["content"]
         other_rows = [then["rows"], then["blocks"]] != [now["rows"], now["blocks"]]
         if other_rows or (kept != now["content"] and kept[0] == now["content"][0]):

@@ -77,8 +77,6 @@ class Mix(StatefulWrapper):
         self.weights = [float(weight) for weight in weights]
         self.seed = seed
         self.at_end = at_end
-        # Sources that gave no sample: one warning of each in a process.
-        self.warned: set[int] = set()
 
     def __len__(self) -> int:
         """Returns the number of samples of an epoch, if all are read once.
@@ -199,8 +197,7 @@ class Mixing(Iterator[object]):
     def _end(self, source: _Source) -> None:
         source.has_ended = source.is_at_end = True
         source.last = end_state(source.iterable)
-        if not source.has_given and source.number not in self._mix.warned:
-            self._mix.warned.add(source.number)
+        if not source.has_given:
             logger.warning(
                 f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample."
             )

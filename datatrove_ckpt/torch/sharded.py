@@ -15,13 +15,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as sharding
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -64,10 +65,8 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
             found += [each for group in state.param_groups for each in group["params"]]
         if not any(isinstance(each, DTensor) for each in found):
             alike[key] = content
-        elif isinstance(state, nn.Module | Optimizer):
-            parts[key] = state_of(key, states)
         else:
-            parts[key] = content
+            parts[key] = state_of(key, states)
     return alike, parts
 
 
@@ -77,32 +76,11 @@ def _content(state: Any) -> object:
     return state.state_dict()
 
 
-def check_fits(state: Any, content: Any) -> None:
-    """Raises ValueError if a dict or an optimizer cannot take the content."""
-    pairs: list[tuple[str, Any, Any]] = []
-    if isinstance(state, dict):
-        if "param_groups" in state:
-            raise ValueError("this is what an optimizer's state_dict() gave. Give the optimizer")
-        own = dict(leaves(state, ""))
-        pairs = [(place, own.get(place), then) for place, then in leaves(content, "")]
-    elif type(state) in _SHAPED:
-        parameters = chain(*(group["params"] for group in state.param_groups))
-        for number, now in enumerate(parameters):
-            kept = content["state"].get(number, {})
-            pairs += [(place, now, then) for place, then in leaves(kept, str(number))]
-    for place, now, then in pairs:
-        shape = getattr(then, "shape", None)
-        if shape and shape != getattr(now, "shape", shape):
-            raise ValueError(f"{place} was {list(shape)}, and this is {list(now.shape)}")
-
-
-_SHAPED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers whose states have the shapes of the parameters."""
-
-
 def give(state: Any, content: Any) -> None:
     """Restores a state whose content is known. Tensors in a dict keep their memory, which may be
     that of a model, unless they cannot hold the content.
+
+    Raises ValueError if a tensor of a dict has another shape.
     """
     if not isinstance(state, dict):
         state.load_state_dict(content)
@@ -111,13 +89,16 @@ def give(state: Any, content: Any) -> None:
         del state[key]
     for key, value in content.items():
         now: Any = state.get(key)
-        are_tensors = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+        if isinstance(now, dict) and isinstance(value, dict):
+            give(now, value)
+        elif not isinstance(now, torch.Tensor) or not isinstance(value, torch.Tensor):
+            state[key] = value
         # An integer would cut a number, a vector repeat it.
-        if are_tensors and now.shape == value.shape and torch.can_cast(value.dtype, now.dtype):
+        elif now.shape == value.shape and torch.can_cast(value.dtype, now.dtype):
             with torch.no_grad():
                 now.copy_(value)
-        elif isinstance(now, dict) and isinstance(value, dict):
-            give(now, value)
+        elif value.shape not in ((), now.shape):
+            raise ValueError(f"{key} was {list(value.shape)}, and this is {list(now.shape)}")
         else:
             state[key] = value
 
@@ -126,8 +107,6 @@ def state_of(key: str, states: States) -> object:
     """Returns the state that all ranks save or load together, with the object's own tensors or
     parts of them.
     """
-    import torch.distributed.checkpoint.state_dict as sharding
-
     state = states[key]
     if isinstance(state, nn.Module):
         return sharding.get_model_state_dict(state)
@@ -148,8 +127,6 @@ def _model_of(key: str, states: States) -> nn.Module:
 
 def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> None:
     """Writes the content, in all ranks of the group; None: there is one rank."""
-    import torch.distributed.checkpoint as dcp
-
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
 
@@ -158,8 +135,6 @@ def load_parts(
     key: str, states: States, folder: Path, group: ProcessGroup | None, only_plain: bool
 ) -> None:
     """Gives the object its state, in all ranks of the group."""
-    import torch.distributed.checkpoint as dcp
-    import torch.distributed.checkpoint.state_dict as sharding
 
     class Planner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
         def load_bytes(self, read_item: object, value: io.BytesIO) -> None:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
+from inspect import GEN_CLOSED, getgeneratorstate
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from loguru import logger
 
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError
 from datatrove_ckpt.readers.base import Stateful
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.states import Slot, check_seals, sealed
+from datatrove_ckpt.torch.states import Slot, check_seals, check_settings, sealed
 
 if TYPE_CHECKING:
     import torch
@@ -38,33 +39,6 @@ class Source(Stateful, Protocol):
     """An iterable of samples whose position can be saved and restored."""
 
     def __iter__(self) -> Iterator[object]: ...
-
-
-class Handle(Iterator[object]):
-    """The result of ``iter()``: the dataset sees when the caller drops it."""
-
-    __slots__ = ("__weakref__", "_next", "_note_read", "has_ended", "samples")
-
-    def __init__(self, samples: Iterator[object], note_read: Callable[[], None]) -> None:
-        self.samples = samples
-        self._note_read = note_read
-        self._next: Callable[[], object] | None = None  # before the first sample
-        self.has_ended = False
-
-    def __next__(self) -> object:
-        try:
-            if self._next is None:
-                return self._first()
-            return self._next()
-        except StopIteration:
-            self.has_ended = True
-            raise
-
-    def _first(self) -> object:
-        sample = next(self.samples)
-        self._note_read()
-        self._next = getattr(self.samples, "rest", self.samples).__next__
-        return sample
 
 
 _CELLS = 512
@@ -177,40 +151,13 @@ def _cell(what: int, worker: int | None) -> int:
     return _PER_WORKER + what * (_CELLS + 1) + place
 
 
-class Loaded:
-    """The state from which the next iteration resumes, once in each worker: these have copies of
-    it.
-    """
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._number = 0
-        self.state: State | None = None
-
-    def put(self, state: State) -> None:
-        self.state = state
-        self._number = -1
-        if this_worker()[0] is None:
-            self._number = self._shared.note_load()
-
-    def take(self, worker: int | None) -> State | None:
-        """Raises ConfigError if the workers were started before the state was loaded."""
-        if worker is not None and self._shared.loads > self._number >= 0:
-            raise ConfigError(
-                "A state was loaded into the dataset after the loader had started its workers, "
-                "which have copies. Load it before the first epoch, or make a new loader."
-            )
-        state = self.state
-        if state is None or worker is None or self._number < 0:
-            self.state = None
-            return state
-        if self._shared.take_load(self._number, worker):
-            return state
-        return None
-
-
 class Iteration(Iterator[object], Protocol):
     def state(self) -> State: ...
+
+
+_Samples = Generator[object, None, None]
+"""The result of ``iter()``: the dataset sees when the caller drops it."""
+_Begun = WeakKeyDictionary[_Samples, Iteration]
 
 
 class StatefulIterable(_Iterable):
@@ -221,9 +168,11 @@ class StatefulIterable(_Iterable):
 
     def _forget(self) -> None:
         self._shared = Shared()
-        self._loaded = Loaded(self._shared)
+        self._loaded: State | None = None
+        """The next iteration resumes from it, once in each worker, as workers have copies."""
+        self._load = 0
         self._running: Iteration | None = None
-        self._begun = WeakSet[Handle]()
+        self._begun = _Begun()
 
     @abstractmethod
     def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
@@ -259,10 +208,10 @@ class StatefulIterable(_Iterable):
 
     def __getstate__(self) -> State:
         # For workers that are not forked. They iterate themselves.
-        return self.__dict__ | {"_running": None, "_begun": None}  # a WeakSet cannot be pickled
+        return self.__dict__ | {"_running": None, "_begun": None}  # weak references
 
     def __setstate__(self, state: State) -> None:
-        self.__dict__ = state | {"_begun": WeakSet()}
+        self.__dict__ = state | {"_begun": _Begun()}
 
     def __iter__(self) -> Iterator[Any]:
         # No generator: torchdata calls state_dict() before the first sample, for the new iteration.
@@ -271,7 +220,7 @@ class StatefulIterable(_Iterable):
             self._shared.forget_workers()
         rank, ranks = place_of(self) or (0, 1)
         try:
-            state = self._loaded.take(number)
+            state = self._take_loaded(number)
             epoch = self._epoch_of(state, number, workers)
         except (CheckpointMismatch, ConfigError) as error:
             if number is None:
@@ -280,9 +229,31 @@ class StatefulIterable(_Iterable):
             self._running = NoSamples(error)
         else:
             self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
-        handle = Handle(self._running, lambda: self._shared.note_read(number))
-        self._begun.add(handle)
-        return handle
+        samples = self._samples(self._running, number)
+        self._begun[samples] = self._running
+        return samples
+
+    def _samples(self, running: Iteration, number: int | None) -> _Samples:
+        for sample in running:
+            self._shared.note_read(number)
+            yield sample
+            break
+        yield from getattr(running, "rest", running)
+
+    def _take_loaded(self, worker: int | None) -> State | None:
+        """Raises ConfigError if the workers were started before the state was loaded."""
+        if worker is not None and self._shared.loads > self._load >= 0:
+            raise ConfigError(
+                "A state was loaded into the dataset after the loader had started its workers, "
+                "which have copies. Load it before the first epoch, or make a new loader."
+            )
+        state = self._loaded
+        if state is None or worker is None or self._load < 0:
+            self._loaded = None
+            return state
+        if self._shared.take_load(self._load, worker):
+            return state
+        return None
 
     def _epoch_of(self, state: State | None, number: int | None, workers: int) -> int:
         """Raises CheckpointMismatch if the state is of another epoch, or all of an epoch would come
@@ -326,7 +297,11 @@ class StatefulIterable(_Iterable):
                 "and save loader.state_dict() instead of dataset.state_dict()."
             )
         if self._running is not None:
-            if any(each.samples is not self._running for each in self._begun if not each.has_ended):
+            if any(
+                running is not self._running
+                for samples, running in self._begun.items()
+                if getgeneratorstate(samples) != GEN_CLOSED
+            ):
                 raise ConfigError(
                     f"There are two iterations over one {type(self).__name__}: another one began "
                     "before this one had ended, and there is one position only, that of the "
@@ -334,8 +309,8 @@ class StatefulIterable(_Iterable):
                     "not needed any more."
                 )
             return sealed(self._state(self._running))
-        if self._loaded.state is not None:
-            return self._loaded.state
+        if self._loaded is not None:
+            return self._loaded
         return sealed(self._start_state())
 
     def load_state_dict(self, state_dict: State) -> None:
@@ -348,7 +323,10 @@ class StatefulIterable(_Iterable):
                 Another epoch or worker is found when the iteration begins.
         """
         self.check_state(state_dict)
-        self._loaded.put(state_dict)
+        self._loaded = state_dict
+        self._load = -1
+        if this_worker()[0] is None:
+            self._load = self._shared.note_load()
         self._running = None
         self._begun.clear()
 
@@ -440,13 +418,7 @@ class StatefulWrapper(StatefulIterable):
                 f"(version {state.get('version')}). Load it into what made it, or start the epoch "
                 "again without it."
             )
-        then = state["options"]
-        for key, now in self._options().items():
-            if then.get(key) != now:
-                raise CheckpointMismatch(
-                    f"The state of {name} was made with {key}={then.get(key)!r}, now {now!r}. "
-                    "Restore the setting, or start the epoch again without the state."
-                )
+        check_settings(state["options"], self._options())
         for source, its in self._sources_with(state):
             if hasattr(source, "check_state"):
                 source.check_state(its)

@@ -156,6 +156,10 @@ class DatasetState:
     def topology(self) -> Topology | None:
         return self.slot and Topology(self.slot.world_size, self.slot.workers, self.batch)
 
+    @property
+    def made_by(self) -> str:
+        return f"{self.slot}, batch_size={self.batch}, even={self.even!r}"
+
     def to_json(self) -> State:
         done = [each.to_json() for each in self.done]
         slot = self.slot and list(self.slot)
@@ -197,18 +201,15 @@ class DatasetState:
         left = Remaining(self.input["rows"], self.done).rows
         return topology.of_worker(left, slot.rank, slot.worker, self.even)
 
-    def check_order(self, now: State) -> None:
-        for key, name in (
-            ("shuffle_seed", "shuffle_seed"),
-            ("window", "shuffle_window (rows, bytes)"),
-        ):
-            old = self.order[key]
-            new = now[key]
-            if old != new:
-                raise CheckpointMismatch(
-                    f"The state was made with {name}={old}, and this is {new}. Use the same, or "
-                    "start without the state."
-                )
+
+def check_settings(then: State, now: State) -> None:
+    """Raises CheckpointMismatch if a state was made with other settings."""
+    for key in now:
+        if then.get(key) != now[key]:
+            raise CheckpointMismatch(
+                f"The state was made with {key}={then.get(key)!r}, now {now[key]!r}. Restore the "
+                "setting, or start the epoch again without the state."
+            )
 
 
 def is_state(content: object) -> bool:

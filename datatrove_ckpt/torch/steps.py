@@ -202,12 +202,8 @@ class Steps:
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
-    def load(self, name: StepName, file: str, only_plain: bool, mapped: bool = False) -> Any:
-        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
-
-        Args:
-            mapped: the tensors are on the disk: for a look at their shapes.
-        """
+    def load(self, name: StepName, file: str, only_plain: bool) -> Any:
+        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before."""
         import torch
 
         path = self.folder / str(name) / file
@@ -215,7 +211,7 @@ class Steps:
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
         with explained("read", path):
             try:
-                return torch.load(path, map_location="cpu", weights_only=only_plain, mmap=mapped)
+                return torch.load(path, map_location="cpu", weights_only=only_plain)
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."

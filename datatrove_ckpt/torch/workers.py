@@ -50,21 +50,18 @@ class OutlivesSignals:
         os._exit(0)
 
 
-def keep_workers(loader: DataLoader) -> None:
-    """Lets a loader's workers outlive signals. Call it before they start."""
+def keep_workers(loader: DataLoader, seed: int | None = None) -> None:
+    """Lets a loader's workers outlive signals. Call it before they start.
+
+    Args:
+        seed: of the workers' seeds. None: each iterator draws them from torch's generator, also in
+            a resumed epoch.
+    """
     inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
     usual = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and not isinstance(usual, OutlivesSignals):
         inner.worker_init_fn = OutlivesSignals(usual)
-
-
-def seed_workers(loader: DataLoader, seed: int) -> None:
-    """Gives a loader a generator for its workers' seeds.
-
-    Else each iterator would draw the seeds from torch's generator, also in a resumed epoch.
-    """
-    inner = getattr(loader, "base_dataloader", loader)
-    if getattr(inner, "generator", False) is None:
+    if seed is not None and getattr(inner, "generator", False) is None:
         inner.generator = torch.Generator().manual_seed(seed >> 1)
 
 

@@ -6,10 +6,8 @@ Needs torch and torchdata: ``uv pip install -e .[torch]``.
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from datatrove.data import Document
 from datatrove_ckpt.generation.as_read import as_read
 from tests.pages import blocks, torch_example
 from tests.patience import until
-from tests.real.test_training_checkpoints import processes_below
+from tests.real.test_training_checkpoints import kill, processes_below
 
 DOCUMENTS = 97
 
@@ -60,13 +58,7 @@ def started(tmp_path):
 
     yield start
     for process in running:
-        kill_below(process.pid)
-
-
-def kill_below(pid):
-    for each in processes_below(pid):
-        with suppress(ProcessLookupError):
-            os.kill(each, signal.SIGKILL)
+        kill(processes_below(process.pid))
 
 
 @pytest.mark.timeout(1800)  # six starts of torchrun
@@ -77,7 +69,7 @@ def test_the_script_in_the_docs_goes_on_after_kills(tmp_path, started):
     for saved in (10, 30):
         process = started("killed", HOLDS.format(saved + 3))
         until(tmp_path.joinpath(f"killed/run/step-{saved:08}").exists)
-        kill_below(process.pid)
+        kill(processes_below(process.pid))
         process.wait()
         assert not tmp_path.joinpath("killed/run/step-00000072").exists()
     assert started("killed").wait(300) == 0
@@ -88,6 +80,9 @@ def test_the_script_in_the_docs_goes_on_after_kills(tmp_path, started):
 
 
 def test_a_tensor_of_a_document_counts_by_type_shape_and_content():
+    def kept(tensor):
+        return as_read(Document(text="", id="a", metadata={"tensor": tensor}))
+
     ones = [
         torch.ones(2),
         torch.ones(2, dtype=torch.bfloat16),
@@ -95,9 +90,5 @@ def test_a_tensor_of_a_document_counts_by_type_shape_and_content():
         torch.ones(2, 1),
         torch.zeros(2),
     ]
-    assert len(
-        {as_read(Document(text="", id="a", metadata={"tensor": tensor})) for tensor in ones}
-    ) == len(ones)
-    assert as_read(Document(text="", id="a", metadata={"tensor": torch.ones(2)})) == as_read(
-        Document(text="", id="a", metadata={"tensor": torch.ones(2)})
-    )
+    assert len(set(map(kept, ones))) == len(ones)
+    assert kept(torch.ones(2)) == kept(torch.ones(2))

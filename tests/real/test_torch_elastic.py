@@ -229,44 +229,27 @@ def test_the_draws_after_a_merge_are_the_same_at_each_start(folder):
     assert orders[0] == orders[1]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [packed, mixed])
-def test_after_the_end_of_an_epoch_the_next_one_follows(folder, make, workers):
-    _, states = stopped(lambda place: make(folder, place), (2, workers), 1000)
-    other = loader(make(folder), 3)
-    assert restore(other, states) == 3
-
-
 def test_states_that_cannot_be_merged_are_refused(folder):
-    read, states = stopped(lambda place: packed(folder, place), (2, 2), 3)
-    assert read, "no sample came before the states"
-    _, earlier = stopped(lambda place: packed(folder, place), (2, 2), 2)
-    one = loader(packed(folder))
-    with pytest.raises(CheckpointMismatch, match=r"rank 1 of world_size=2.*is missing"):
-        restore(one, states[:1])
-    with pytest.raises(CheckpointMismatch, match=r"two states of rank 0"):
-        restore(one, [states[0], earlier[0], states[1]])
-    with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
-        restore(loader(Pack(rows(folder, (0, 1), transform=tokens_of), 17)), states)
-    other = ReaderDataset(
-        JsonlReader((folder / "rows").as_posix()), shuffle_seed=2, transform=tokens_of
-    )
-    with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
-        restore(loader(Pack(other, 16)), states)
-    with pytest.raises(CheckpointMismatch, match="no state of Pack"):
-        restore(one, stopped(lambda place: mixed(folder, place), (1, 0), 1)[1])
-    with pytest.raises(CheckpointMismatch, match="not of one run"):
-        merge([states[0], stopped(lambda place: packed(folder, place, pad=1), (2, 2), 3)[1][1]])
-    with pytest.raises(ConfigError, match="no state"):
-        restore(one, [{"model": 1}])
-    with pytest.raises(
-        ConfigError, match="needs a loader of a ReaderDataset, Pack or Mix, and this"
-    ):
-        restore(StatefulDataLoader([1]), states)
+    def states_of(make=packed, before=(2, 2), steps=3, **options):
+        return stopped(lambda place: make(folder, place, **options), before, steps)[1]
+
+    states = states_of()
     foreign = Pack(Rows([[1, 2, 3]] * 9), 2)
     next(iter(foreign))
-    with pytest.raises(CheckpointMismatch, match=r"is no ReaderDataset.*load_state_dict"):
-        merge([foreign.state_dict()])
+    for given, message in (
+        (states[:1], r"rank 1 of world_size=2.*is missing"),
+        ([states[0], states_of(steps=2)[0], states[1]], "two states of rank 0"),
+        (states_of(mixed, (1, 0), 1), "no state of Pack"),
+        ([states[0], states_of(pad=1)[1]], "not of one run"),
+        ([foreign.state_dict()], r"is no ReaderDataset.*load_state_dict"),
+        ([{"model": 1}], "no state"),
+    ):
+        with pytest.raises((CheckpointMismatch, ConfigError), match=message):
+            restore(loader(packed(folder)), given)
+    with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
+        restore(loader(Pack(rows(folder, (0, 1), transform=tokens_of), 17)), states)
+    with pytest.raises(ConfigError, match="needs a loader of a ReaderDataset, Pack or Mix, and"):
+        restore(StatefulDataLoader([1]), states)
 
 
 def test_states_of_different_steps_are_a_warning(folder, log):

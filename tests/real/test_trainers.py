@@ -17,7 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DataLoaderConfiguration, send_to_device
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -165,25 +165,6 @@ def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(folder, tmp
     for ranks in zip(*found, strict=True):
         assert sorted(row for whole, _ in ranks for row in whole) == list(range(ROWS))
         assert [resumed for _, resumed in ranks] == [whole for whole, _ in ranks]
-
-
-def test_batches_are_moved_to_the_device(folder):
-    """Accelerate's dispatcher, its default, takes the size of a batch from a tensor; all else is
-    moved as it is.
-    """
-    accelerator = Accelerator(cpu=True)
-    batch = next(iter(accelerator.prepare(DataLoader(dataset(folder), batch_size=BATCH))))
-    assert {(len(column), column.device) for column in batch.values()} == {
-        (BATCH, accelerator.device)
-    }
-    for options in ({"transform": None}, {"transform": None, "columns": ["text"]}):
-        loader = DataLoader(dataset(folder, **options), batch_size=BATCH)
-        assert all(
-            len(column) == BATCH
-            for column in send_to_device(next(iter(loader)), accelerator.device).values()
-        )
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
 
 
 def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_used(folder, ram):

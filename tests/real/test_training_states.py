@@ -4,18 +4,16 @@ twice.
 Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
+import itertools
 from collections import Counter
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
 from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
-from tests.real.loops import take, text_of, write_rows
+from tests.real.loops import take, text_of, texts, write_rows
 
 TEXTS = [f"text {i}" for i in range(100)]
 
@@ -189,50 +187,27 @@ def test_states_of_one_step_are_merged_also_at_the_end(folder, ends):
 @pytest.mark.parametrize("columns", [None, ["text"]])
 def test_damaged_lines_are_no_difference_between_steps(tmp_path, columns):
     """Rank 1 reads over many of them in each of its batches."""
-    (tmp_path / "a.jsonl").write_text(
-        "".join(
-            "{damaged\n" if number % 4 == 1 else f'{{"text": "{number}"}}\n'
-            for number in range(120)
-        )
-    )
+    lines = ["{damaged" if n % 4 == 1 else f'{{"text": "{n}"}}' for n in range(120)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    reader = JsonlReader(tmp_path.as_posix())
 
     def make(rank, ranks):
-        as_text = None if columns is None else lambda row: row["text"]
-        one = ReaderDataset(
-            JsonlReader(tmp_path.as_posix()),
-            rank,
-            ranks,
-            transform=as_text,
-            columns=columns,
-            batch_size=4,
-        )
-        return StatefulDataLoader(one, 4, collate_fn=as_texts)
+        one = ReaderDataset(reader, rank, ranks, columns=columns, batch_size=4)
+        return StatefulDataLoader(one, 4)
 
-    found = saved(make, 2, [5, 5])
-    states = [state for _, state in found]
-    again = []
-    for rank in (0, 1):
-        same = make(rank, 2)
-        restore(same, states)
-        again.append((take(iter(same), 1), same.state_dict()))
+    def take(loader, count=None):
+        return texts(itertools.islice(loader, count))
+
+    read = Counter()
+    states = []
+    for count in (5, 1):
+        loaders = [make(rank, 2) for rank in (0, 1)]
+        for one in loaders:
+            if count == 1:
+                restore(one, states)
+            read.update(take(one, count))
+        states = [one.state_dict() for one in loaders]
     other = make(0, 1)
-    restore(other, [state for _, state in again])
-    read = Counter([*found[0][0], *found[1][0], *again[0][0], *again[1][0], *take(other)])
+    restore(other, states)
+    read.update(take(other))
     assert read == Counter(str(number) for number in range(120) if number % 4 != 1)
-
-
-def as_texts(batch):
-    return [one["text"] if isinstance(one, dict) else one for one in batch]
-
-
-# What restore() finds at once --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_restore_refuses_another_input_before_the_first_batch(folder, workers):
-    saving = loader(folder, workers)
-    take(iter(saving), 3)
-    state = saving.state_dict()
-    pq.write_table(pa.table({"text": TEXTS}), Path(folder, "9.parquet"))
-    with pytest.raises(CheckpointMismatch, match=r"there were . files"):
-        restore(loader(folder, workers), [state])

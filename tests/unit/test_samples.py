@@ -166,13 +166,3 @@ def test_rows_of_many_columns_and_batches_in_any_order():
     for count in (1, 7, 200):
         check(tables, generator.permutation(200)[:count].tolist())
     check(tables, generator.integers(0, 200, 500).tolist())
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize(
-    "types", [(pa.int32(), pa.int64()), (pa.null(), pa.string()), (pa.string(), pa.large_string())]
-)
-def test_types_that_differ_are_unified(types):
-    values = {pa.null(): [None] * 2, pa.int32(): [1, 2], pa.int64(): [2**40, 3]}
-    tables = [pa.table({"a": pa.array(values.get(kind, ["a", "b"]), kind)}) for kind in types]
-    check(tables, [3, 0, 2, 1])

@@ -5,9 +5,7 @@ import itertools
 import json
 import pickle
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +16,7 @@ from datatrove.io import DataFolder
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import IpcReader, JsonlReader, ParquetReader
 from datatrove_ckpt.readers.positions import position_state
-from datatrove_ckpt.torch.dataset import Epoch, EpochPlan, ReaderDataset, Settings, parse_window
+from datatrove_ckpt.torch.dataset import Epoch, ReaderDataset, parse_window
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
@@ -51,37 +49,12 @@ def reader(request, tmp_path):
     return write(tmp_path / "input", request.param)
 
 
-_INDEXES = WeakKeyDictionary()
+def made(reader, **changes):
+    return ReaderDataset(reader, **({"shuffle_seed": 1, "shuffle_window": 20} | changes))
 
 
-def index_of(reader):
-    """Made once, as a dataset does."""
-    if reader not in _INDEXES:
-        _INDEXES[reader] = Index(reader)
-    return _INDEXES[reader]
-
-
-def order_of(table, chosen):
-    return order_by_rows(table, chosen.seed, 0, chosen.window)
-
-
-def settings(**changes):
-    usual = {"seed": 1, "window": parse_window(20), "even": None, "batch": 1}
-    return Settings(**(usual | changes))
-
-
-def epoch(
-    reader,
-    slot,
-    then=None,
-    columns=None,
-    number=0,
-    **changes,
-):
-    index = index_of(reader)
-    state = DatasetState.from_json(then) if then else None
-    plan = EpochPlan(index.table, settings(**changes), slot, number, state)
-    return Epoch(RowSource(index, plan.order, columns), plan, reader, columns, None)
+def epoch(dataset, slot, then=None, number=0):
+    return Epoch(dataset, slot, number, then and DatasetState.from_json(then))
 
 
 ALONE = Slot(0, 1, 0, 1)
@@ -97,34 +70,32 @@ def slots(ranks, workers):
 def test_each_row_is_read_once(reader, ranks):
     options = [
         {},
-        {"seed": None},
-        {"batch": 4},
-        {"seed": None, "batch": 3},
+        {"shuffle_seed": None},
+        {"batch_size": 4},
+        {"shuffle_seed": None, "batch_size": 3},
     ]
     for changes, workers in itertools.product(options, (1, 2, 3)):
-        read = [
-            [document.id for document in epoch(reader, slot, **changes)]
-            for slot in slots(ranks, workers)
-        ]
+        dataset = made(reader, **changes)
+        read = [[sample["id"] for sample in epoch(dataset, slot)] for slot in slots(ranks, workers)]
         assert sorted(itertools.chain(*read)) == sorted(row["id"] for row in ROWS)
         lengths = [len(ids) for ids in read]
-        assert max(lengths) - min(lengths) <= changes.get("batch", 1)
-        if (ranks, workers, changes.get("seed", 1)) == (1, 1, None):
+        assert max(lengths) - min(lengths) <= changes.get("batch_size", 1)
+        if (ranks, workers, changes.get("shuffle_seed", 1)) == (1, 1, None):
             assert read[0] == [row["id"] for row in ROWS]
 
 
 def test_the_states_of_all_ranks_continue_with_any_other_number(reader):
-    options = [{}, {"seed": None}]
+    datasets = itertools.cycle([made(reader), made(reader, shuffle_seed=None)])
     changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)
-    for (before, after), changes in zip(changed, itertools.cycle(options), strict=False):
+    for (before, after), dataset in zip(changed, datasets, strict=False):
         read, states = Counter[str](), []
         for slot in slots(*before):
-            running = epoch(reader, slot, **changes)
-            read.update(document.id for document in itertools.islice(running, 5 + slot.worker))
+            running = epoch(dataset, slot)
+            read.update(sample["id"] for sample in itertools.islice(running, 5 + slot.worker))
             states.append(running.state())
         merged = merge(states)
         for slot in slots(*after):
-            read.update(document.id for document in epoch(reader, slot, merged, **changes))
+            read.update(sample["id"] for sample in epoch(dataset, slot, merged))
         assert len(read) == len(ROWS)
         assert set(read.values()) == {1}
 
@@ -144,37 +115,36 @@ def write_holes(folder):
 
 
 def test_rows_that_hold_no_document_are_left_out_and_named_once(tmp_path, log):
-    read = [document.text for document in epoch(write_holes(tmp_path / "input"), ALONE)]
-    assert sorted(read, key=int) == [str(i) for i in range(12) if i % 3 != 1]
+    found = [sample["text"] for sample in made(write_holes(tmp_path / "input"))]
+    assert sorted(found, key=int) == [str(i) for i in range(12) if i % 3 != 1]
     assert len([line for line in log if "a.jsonl' holds no document" in line]) == 1
 
 
 def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path):
-    reader = write_holes(tmp_path / "input")
+    dataset = made(write_holes(tmp_path / "input"), even="drop")
     for slot in slots(2, 1):
-        whole = [document.text for document in epoch(reader, slot, even="drop")]
+        whole = list(epoch(dataset, slot))
         assert len(whole) == 6
         for stop in range(6):
-            running = epoch(reader, slot, even="drop")
-            assert [document.text for document in itertools.islice(running, stop)] == whole[:stop]
-            assert [
-                document.text for document in epoch(reader, slot, running.state(), even="drop")
-            ] == whole[stop:]
+            running = epoch(dataset, slot)
+            assert list(itertools.islice(running, stop)) == whole[:stop]
+            assert list(epoch(dataset, slot, running.state())) == whole[stop:]
 
 
 def test_even_ranks_without_any_document_are_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "a"}\n' * 5)
     with pytest.raises(InputError, match=r"None of the 5 rows .*'text'"):
-        next(epoch(JsonlReader(tmp_path.as_posix()), ALONE, even="drop"))
+        next(iter(made(JsonlReader(tmp_path.as_posix()), even="drop")))
 
 
 # States ------------------------------------------------------------------------------------------
 
 
-def states_of(reader, topology, samples=3, **changes):
+def states_of(reader, topology, samples=3, number=0, **changes):
     found = []
+    dataset = made(reader, **changes)
     for slot in slots(*topology):
-        running = epoch(reader, slot, **changes)
+        running = epoch(dataset, slot, number=number)
         list(itertools.islice(running, samples))
         found.append(running.state())
     return found
@@ -191,20 +161,24 @@ def test_a_state_belongs_to_its_worker(parquet):
         with pytest.raises(
             CheckpointMismatch, match=r"rank 0 of world_size=2, worker 0 of num_workers=2.*restore"
         ):
-            epoch(parquet, slot, state)
-    for changes in ({"batch": 2}, {"even": "drop"}):
+            epoch(made(parquet), slot, state)
+    for changes in ({"batch_size": 2}, {"even": "drop"}):
         with pytest.raises(CheckpointMismatch, match="batch_size=1, even=None"):
-            epoch(parquet, Slot(0, 2, 0, 2), state, **changes)
+            epoch(made(parquet, **changes), Slot(0, 2, 0, 2), state)
 
 
-def test_another_order_or_version_is_refused(parquet):
+@pytest.mark.parametrize(
+    ("changes", "other", "message"),
+    [
+        ({"shuffle_seed": 2}, {}, "shuffle_seed=1, now 2"),
+        ({"shuffle_window": "1MB"}, {}, "window="),
+        ({}, {"version": 9}, "version 9 .* reads version 3"),
+    ],
+)
+def test_another_order_or_version_is_refused(parquet, changes, other, message):
     (state,) = states_of(parquet, (1, 1))
-    with pytest.raises(CheckpointMismatch, match="shuffle_seed=1, and this is 2"):
-        epoch(parquet, ALONE, state, seed=2)
-    with pytest.raises(CheckpointMismatch, match="shuffle_window"):
-        epoch(parquet, ALONE, state, window=parse_window("1MB"))
-    with pytest.raises(CheckpointMismatch, match=r"version 9 .* reads version 3"):
-        DatasetState.from_json(state | {"version": 9})
+    with pytest.raises(CheckpointMismatch, match=message):
+        made(parquet, **changes).load_state_dict(state | other)
 
 
 def test_what_cannot_be_merged_is_named(parquet):
@@ -244,9 +218,7 @@ def test_another_skip_or_limit_is_named(tmp_path):
     (state,) = states_of(reader, (1, 1))
     for changes in ({"skip": 2}, {"limit": 5}):
         (name,) = changes
-        with pytest.raises(
-            CheckpointMismatch, match=rf"with {name}=(0|-1), and this reader has {name}=\d"
-        ):
+        with pytest.raises(CheckpointMismatch, match=rf"with {name}=(0|-1), now \d"):
             Index(ParquetReader((tmp_path / "input").as_posix(), **changes)).check(state["input"])
 
 
@@ -322,22 +294,14 @@ def test_a_state_of_many_workers_and_files_is_small(tmp_path):
             f'{{"text": "{number}"}}\n' * 20
         )
     reader = JsonlReader(tmp_path.as_posix())
+    dataset = made(reader)
     state = None
     for ranks, workers in ((16, 4), (3, 5), (2, 2), (64, 2)):
         states = []
         for slot in slots(ranks, workers):
-            plan = EpochPlan(
-                index_of(reader).table,
-                settings(),
-                slot,
-                0,
-                DatasetState.from_json(state) if state else None,
-            )
-            states.append(
-                plan.state(
-                    min(plan.samples, 2 - (slot.worker > 1)), index_of(reader).state
-                ).to_json()
-            )
+            running = epoch(dataset, slot, state)
+            list(itertools.islice(running, 2 - (slot.worker > 1)))
+            states.append(running.state())
         assert max(len(json.dumps(one)) for one in states) < 1000
         state = merge(states)
 
@@ -346,16 +310,14 @@ _POOLS = []
 """A pool must outlive all that was allocated in it."""
 
 
-@contextmanager
-def counted():
-    """Counts what pyarrow allocates in the block."""
+@pytest.fixture
+def pool():
+    """Counts what pyarrow allocates."""
     usual = pa.default_memory_pool()
     _POOLS.append(pa.proxy_memory_pool(usual))
     pa.set_memory_pool(_POOLS[-1])
-    try:
-        yield _POOLS[-1]
-    finally:
-        pa.set_memory_pool(usual)
+    yield _POOLS[-1]
+    pa.set_memory_pool(usual)
 
 
 def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path):
@@ -363,8 +325,8 @@ def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path):
     pq.write_table(
         pa.table({"n": np.zeros(200_000, np.int8)}), tmp_path / "a.parquet", row_group_size=1000
     )
-    table = index_of(ParquetReader(tmp_path.as_posix())).table
-    [share] = order_of(table, settings(window=parse_window("1MB"))).shares
+    table = Index(ParquetReader(tmp_path.as_posix())).table
+    [share] = order_by_rows(table, 1, 0, parse_window("1MB")).shares
     assert share.rows / len(share._ends) <= 2**20 / 64
 
 
@@ -377,9 +339,8 @@ def test_texts_that_pyarrow_cannot_take_are_read(tmp_path, seed, columns):
             file.write_batch(
                 pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())})
             )
-    reader = IpcReader(tmp_path.as_posix())
-    ranks = [epoch(reader, Slot(rank, 2, 0, 1), columns=columns, seed=seed) for rank in range(2)]
-    found = [one["text"] if columns else one.text for rank in ranks for one in rank]
+    dataset = made(IpcReader(tmp_path.as_posix()), columns=columns, shuffle_seed=seed)
+    found = [sample["text"] for slot in slots(2, 1) for sample in epoch(dataset, slot)]
     assert sorted(found) == sorted(texts)
 
 
@@ -390,7 +351,7 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path,
         pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
     index = Index(ParquetReader(tmp_path.as_posix()))
     index.blocks.unify(["x"])
-    order = order_of(index.table, settings(seed=seed, window=parse_window(40)))
+    order = order_by_rows(index.table, seed, 0, parse_window(40))
     for first in range(0, 200, 10):
         source = RowSource(index, order, ["x"])  # as after a resume
         rows = source.samples(*order.locate(np.arange(first, first + 10)))
@@ -398,28 +359,24 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path,
 
 
 @pytest.mark.matrix("case", ["large rows", "repeated texts", "compressed batches"])
-def test_what_is_read_beside_a_window_is_bounded(tmp_path, case):
+def test_what_is_read_beside_a_window_is_bounded(tmp_path, pool, case):
     """Beside the window: one group that is being decoded, of one file, and not one of each file."""
+    count, length = (4000, 4000) if case == "repeated texts" else (4, 4_000_000)
+    kind = "parquet"
+    options = {}
+    if case == "compressed batches":
+        kind = "arrow"
+        options = {"options": pa.ipc.IpcWriteOptions(compression="zstd")}
     for number in range(6):
-        if case == "compressed batches":
-            table = pa.table({"x": pa.array([[number] * 1000] * 4000, pa.list_(pa.int32()))})
-            options = pa.ipc.IpcWriteOptions(compression="zstd")
-            with pa.ipc.new_file(
-                tmp_path / f"{number}.arrow", table.schema, options=options
-            ) as file:
-                file.write_table(table)
-        else:
-            count, length = (4000, 4000) if case == "repeated texts" else (4, 4_000_000)
-            texts = [f"{number}{row % 3}" * (length // 2) for row in range(count)]
-            pq.write_table(pa.table({"x": texts}), tmp_path / f"{number}.parquet")
-    with counted() as pool:
-        index = Index(
-            (IpcReader if case == "compressed batches" else ParquetReader)(tmp_path.as_posix())
-        )
-        order = order_of(index.table, settings(window=parse_window("16MB")))
-        source = RowSource(index, order, ["x"])
-        for place in range(0, index.table.total, index.table.total // 24):
-            source.rows(*order.locate(np.arange(place, place + 1)))
+        column = [f"{number}{row % 3}" * (length // 2) for row in range(count)]
+        if options:
+            column = pa.array([[number] * 1000] * 4000, pa.list_(pa.int32()))
+        write_table(tmp_path / f"{number}.{kind}", pa.table({"x": column}), **options)
+    index = Index(reader_of(tmp_path, kind))
+    order = order_by_rows(index.table, 1, 0, parse_window("16MB"))
+    source = RowSource(index, order, ["x"])
+    for place in range(0, index.table.total, index.table.total // 24):
+        source.rows(*order.locate(np.arange(place, place + 1)))
     assert pool.max_memory() < 16e6 + 3 * 17e6, "6 files have 16 MB each"
 
 

@@ -46,10 +46,10 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
-from datatrove_ckpt.rollouts.templates import parse
 
 if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl

@@ -416,18 +416,6 @@ def test_workers_are_processes_that_share_the_tasks():
     assert os.getpid() not in pids
 
 
-def test_workers_without_a_task_of_their_own_are_told_what_helps(command, log):
-    with FakeServer() as server:
-        write(server)
-        command("run", "job.yaml", "--workers", "4")
-        (said,) = [line for line in log if "workers is 4, but there is work for 1" in line]
-        assert "start a new run with tasks: 4, and at least as many input files." in said
-        log.clear()
-        tasks = ("--tasks", "2", "--workers", "2", "--run-folder", "runs/y")
-        command("run", "job.yaml", *tasks)
-        assert not [line for line in log if "workers is" in line]
-
-
 def test_slurm_gets_a_task_for_each_file(capsys, log):
     for number in range(3):
         Path(f"documents/{number}.jsonl").touch()

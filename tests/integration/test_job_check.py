@@ -113,14 +113,15 @@ def test_markers_stay_until_all_checks_have_passed(run):
 OTHER_MODEL = "--pipeline.1.config.model_name_or_path=other"
 
 
-def test_another_job_on_a_finished_one_is_refused_also_if_changes_are_accepted(run):
+def test_another_job_on_a_finished_one_is_refused_once_with_both_values(run):
     run()
     before = written()
-    for change, said in (
-        ("--executor.tasks=6", "Finished with the old settings: tasks 0, 1, 2."),
-        (OTHER_MODEL, "All tasks"),
+    for change, field, said in (
+        ("--executor.tasks=6", "tasks: 3 -> 6", "Finished with the old settings: tasks 0, 1, 2."),
+        (OTHER_MODEL, 'model: "fake" -> "other"', "All tasks"),
     ):
         error = run(change, "--pipeline.1.accept_changes=true", code=1)
+        assert error.count(field) == 1
         assert "(tasks 0, 1, 2) were made by another run" in error
         assert said in error
         assert not run.server.asked

@@ -76,10 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from datatrove_ckpt.process.task_errors import safe_log
 
     safe_log()
+    takes_overrides = "config" in arguments
+    if overrides and "what" in arguments:
+        from datatrove_ckpt.run_folder.where import is_config
+
+        takes_overrides = is_config(arguments.what)
     for override in overrides:
         flag, equals, _ = override.partition("=")
         hint = did_you_mean(flag.lower(), _own_flags(given) - {"--"}, 0.75)
-        if not _takes_overrides(arguments):
+        if not takes_overrides:
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
         kinds = _flags_of_settings().get(flag.replace("_", "-"), {})
         if not equals and bool in kinds.values():
@@ -94,27 +99,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             "--run-folder ..."
         )
     arguments.overrides = overrides
-    arguments.command = _run_command(arguments, given)
+    arguments.command = ["datatrove-ckpt", *given]
     with written_in(""):
         return _call(arguments)
 
 
-def _run_command(arguments: argparse.Namespace, given: list[str]) -> list[str]:
-    """Returns the command that runs the job; empty for commands that look at a run."""
-    if arguments.name not in ("run", "doctor"):
-        return []
-    if arguments.name == "doctor":
-        config = []
-        if arguments.config is not None:
-            config = [arguments.config]
-        given = ["run", *config, *arguments.overrides]
-    return ["datatrove-ckpt", *given]
-
-
 def _call(arguments: argparse.Namespace) -> int:
+    from datatrove_ckpt.checkpoint.training_steps import is_training
+
+    place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
+    name = arguments.module
+    if arguments.name in _OF_TRAININGS and is_training(place):
+        name = "training"
     try:
         with gc_paused():
-            module = import_module(f"datatrove_ckpt.cli.{_module_of(arguments)}")
+            module = import_module(f"datatrove_ckpt.cli.{name}")
         code: int = getattr(module, arguments.name)(arguments)
     except ConfigError as error:
         return fail(error, 2)
@@ -123,20 +122,17 @@ def _call(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _module_of(arguments: argparse.Namespace) -> str:
-    from datatrove_ckpt.checkpoint.training_steps import is_training
-
-    place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
-    if arguments.name in _OF_TRAININGS and is_training(place):
-        return "training"
-    module: str = arguments.module
-    return module
-
-
 class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if "(SETTINGS)\n" in str(self.epilog):
-            self.epilog = str(self.epilog).replace("(SETTINGS)\n", _settings_help())
+            from datatrove_ckpt.cli.job_settings import ShortJob
+
+            text = "settings of a job, in CONFIG or as flags (all others: docs/settings.md):\n"
+            wrapper = textwrap.TextWrapper(80, subsequent_indent=" " * 18)
+            for name, (_, meaning) in meanings(ShortJob).items():
+                wrapper.initial_indent = f"  --{name.replace('_', '-'):14}"
+                text += f"{wrapper.fill(meaning)}\n"
+            self.epilog = str(self.epilog).replace("(SETTINGS)\n", text)
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
@@ -191,16 +187,6 @@ def _flags_of_settings() -> dict[str, dict[str, object]]:
     return {f"--{name.replace('_', '-')}": kinds for name, kinds in settings().items()}
 
 
-def _settings_help() -> str:
-    from datatrove_ckpt.cli.job_settings import ShortJob
-
-    lines = ["settings of a job, in CONFIG or as flags (all others: docs/settings.md):"]
-    for name, (_, meaning) in meanings(ShortJob).items():
-        flag = f"  --{name.replace('_', '-')}"
-        lines += textwrap.wrap(meaning, 80, initial_indent=f"{flag:18}", subsequent_indent=" " * 18)
-    return "\n".join([*lines, ""])
-
-
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments into plain arguments and overrides, which are unknown flags.
 
@@ -225,14 +211,6 @@ def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _own_flags(arguments: list[str]) -> set[str]:
     options = {name: given for name, _, _, given in _COMMANDS}.get(next(iter(arguments), ""), ())
     return {"-h", "--help", "--version", "--", *(name for names, _ in options for name in names)}
-
-
-def _takes_overrides(arguments: argparse.Namespace) -> bool:
-    if "what" not in arguments:
-        return "config" in arguments
-    from datatrove_ckpt.run_folder.where import is_config
-
-    return is_config(arguments.what)
 
 
 def _count(text: str) -> int:

@@ -46,10 +46,10 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
+from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
-from datatrove_ckpt.rollouts.templates import parse
 
 if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
@@ -198,7 +198,9 @@ def expand(content: Node, only_look: bool = False) -> Node:
         tasks = 1 if only_look else _count_tasks(reader["init_args"], job)
     rollout = _rollout(job, content)
     if isinstance(rollout, dict) and reader["class_path"] == "PageReader":
-        _send_media(rollout)
+        known = parameters_of(import_name(rollout["class_path"], form()))[0]
+        if "images" in known:
+            rollout["init_args"]["images"] = "media"
     answer = begun.get("answer")
     # This machine cannot see the files of a run that began elsewhere.
     if not begun and not url and job.task != "batch":
@@ -235,7 +237,6 @@ def expand(content: Node, only_look: bool = False) -> Node:
 
 
 def _mistake(text: str) -> ConfigError:
-    """Returns an error in the file, or in what else has the settings."""
     return ConfigError(f"{form()}: {text}")
 
 
@@ -297,11 +298,6 @@ def _first_request(reader: Node) -> Node:
                         if {"custom_id", "body"} <= row.keys():
                             return row
     return {}
-
-
-def _send_media(rollout: Node) -> None:
-    if "images" in parameters_of(import_name(rollout["class_path"], form()))[0]:
-        rollout["init_args"]["images"] = "media"
 
 
 def _allow_no_text(reader: Node, rollout: object) -> None:
@@ -576,7 +572,11 @@ def _reader(given: str, only_look: bool) -> Node:
         known = texts or known
     known = rows or known
     others = [name for name in names if _suffix(name) not in known]
-    odd = [name for name in others if pattern or _looks_like(name, known)]
+    odd = [  # such as b.jsonl.bak
+        name
+        for name in others
+        if pattern or any(suffix in posixpath.basename(name).lower() for suffix in known)
+    ]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
     problem = ""
     if linked:
@@ -629,11 +629,6 @@ def _list(folder: str, pattern: str | None) -> list[str]:
     if not names and "://" not in folder and not Path(folder).is_dir():
         raise _mistake(f"input: {Path(folder).absolute()} is not a folder.")
     return names
-
-
-def _looks_like(name: str, suffixes: list[str]) -> bool:
-    """Returns whether a file resembles a supported one, as ``b.jsonl.bak``."""
-    return any(suffix in posixpath.basename(name).lower() for suffix in suffixes)
 
 
 def _count_tasks(reader: Node, job: ShortJob) -> int:

@@ -159,11 +159,13 @@ def _build(node: object, place: str, kinds: Sequence[object]) -> object:
         raise ConfigError(f"{place}: needs class_path (and init_args); it is {show(node)}.")
     refuse_unknown(node, ["class_path", "init_args"], place)
     found = import_name(node["class_path"], place)
-    if not isinstance(found, type) or not _is_one_of(found, kinds):
-        wanted = "a class"
-        if isinstance(found, type):
-            wanted = in_words(kinds)
-        raise ConfigError(f"{place}: class_path: {show(node['class_path'])} is not {wanted}.")
+    shown = f"{place}: class_path: {show(node['class_path'])}"
+    if not isinstance(found, type):
+        raise ConfigError(f"{shown} is not a class.")
+    origins = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
+    is_wanted = any(inspect.isclass(one) and issubclass(found, one) for one in origins)
+    if not (is_wanted or Any in kinds):
+        raise ConfigError(f"{shown} is not {in_words(kinds)}.")
     label = place
     if place == "executor" or place.endswith("]"):
         label = form() or f"{place} {found.__name__}"
@@ -242,7 +244,12 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
         value = _items(kinds, value, label, key)
     elif isinstance(value, str) and not {str, Any} & {*kinds}:
         if any(map(is_callable, kinds)):
-            return _function(value, place)
+            found = import_name(value, place, "function")
+            if isinstance(found, type):
+                raise ConfigError(f'{place}: "{value}" is a class; write class_path: {value}.')
+            if not callable(found):
+                raise ConfigError(f'{place}: "{value}" is not a function.')
+            return found
         # A quoted number.
         if takes(hint, read_value(value)):
             value = read_value(value)
@@ -298,16 +305,6 @@ def _value_hint(kinds: Sequence[object], value: JsonObject) -> object:
             if not (plain and is_one):
                 return inner[1]
     return None
-
-
-def _function(path: str, place: str) -> object:
-    found = import_name(path, place, "function")
-    if isinstance(found, type) or not callable(found):
-        advice = "not a function"
-        if isinstance(found, type):
-            advice = f"a class; write class_path: {path}"
-        raise ConfigError(f'{place}: "{path}" is {advice}.')
-    return found
 
 
 def import_name(path: object, place: str, what: str = "class") -> Any:
@@ -457,11 +454,6 @@ def _dataclasses(kinds: Iterable[object]) -> list[type]:
     return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
 
 
-def _is_one_of(cls: type, kinds: Sequence[object]) -> bool:
-    origins = [Callable if is_callable(kind) else origin(kind) for kind in kinds]
-    return Any in kinds or any(inspect.isclass(one) and issubclass(cls, one) for one in origins)
-
-
 def read_value(text: str) -> object:
     try:
         return yaml.load(text, Loader)
@@ -570,18 +562,15 @@ class FullConfig:
             return {key: self._masked(f"{name}.{key}", part) for key, part in value.items()}
         cls = import_name(value["class_path"], "class_path")
         given = {}
+        declared = {
+            name
+            for base in cls.__mro__
+            if base.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
+            for name in parameters_of(base)[0]
+        }
         for key, part in (value.get("init_args") or {}).items():
             known_as = key
-            if _is_declared(cls, key):  # such as ``text_key``, which is no secret by its name
+            if key in declared:  # such as ``text_key``, which is no secret by its name
                 known_as = ""
             given[key] = self._masked(known_as, part)
         return {"class_path": value["class_path"], "init_args": given}
-
-
-def _is_declared(cls: type, name: str) -> bool:
-    """Returns whether datatrove's or our class has the argument."""
-    return any(
-        name in parameters_of(base)[0]
-        for base in cls.__mro__
-        if base.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
-    )

@@ -1,1 +1,1 @@
-"""Executors: processes of this machine, jobs of Hugging Face, job arrays of Slurm."""
+"""Executors: processes of this machine, jobs of Hugging Face or Kubernetes, arrays of Slurm."""

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from datatrove.data import Document
 
 from datatrove_ckpt.common.formatting import safe_repr
+from datatrove_ckpt.config.templates import fill, lacks
 from datatrove_ckpt.errors import ConfigError, UnexpectedExit
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.rollouts import InvalidMedia, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import MEDIA
 from datatrove_ckpt.rollouts.source import prompt_source
-from datatrove_ckpt.rollouts.templates import fill, lacks
 
 if TYPE_CHECKING:
     from datatrove_ckpt.process.preemption import Preemption

@@ -16,12 +16,12 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common.declared import Count
+from datatrove_ckpt.config.templates import check_template, fill, times_text
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import is_cut_off
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
 from datatrove_ckpt.rollouts.settings import ReadyMade
 from datatrove_ckpt.rollouts.source import prompt_source
-from datatrove_ckpt.rollouts.templates import check_template, fill, times_text
 
 # Where a text may be split, best first: after a blank line, a sentence, a word.
 _BOUNDARIES = (

@@ -11,11 +11,11 @@ from datatrove.data import Document
 
 from datatrove_ckpt.common.declared import Count
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.templates import check_template
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import FIELDS, Generate, Payload
 from datatrove_ckpt.rollouts.prompt import filled_text
 from datatrove_ckpt.rollouts.settings import WholeText
-from datatrove_ckpt.rollouts.templates import check_template
 
 
 @dataclass

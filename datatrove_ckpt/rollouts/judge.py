@@ -10,6 +10,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import CANNED, is_cut_off
 from datatrove_ckpt.rollouts.chunked import sum_usage
@@ -17,7 +18,6 @@ from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload
 from datatrove_ckpt.rollouts.media import with_media
 from datatrove_ckpt.rollouts.prompt import PromptRollout
 from datatrove_ckpt.rollouts.source import prompt_source
-from datatrove_ckpt.rollouts.templates import parse
 
 _OF_THE_ANSWER = ("system_prompt", "generation_params", "json_schema", "regex", "choice")
 _ANSWER = ("", "key", "answer")

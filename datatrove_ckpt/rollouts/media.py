@@ -34,10 +34,10 @@ from fsspec.utils import get_protocol
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import error_text, missing_package
 from datatrove_ckpt.common.memory import ByteBudget, media_bytes
+from datatrove_ckpt.config.templates import lacks
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import Payload
 from datatrove_ckpt.rollouts.source import Messages
-from datatrove_ckpt.rollouts.templates import lacks
 
 MEDIA = "media"
 """``images`` of a document's own media, and not of a column."""

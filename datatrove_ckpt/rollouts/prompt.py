@@ -12,6 +12,13 @@ from datatrove.data import Document
 
 from datatrove_ckpt.common.declared import Count
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.templates import (
+    BARE,
+    check_template,
+    fill,
+    parse,
+    times_text,
+)
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.cutting import cut_to_chars, cut_to_tokens, fits_for_sure
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
@@ -26,13 +33,6 @@ from datatrove_ckpt.rollouts.media import (
 )
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
 from datatrove_ckpt.rollouts.source import prompt_source, with_system
-from datatrove_ckpt.rollouts.templates import (
-    BARE,
-    check_template,
-    fill,
-    parse,
-    times_text,
-)
 
 
 @dataclass

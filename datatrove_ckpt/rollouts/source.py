@@ -6,8 +6,8 @@ import orjson
 from datatrove.data import Document
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.config.templates import lacks
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.templates import lacks
 
 Messages = list[JsonObject]
 

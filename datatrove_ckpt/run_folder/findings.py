@@ -405,8 +405,16 @@ def check_output_of_run(
     found = _look(check, committed, policy)
     check.refuse_lost(committed, found)
     for rank in first_starts:
+        if not found.by_rank[rank]:
+            continue
         # Checked again: a rank that started since may have written the files.
-        if found.by_rank[rank] and not _has_started(rank_folder(checkpoints, rank), mirror):
+        folder = rank_folder(checkpoints, rank)
+        has_started = (folder / RUN).exists()
+        if mirror is not None and not has_started:
+            from datatrove_ckpt.mirror.manifests import Versions
+
+            has_started = bool(Versions(f"{mirror}/{folder.name}").all_versions())
+        if not has_started:
             check.refuse_foreign(rank, found)
     for rank_commits in commits.values():
         if rank_commits.is_finished:
@@ -420,15 +428,6 @@ def check_output_of_run(
         if rank >= tasks:
             check.refuse_foreign(rank, found)
     return job
-
-
-def _has_started(folder: Path, mirror: str | None) -> bool:
-    has_run = (folder / RUN).exists()
-    if mirror is None or has_run:
-        return has_run
-    from datatrove_ckpt.mirror.manifests import Versions
-
-    return bool(Versions(f"{mirror}/{folder.name}").all_versions())
 
 
 def _look(

@@ -292,7 +292,12 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
         with Reading(revisions=Revisions(root)):  # a dataset is listed as the ranks read it
             for number, reader in enumerate(readers):
                 # A listing would open the dataset; and the input may be gone.
-                if is_retry and (isinstance(reader, HuggingFaceDatasetReader) or _is_gone(reader)):
+                if is_retry and isinstance(reader, HuggingFaceDatasetReader):
+                    continue
+                try:
+                    if is_retry and not list_input(reader).names:
+                        continue
+                except (FileNotFoundError, InputError):  # such as a repository on the hub
                     continue
                 read = {rank: record.readers[number] for rank, record in records.items()}
                 _check_reader(plan.tasks, reader, read, resuming)
@@ -365,7 +370,12 @@ def _check_reader(
             continue
         would_read = read
         if inputs is not None:
-            would_read = _would_read(reader, inputs.shard(rank, tasks).names, record)
+            names = inputs.shard(rank, tasks).names
+            if (seed := getattr(reader, "shuffle_seed", None)) is not None:
+                names = shuffled_names(names, seed)
+            if record.limited:
+                names = names[: len(record.files)]
+            would_read = set(names)
         changed |= dict.fromkeys(would_read - then.keys(), "was not read then")
         old = without | record.options
         differing = {name for name, value in old.items() if value != options_now[name]}
@@ -393,22 +403,6 @@ def _check_reader(
             "time of the last change is another, size and samples of the content are the same. "
             "They are taken as unchanged."
         )
-
-
-def _would_read(reader: BaseDiskReader, names: Sequence[str], record: ReaderRecord) -> set[str]:
-    seed = getattr(reader, "shuffle_seed", None)
-    if seed is not None:
-        names = shuffled_names(names, seed)
-    if record.limited:
-        names = names[: len(record.files)]
-    return set(names)
-
-
-def _is_gone(reader: BaseDiskReader) -> bool:
-    try:
-        return not list_input(reader).names
-    except (FileNotFoundError, InputError):  # such as a repository on the hub
-        return True
 
 
 def _difference(then: FileRecord, now: FileRecord | None) -> str:

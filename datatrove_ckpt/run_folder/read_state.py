@@ -69,7 +69,12 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
             wanted |= Want.SETTINGS
         ledger = read_rank(root, number, folder, wanted, _BYTES // len(found))
         check_readable(place.folder, ledger)
-        rank = rank_state(ledger, now, _copied_at(place, root, number))
+        copied_at = None
+        if place.mirror is not None:
+            copied = place.mirror.ranks.get(f"{root}/{number:05d}".lstrip("/"))
+            # None: a refresh failed halfway.
+            copied_at = 0.0 if copied is None else copied.when
+        rank = rank_state(ledger, now, copied_at)
         if root:
             state.retries.append(rank)
         else:
@@ -130,12 +135,3 @@ def check_idle(place: Place, ranks: list[RankLedger]) -> None:
                 f"minutes ago, as its mirror {place.what} shows. Wait for it to end, or stop it, "
                 "and run the same command again."
             )
-
-
-def _copied_at(place: Place, root: str, number: int) -> float | None:
-    if place.mirror is None:
-        return None
-    copied = place.mirror.ranks.get(f"{root}/{number:05d}".lstrip("/"))
-    if copied is None:  # a refresh that failed halfway
-        return 0.0
-    return copied.when

@@ -38,7 +38,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from datatrove.io import get_datafolder
 
@@ -436,8 +435,10 @@ def _carry_out(redo: Redo) -> None:
     if rank.last_chunk_file.exists():
         files.disk.remove(rank.last_chunk_file)
         files.disk.sync_dir(rank.last_chunk_file.parent)
-    if redo.before is None:
-        _keep_damaged_log(rank.commits_file)
+    if redo.before is None and rank.commits_file.exists():
+        with explained("read", rank.commits_file):
+            data = rank.commits_file.read_bytes()
+        files.disk.replace(files.free_name(rank.commits_file, ".damaged-"), data)
     kept = [
         replace(commit, dead_letters_size=min(commit.dead_letters_size, letters_end))
         for commit in redo.kept
@@ -445,10 +446,3 @@ def _carry_out(redo: Redo) -> None:
     files.disk.replace(rank.commits_file, b"".join(seal(commit.to_json()) for commit in kept))
     if rank.dead_letters_file.exists() and rank.dead_letters_file.stat().st_size > letters_end:
         files.disk.truncate(rank.dead_letters_file, letters_end)
-
-
-def _keep_damaged_log(path: Path) -> None:
-    if path.exists():
-        with explained("read", path):
-            data = path.read_bytes()
-        files.disk.replace(files.free_name(path, ".damaged-"), data)

@@ -472,20 +472,33 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     attempt = rank.attempt
     quiet = now - max(recent.last_at or 0.0, copied_at or 0.0)
     limit = COPY_SECONDS if rank.is_copy else SILENT_SECONDS
+    # An attempt may run although no lock is visible.
+    may_run = False
+    if attempt is not None and attempt.ended is None:
+        may_run = rank.is_copy or attempt.host != _HOST
     # An attempt without a number in the history ended before its first line.
     if ledger.is_finished:
         rank.state = "finished"
-    elif rank.holder is not None or (quiet <= limit and _may_run(rank)):
+    elif rank.holder is not None or (quiet <= limit and may_run):
         rank.state = "running"
         if last is not None and quiet > limit:
-            _judge_silent(rank, quiet)
+            reason = f"no word for {duration(quiet)} from {rank.process}"
+            if rank.holder is not None:
+                reason += ", which holds its lock"
+            rank.need_attention("silent", reason)
         elif last is not None:
             _judge_running(rank, recent, last, now)
     elif attempt is None:
         rank.state = "unfinished"
     elif attempt.ended is None:
         rank.state = "lost"
-        _judge_lost(rank, attempt, now)
+        attempt.without_a_word = True
+        rank.killed += 1
+        rank.uncertain += 1
+        rank.lost_in_flight += attempt.in_flight or 0
+        age = duration(max(0.0, now - attempt.last_seen))
+        how = "its last attempt was killed, its node was lost, or its disk was full"
+        rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
         if last is not None:
             rank.as_of = last.at
     else:
@@ -496,31 +509,6 @@ def rank_state(ledger: RankLedger, now: float, copied_at: float | None) -> RankS
     words = (recent.last_at or 0.0, rank.last_commit or 0.0, rank.last_change)
     rank.last_word = max(words) or None
     return rank
-
-
-def _may_run(rank: RankStatus) -> bool:
-    """Whether an attempt may still run although no lock is visible."""
-    attempt = rank.attempt
-    if attempt is None or attempt.ended is not None:
-        return False
-    return rank.is_copy or attempt.host != _HOST
-
-
-def _judge_lost(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
-    attempt.without_a_word = True
-    rank.killed += 1
-    rank.uncertain += 1
-    rank.lost_in_flight += attempt.in_flight or 0
-    age = duration(max(0.0, now - attempt.last_seen))
-    how = "its last attempt was killed, its node was lost, or its disk was full"
-    rank.need_attention("lost", f"{how}; its last line is {age} old: {rank.process}")
-
-
-def _judge_silent(rank: RankStatus, quiet: float) -> None:
-    reason = f"no word for {duration(quiet)} from {rank.process}"
-    if rank.holder is not None:
-        reason = f"{reason}, which holds its lock"
-    rank.need_attention("silent", reason)
 
 
 def _judge_running(rank: RankStatus, recent: History, last: Progress, now: float) -> None:

@@ -146,8 +146,10 @@ def _named(what: str) -> tuple[Place, str | None]:
         if checkpoints.is_dir() and not has_ranks:  # a run folder
             place.what = str(checkpoints)
             place.folder = checkpoints
-            place.output = _if_folder(root / "output")
-            place.logging_dir = _if_folder(root / "logs")
+            if (root / "output").is_dir():
+                place.output = str(root / "output")
+            if (root / "logs").is_dir():
+                place.logging_dir = str(root / "logs")
         elif (
             (root / "logs").is_dir()
             and not has_ranks
@@ -158,10 +160,6 @@ def _named(what: str) -> tuple[Place, str | None]:
     if place.folder.is_dir() and looks_like_mirror(place.folder):
         return place, place.what
     return place, None
-
-
-def _if_folder(path: Path) -> str | None:
-    return str(path) if path.is_dir() else None
 
 
 def looks_like_mirror(folder: Path) -> bool:
@@ -237,8 +235,15 @@ def _named_by_config(path: str, config: JsonObject) -> tuple[Place, str | None]:
         config=config,
     )
     is_here = local is not None and local.is_dir() and layout.rank_numbers(local)
-    if remote is not None and (runs_as_jobs or not is_here or _has_more(remote, place.folder)):
+    if remote is not None and (runs_as_jobs or not is_here):
         return place, remote
+    if remote is not None:
+        from datatrove_ckpt.mirror.restore import find_outdated
+
+        # The folder's own reader reports damage.
+        with suppress(OSError, ConfigError, CheckpointError):
+            if find_outdated(remote, place.folder):  # other nodes have worked on ranks
+                return place, remote
     if not is_here:
         raise _not_begun(place, f"{local}, its checkpoints_local_dir on this node")
     return place, None
@@ -269,16 +274,6 @@ def _not_begun(place: Place, where: object) -> ConfigError:
     if _runs_as_jobs(place.config):
         hint += " The log of one that has ended says why: hf jobs ps -a, hf jobs logs ID."
     return NotBegun(f"{what}: nothing has started yet: no task has a checkpoint in {where}. {hint}")
-
-
-def _has_more(remote: str, local: Path) -> bool:
-    """Whether other nodes have worked on ranks, so that the mirror has more than this node."""
-    from datatrove_ckpt.mirror.restore import find_outdated
-
-    try:
-        return bool(find_outdated(remote, local))
-    except (OSError, ConfigError, CheckpointError):  # the folder's own reader reports damage
-        return False
 
 
 def _kept_step(path: str, executor: JsonObject) -> tuple[int, JsonObject]:

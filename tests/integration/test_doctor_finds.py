@@ -3,17 +3,28 @@ each, exit code 1.
 """
 
 import asyncio
+import errno
+import fcntl
 import json
+import os
 import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from datatrove.executor import LocalPipelineExecutor
+from datatrove.io import DataFolder
+from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
-from datatrove_ckpt.run_folder import findings, input_checks
+from datatrove_ckpt.run_folder import checks, findings, input_checks
+from datatrove_ckpt.run_folder.input_checks import Sample
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import runner
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
 JOB = job_yaml(
@@ -55,17 +66,7 @@ def test_it_can_be_called_from_a_program_or_a_cell_of_a_notebook(found, is_cell)
 # endpoint ----------------------------------------------------------------------------------------
 
 
-def test_a_dead_endpoint(found):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
-    assert state == "problem"
-    assert text.startswith(f"{url}/v1/models: Connection refused")
-    assert "Start the server, or correct its URL." in text
-
-
-def test_an_endpoint_whose_host_has_no_address(found, monkeypatch):
+def test_a_dead_endpoint(found, monkeypatch):
     resolve = socket.getaddrinfo
 
     def without_dns(host, *arguments, **options):
@@ -74,10 +75,14 @@ def test_an_endpoint_whose_host_has_no_address(found, monkeypatch):
         return resolve(host, *arguments, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", without_dns)
-    url = "http://no-such-host.invalid:8000"
-    state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
-    assert state == "problem"
-    assert text.startswith(f"{url}/v1/models: no host of this name (DNS)")
+    for url, says in (
+        ("http://127.0.0.1:9", "/v1/models: Connection refused"),
+        ("http://no-such-host.invalid:8000", "/v1/models: no host of this name (DNS)"),
+    ):
+        state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
+        assert state == "problem"
+        assert text.startswith(f"{url}{says}")
+        assert "Start the server, or correct its URL." in text
 
 
 def test_one_dead_endpoint_of_two_is_a_warning(server):
@@ -92,7 +97,6 @@ def test_one_dead_endpoint_of_two_is_a_warning(server):
 @pytest.mark.parametrize(
     ("answer", "state", "says"),
     [
-        (web.json_response({"data": [{"id": "7"}]}), "problem", "does not list the model 'fake'; it lists"),
         (web.Response(status=401), "problem", "wants a key, and this run sends none: set api_key_env"),
         (web.json_response({"data": [{"id": "fake", "max_model_len": 1024}]}), "problem",
          "max_tokens is 1024, and max_model_len of "),
@@ -118,23 +122,11 @@ def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
 # input -------------------------------------------------------------------------------------------
 
 
-def write_input(**sizes):
-    """Files of about so many bytes, instead of those that are there."""
-    for path in Path("documents").iterdir():
-        path.unlink()
-    for name, size in sizes.items():
-        row = json.dumps({"text": "x" * max(0, size - 30), "id": name}) + "\n" if size else ""
-        Path(f"documents/{name}.jsonl").write_text(row)
-
-
 def test_tasks_without_input(found):
-    write_input(a=100, b=100, c=100, d=100)
-    assert found("--executor.tasks=100")["input, shares"] == (
-        "warning",
-        "96 of 100 tasks have no input: 4 files for 100 tasks. Set tasks to 4, or split the input into at least 100 "
-        "files.",
-    )
-    assert found("--executor.tasks=4")["input, shares"] == ("ok", "4 files for 4 tasks.")
+    state, text = found("--executor.tasks=100")["input, shares"]
+    assert state == "warning"
+    assert text.startswith("99 of 100 tasks have no input: 1 file for 100 tasks. Set tasks to 1")
+    assert found()["input, shares"] == ("ok", "1 file for 1 task.")
 
 
 def test_prompts_that_no_prefix_cache_can_help(found):
@@ -182,3 +174,90 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."
     assert checks["checkpoints, reachable"] == ("problem", message)
     assert checks["input, readable"][0] == "problem"
+
+
+def test_fit_folders_have_no_problem_and_nothing_is_changed(found, here):
+    before = sorted(here.rglob("*"))
+    said = found()
+    for check in (
+        "checkpoints, writable",
+        "checkpoints, locks",
+        "checkpoints, SQLite",
+        "input, readable",
+    ):
+        assert said[check][0] == "ok"
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("override", "check", "expected", "says"),
+    [
+        ("output_writer.output_folder=job.yaml", "output, reachable", "problem", "job.yaml is a file"),
+        ("checkpoints_local_dir=null", "checkpoints, folder", "warning", "none: a run"),
+        ("config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready", "problem",
+         "model_name_or_path: there is no file no.gguf"),
+    ],
+)  # fmt: skip
+def test_what_would_fail_is_named_with_what_to_do(found, override, check, expected, says):
+    state, text = found(f"--pipeline.1.{override}")[check]
+    assert state == expected
+    assert says in text
+
+
+def test_a_file_system_without_locks_is_a_warning(found, monkeypatch):
+    def flock(fd, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert found()["checkpoints, locks"][0] == "warning"
+
+
+def test_a_folder_that_never_answers_is_a_problem(found, monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(checks, "file_system", lambda folder: never.wait())
+    monkeypatch.setattr(checks, "REMOTE_SECONDS", 0.5)
+    said = found()["checkpoints, reachable"][1]
+    never.set()
+    assert said.endswith("there was no answer within 0 s. Check the network, or the mount.")
+
+
+def test_a_remote_output_is_tried_and_left_as_it_was(found):
+    said = found("--pipeline.1.output_writer.output_folder=memory://doctor/out")
+    assert said["output, reachable"][0] == "ok"
+    assert MemoryFileSystem().find("/doctor") == []
+
+
+def test_the_mirror_is_tried_where_a_step_has_one(tmp_path, server):
+    step = runner(tmp_path, server)
+    for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
+        step.checkpoints_remote_dir = remote
+        plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(tmp_path)))
+        said = findings.check_runner(plan.runners[0], Sample())
+        assert [check.state for check in said if check.subject == "mirror"] == [state]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path):
+    class Repository(DataFolder):
+        def is_local(self):
+            return False
+
+        def resolve_paths(self, path):
+            return "hf://datasets/me/answers"
+
+    [said] = checks.check_remote(Repository(str(tmp_path)))
+    assert not any(tmp_path.iterdir())
+    assert said.state == "warning"
+    assert "Use hf://buckets/" in said.message
+
+
+def test_a_disk_with_too_little_room_is_a_problem(tmp_path, monkeypatch):
+    for size, inodes, state in (
+        (1 << 27, 100, "ok"),
+        (1 << 27, 19, "problem"),
+        (1 << 25, 100, "problem"),
+    ):
+        status = SimpleNamespace(f_bavail=size, f_frsize=1, f_files=1000, f_favail=inodes)
+        monkeypatch.setattr(os, "statvfs", lambda path, status=status: status)
+        assert checks.check_room(tmp_path, 20).state == state

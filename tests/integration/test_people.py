@@ -14,8 +14,6 @@ from tests.people.search import explore
 from tests.people.world import Tally
 
 pytestmark = pytest.mark.xdist_group("people")  # one process that the others are forked from
-SEQUENCES = 2
-SLOW_SECONDS = 90.0
 
 
 @pytest.fixture(scope="module")
@@ -24,32 +22,22 @@ def commands():
         yield running
 
 
-def first_failure(commands, seeds):
-    tally = Tally()
-    found = next(explore(commands, seeds, tally), None)
-    print(
-        f"{tally.sequences} sequences, {tally.operations} operations, {tally.runs} runs, {tally.successes} successes"
-    )
-    return found, tally
-
-
 @pytest.mark.timeout(1200)
-def test_exit_code_0_means_every_document_is_there_whatever_people_did(commands):
-    found, tally = first_failure(commands, iter(range(2, 2 + SEQUENCES)))
-    assert found is None, f"\n{found}"
-    assert tally.successes > SEQUENCES  # else the sequences end in refusals, and nothing is tested
-    assert tally.finished_in_order > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_exit_code_0_means_every_document_is_there_after_many_more_sequences(
-    commands,
+@pytest.mark.parametrize(
+    ("first", "number", "seconds"),
+    [(2, 2, 0.0), pytest.param(1000, 10, 90.0, marks=pytest.mark.slow)],
+)
+def test_exit_code_0_means_every_document_is_there_whatever_people_did(
+    commands, first, number, seconds
 ):
-    end = time.monotonic() + SLOW_SECONDS
+    tally = Tally()
+    end = time.monotonic() + seconds
     seeds = itertools.takewhile(
-        lambda seed: seed < 1010 or time.monotonic() < end, itertools.count(1000)
+        lambda seed: seed < first + number or time.monotonic() < end, itertools.count(first)
     )
-    found, tally = first_failure(commands, seeds)
+    found = next(explore(commands, seeds, tally), None)
+    print(tally)
     assert found is None, f"\n{found}"
+    # Else the sequences end in refusals, and nothing is tested.
     assert tally.successes > tally.sequences
+    assert tally.finished_in_order > 0

@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.testing import outputs
 from tests.rank_folders import minutes, start, write_rank
 
 T = 1_800_000_000.0
@@ -19,15 +20,14 @@ def checkpoints(tmp_path):
     return tmp_path / "checkpoints"
 
 
-def test_the_page_is_replaced_in_one_step_and_nothing_else_is_left(checkpoints, tmp_path):
-    (tmp_path / "out").mkdir()
+def test_the_page_is_written_beside_nothing_else(checkpoints, tmp_path):
     page = tmp_path / "out/report.html"
-    page.write_text("old")
-    before = {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()}
+    page.parent.mkdir()
+    before = outputs(checkpoints)
     assert main(["report", str(checkpoints), "-o", str(page)]) == 0
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert [path.name for path in page.parent.iterdir()] == ["report.html"]
-    assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before
+    assert [*page.parent.iterdir()] == [page]
+    assert outputs(checkpoints) == before
 
 
 def test_without_a_name_it_is_written_into_the_run_folder(checkpoints, here, command):

@@ -4,7 +4,6 @@ changed but the import.
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -17,20 +16,17 @@ pytestmark = pytest.mark.timeout(1200)
 
 SCRIPTS = Path(__file__).parents[1] / "data/scripts"
 THEIRS = "datatrove.pipeline.inference.run_inference"
-TYPES = "datatrove.pipeline.inference.types"
 
 
 def run_script(name, folder, argument, **environment):
-    """The script's output."""
     text = (SCRIPTS / name).read_text()
     assert text.count(f"from {THEIRS} import") == 1
     script = folder / name
-    script.write_text(text.replace(THEIRS, "datatrove_ckpt").replace(TYPES, "datatrove_ckpt"))
+    script.write_text(text.replace(THEIRS, "datatrove_ckpt"))
     ended = processes.run(
         [sys.executable, str(script), argument], cwd=folder, env={**os.environ, **environment}
     )
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
 def dataset(folder):
@@ -96,8 +92,8 @@ def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpo
         assert total(tmp_path / "out" / name, "inference_time") > 0
 
 
-def test_scripts_with_parts_pools_and_an_event_loop_run(tmp_path):
-    said = run_script("parts.py", tmp_path, str(tmp_path / "out"))
+def test_a_script_with_parts_and_a_pool_runs(tmp_path):
+    run_script("parts.py", tmp_path, str(tmp_path / "out"))
 
     def results(name):
         files = sorted((tmp_path / "out" / name).glob("*.jsonl"))
@@ -108,7 +104,3 @@ def test_scripts_with_parts_pools_and_an_event_loop_run(tmp_path):
     assert [[one["finish_reason"] for one in result[0]] for result in results("pool")] == [
         ["stop", "stop"]
     ] * 5
-    assert results("skipped") == []
-    caught = json.loads(said.strip().splitlines()[-1])
-    assert caught["document"] == "0"
-    assert re.search("BadRequestError", caught["caught"])

@@ -33,6 +33,7 @@ from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
 from tests.histories import read_history
+from tests.jobs import rejects
 
 JOB = {
     "run_folder": "runs/x",
@@ -67,9 +68,16 @@ def listings(monkeypatch):
     return found
 
 
+def write(server=None, **settings):
+    """Writes job.yaml: JOB with other settings, at the server if one is given."""
+    job = {**JOB, **({"endpoint": server.url} if server else {}), **settings}
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    return job
+
+
 def expanded(*overrides, **settings):
     """The executor's arguments; and those of reader and runner as ``reader`` and ``runner``."""
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, **settings}))
+    write(**settings)
     node = read_config("job.yaml", list(overrides))["executor"]
     reader, runner = node["init_args"]["pipeline"]
     return {
@@ -200,17 +208,6 @@ MISTAKES = (
 )
 
 
-def test_a_schema_may_be_in_a_file():
-    Path("schema.json").write_text('{"type": "object"}')
-    rollout = expanded("--json-schema=@schema.json")["runner"]["rollout_fn"]
-    assert rollout["init_args"]["json_schema"] == {"type": "object"}
-
-
-def test_a_column_of_prompts_needs_no_prompt():
-    rollout = expanded("--prompt-column=messages", prompt=None)["runner"]["rollout_fn"]
-    assert rollout == {"class_path": "PromptRollout", "init_args": {"prompt_column": "messages"}}
-
-
 def test_what_cannot_work_is_one_line(capsys):
     strays = (
         "both/a.jsonl",
@@ -231,7 +228,7 @@ def test_what_cannot_work_is_one_line(capsys):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).touch()
     Path("linked/there").symlink_to("../both")
-    Path("job.yaml").write_text(yaml.safe_dump(JOB))
+    write()
     for flags in MISTAKES:
         try:
             code = main(["run", "job.yaml", *shlex.split(flags)])
@@ -274,30 +271,26 @@ def test_the_engine_follows_the_machine(monkeypatch):
     assert expanded(endpoint=None, workers=2)["runner"]["config"].get("replicas", 1) == 1
 
 
-def test_a_ready_made_rollout_takes_its_settings_by_name():
-    found = expanded("--max-chars-per-part=100", rollout="ChunkedRollout")["runner"]["rollout_fn"]
-    assert found == {
-        "class_path": "ChunkedRollout",
-        "init_args": {"prompt": "Say {text}", "max_chars_per_part": 100},
-    }
-    assert expanded(rollout="chat", prompt=None)["runner"]["rollout_fn"] == "chat"
+@pytest.mark.parametrize(
+    ("flags", "settings", "name", "arguments"),
+    [
+        ("--json-schema=@schema.json", {}, "PromptRollout", {"json_schema": {"type": "object"}}),
+        ("--prompt-column=a", {"prompt": None}, "PromptRollout", {"prompt_column": "a"}),
+        ("--max-chars-per-part=9", {"rollout": "ChunkedRollout"}, "ChunkedRollout", {"max_chars_per_part": 9}),
+        ("'--prompt=# {text}' --regex=#x", {}, "PromptRollout", {"prompt": "# {text}", "regex": "#x"}),
+        ("--normalize=true", {"prompt": None, "task": "embed"}, "EmbedRollout", {"column": "embedding", "normalize": True}),
+        ("--threshold=0.5", {"task": "classify"}, "ClassifyRollout", {"threshold": 0.5}),
+    ],
+)  # fmt: skip
+def test_a_ready_made_rollout_takes_its_settings_by_name(flags, settings, name, arguments):
+    """A text on the command line may begin as a comment does."""
+    Path("schema.json").write_text('{"type": "object"}')
+    prompt = {} if "prompt" in settings else {"prompt": "Say {text}"}
+    rollout = expanded(*shlex.split(flags), **settings)["runner"]["rollout_fn"]
+    assert rollout == {"class_path": name, "init_args": prompt | arguments}
 
 
 # tasks -------------------------------------------------------------------------------------------
-
-
-def test_a_task_is_a_rollout_and_vectors_go_into_columns():
-    found = expanded("--normalize=true", prompt=None, task="embed")["runner"]
-    arguments = {"column": "embedding", "normalize": True}
-    assert found["rollout_fn"] == {"class_path": "EmbedRollout", "init_args": arguments}
-    writer = found["output_writer"]
-    assert (writer["class_path"], writer["init_args"]["expand_metadata"]) == ("ParquetWriter", True)
-    assert writer["init_args"]["output_filename"].endswith(".parquet")
-    assert "model_kwargs" not in found["config"]
-    found = expanded("--threshold=0.5", prompt="topic: {text}", task="classify")["runner"]
-    arguments = {"prompt": "topic: {text}", "threshold": 0.5}
-    assert found["rollout_fn"] == {"class_path": "ClassifyRollout", "init_args": arguments}
-    assert found["output_writer"]["class_path"] == "JsonlWriter"
 
 
 @pytest.mark.parametrize(
@@ -329,14 +322,7 @@ def test_embeddings_are_tried_run_resumed_and_shown(server, command):
         }
 
     server.paths = {"/v1/embeddings": answer}
-    job = {
-        **JOB,
-        "endpoint": server.url,
-        "model": "fake",
-        "task": "embed",
-        "prompt": "query: {text}",
-    }
-    Path("job.yaml").write_text(yaml.safe_dump(job))
+    write(server, model="fake", task="embed", prompt="query: {text}")
     shown = 'answer: {"column":"embedding","dimensions":5}'
     sample = command("run", "job.yaml", "--sample=2")
     assert sample.count(shown) == 2
@@ -355,22 +341,6 @@ def test_embeddings_are_tried_run_resumed_and_shown(server, command):
     assert "3 of 3 documents" in command("run", "long.yaml")
     assert len(server.payloads) == 5, "the long form is the same run"
     assert "no problem" in command("verify", "runs/x", "--full")
-
-
-def test_a_text_on_the_command_line_that_begins_as_a_comment_is_a_text():
-    found = expanded(
-        "--stop=###",
-        "--system-prompt=# You judge",
-        "--regex=#x",
-        "--prompt=# {text}",
-        "--seed=null",
-    )["runner"]
-    settings = {"system_prompt": "# You judge", "regex": "#x", "prompt": "# {text}"}
-    assert found["rollout_fn"]["init_args"] == settings
-    assert (found["config"]["default_generation_params"], found["config"]["seed"]) == (
-        {"stop": "###"},
-        None,
-    )
 
 
 NAMED = [
@@ -392,7 +362,7 @@ def test_what_its_name_tells_is_not_listed(given, listings):
 
 def test_a_run_is_looked_at_without_its_input(listings, capsys):
     with FakeServer() as server:
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        write(server)
         assert main(["run", "job.yaml"]) == 0
     Path("documents").rename("gone")
     listings.clear()
@@ -434,49 +404,16 @@ def test_each_file_is_a_task_here_if_that_is_worth_it():
     assert expanded()["tasks"] == 100
 
 
-def test_a_run_that_has_begun_keeps_its_tasks_though_files_come():
-    with FakeServer() as server:
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
-        assert main(["run", "job.yaml"]) == 0
-        for number in range(2):
-            with Path(f"documents/{number}.jsonl").open("w") as file:
-                file.truncate(short_form._LEAST_BYTES)
-        assert expanded(endpoint=server.url)["tasks"] == 1
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("door", ["flag", "yaml", "python"])
-def test_workers_are_processes_that_share_the_tasks(door):
+def test_workers_are_processes_that_share_the_tasks():
     for number in range(3):
         Path(f"documents/{number}.jsonl").write_text(f'{{"text": "in {number}"}}\n')
     with FakeServer() as server:
-        job = {**JOB, "endpoint": server.url, "tasks": 4}
-        if door == "python":
-            datatrove_ckpt.run(**job, workers=2)
-        else:
-            flags = ["--workers", "2"]
-            if door == "yaml":
-                job["workers"] = 2
-                flags = []
-            Path("job.yaml").write_text(yaml.safe_dump(job))
-            assert main(["run", "job.yaml", *flags]) == 0
+        datatrove_ckpt.run(**write(server, tasks=4), workers=2)
         assert sum(server.asked.values()) == len(ROWS) + 3
     histories = map(read_history, Path("runs/x/checkpoints").glob("0*/history.jsonl"))
     pids = [history.attempts[-1].start.pid for history in histories]
     assert len(pids) == 4
     assert os.getpid() not in pids
-
-
-def test_workers_without_a_task_of_their_own_are_told_what_helps(command, log):
-    with FakeServer() as server:
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
-        command("run", "job.yaml", "--workers", "4")
-        (said,) = [line for line in log if "workers is 4, but there is work for 1" in line]
-        assert "start a new run with tasks: 4, and at least as many input files." in said
-        log.clear()
-        tasks = ("--tasks", "2", "--workers", "2", "--run-folder", "runs/y")
-        command("run", "job.yaml", *tasks)
-        assert not [line for line in log if "workers is" in line]
 
 
 def test_slurm_gets_a_task_for_each_file(capsys, log):
@@ -514,10 +451,7 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
     found = outputs(Path("runs/x/output"))
     assert len(found) == 1
     assert "3 of 3 documents" in capfd.readouterr().out
-    named = {"prompt": "@prompt.txt", "tasks": 2, "endpoint": server.url}
-    Path("job.yaml").write_text(
-        yaml.safe_dump(JOB | named | {"run_folder": str(Path("runs/x").absolute())})
-    )
+    write(server, prompt="@prompt.txt", tasks=2, run_folder=str(Path("runs/x").absolute()))
     # As elsewhere: who only looks needs none, and calls it no other run.
     Path("prompt.txt").unlink()
     assert main(["verify", "job.yaml"]) == 0
@@ -543,8 +477,7 @@ LONG = re.compile(
 @pytest.fixture
 def job(server):
     """job.yaml, whose run is finished."""
-    job = {**JOB, "endpoint": server.url, "model": "fake"}
-    Path("job.yaml").write_text(yaml.safe_dump(job))
+    job = write(server, model="fake")
     assert main(["run", "job.yaml"]) == 0
     return job
 
@@ -651,7 +584,7 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
 def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
     setting, columns, command, monkeypatch
 ):
-    Path("job.yaml").write_text(yaml.safe_dump(JOB))
+    write()
 
     def lend(*arguments):
         raise AssertionError("a server would have been started")
@@ -666,7 +599,7 @@ def test_a_prompt_that_the_first_document_does_not_fit_starts_no_server(
 
 
 def test_a_second_job_uses_the_earlier_answers_and_never_replaces_them(server, command):
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    write(server)
     command("run", "job.yaml", "--answer=summary")
     sent = len(server.payloads)
     parts = "{summary} {rollout_results[0].text} {rollout_results[0].usage}"
@@ -710,9 +643,8 @@ def test_a_table_goes_in_and_comes_out_with_the_answers_as_a_column(command):
     table = pa.table({"id": ["1", "2"], "text": ["a", "b"], "stars": [4, 5]})
     pq.write_table(table, "tables/in.parquet")
     with FakeServer(lambda payload, times: '{"mood": "good"}') as server:
-        job = {**JOB, "input": "tables/in.parquet", "endpoint": server.url}
         schema = {"type": "object", "required": ["mood"]}
-        Path("job.yaml").write_text(yaml.safe_dump({**job, "json_schema": schema}))
+        write(server, input="tables/in.parquet", json_schema=schema)
         command("run", "job.yaml", "--answer=summary", "--rollouts-per-document=2")
         changed = command("run", "job.yaml", "--answer=other", code=1).error
     assert 'answer: "summary" -> "other"' in changed
@@ -801,9 +733,7 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
     rows = Path("documents/a.jsonl").read_bytes()
     flags = ["--prompt={text}", "--model=m", "--run-folder=runs/x", "--records-per-chunk=1"]
     fails = ["text 2"]
-    with FakeServer(
-        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
-    ) as server:
+    with FakeServer(status=rejects(fails, 401)) as server:
         run = ["run", "--input", "-", *flags, "--endpoint", server.url]
         given(b"")
         assert "standard input is empty" in command(*run, code=2).error
@@ -822,16 +752,10 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
 
 
 def test_a_parameter_with_a_typing_error_is_named_before_a_request(command, log):
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": None, "server_type": "dummy"}))
+    write(endpoint=None, server_type="dummy")
     command("run", "job.yaml", "--dry-run", "--generation-params={max_tokenz: 5}")
     (warning,) = [line for line in log if line.startswith("WARNING")]
     assert "'max_tokenz' is not one that we know, did you mean \"max_tokens\"?" in warning
-
-
-def test_a_retry_without_a_dead_letter_says_so(command, server):
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
-    assert "No dead letter is left." not in command("run", "job.yaml")
-    assert "No dead letter is left." in command("run", "job.yaml", "--retry-dead-letters")
 
 
 @pytest.mark.parametrize("prompt", ["{text}", "{file_path}"])
@@ -841,9 +765,7 @@ def test_a_folder_of_texts_is_an_input(command, prompt):
         Path("notes", name).write_text(text)
     flags = ["--input=notes/", f"--prompt={prompt}", "--model=m", "--run-folder=runs/x"]
     fails = ["C", str(Path("notes/deep/c.md").absolute())]
-    with FakeServer(
-        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
-    ) as server:
+    with FakeServer(status=rejects(fails, 401)) as server:
         flags += ["--endpoint", server.url, "--records-per-chunk=1"]
         command("run", *flags, code=1)
         fails.clear()
@@ -864,11 +786,8 @@ def test_a_run_that_began_with_texts_alone_goes_on_so(command, monkeypatch):
         '{"text": "a", "q": "1"}\n{"q": "2"}\n{"text": "c", "q": "3"}\n'
     )
     fails = ["3"]
-    with FakeServer(
-        status=lambda payload, times: 401 if payload["messages"][0]["content"] in fails else None
-    ) as server:
-        job = {**JOB, "prompt": "{q}", "endpoint": server.url, "records_per_chunk": 1}
-        Path("job.yaml").write_text(yaml.safe_dump(job))
+    with FakeServer(status=rejects(fails, 401)) as server:
+        write(server, prompt="{q}", records_per_chunk=1)
         command("run", "job.yaml", "--text-key=text", code=1)
         fails.clear()
         command("run", "job.yaml")
@@ -898,11 +817,8 @@ def test_a_run_that_has_begun_keeps_the_form_of_its_output(command):
     Path("tables").mkdir()
     pq.write_table(pa.table({"id": ["1", "2"], "text": ["a", "b"]}), "tables/in.parquet")
     failing = ["Say b"]
-    with FakeServer(
-        status=lambda payload, times: 401 if payload["messages"][0]["content"] in failing else None
-    ) as server:
-        job = {**JOB, "input": "tables", "endpoint": server.url, "records_per_chunk": 1}
-        Path("job.yaml").write_text(yaml.safe_dump(job))
+    with FakeServer(status=rejects(failing, 401)) as server:
+        write(server, input="tables", records_per_chunk=1)
         command("run", "job.yaml", "--answer=null", "--output-format=jsonl", code=1)
         failing.clear()
         command("run", "job.yaml")
@@ -924,7 +840,7 @@ def test_what_run_returns_is_a_path_that_reads_what_is_there(job):
 def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
     rows = [*ROWS, {"id": "last", "text": "text", "answer": "mine"}]
     Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    write(server)
     said = command("run", "job.yaml", code=1).error
     assert "document 'last' has 'answer' in its metadata already" in said
 
@@ -932,7 +848,7 @@ def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
 def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, command):
     row = {"id": 1, "body": "a", "key": "k", "text": "other", "metadata_text": "mine"}
     Path("documents/a.jsonl").write_text(json.dumps(row))
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+    write(server)
     for form in ("jsonl", "parquet"):
         folder = f"runs/{form}"
         names = ["--text-key=body", "--id-key=key", f"--output-format={form}"]
@@ -948,8 +864,7 @@ def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, comm
 def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answers(server, command):
     rows = [{"id": f"id {n}", "text": "a", "n": value} for n, value in enumerate([1, "one"])]
     Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    job = {**JOB, "endpoint": server.url, "max_concurrent_generations": 1}
-    Path("job.yaml").write_text(yaml.safe_dump(job))
+    write(server, max_concurrent_generations=1)
     for size in (1, 2):  # between chunks, and in one
         words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]
         said = command(*words, "--output-format=parquet", code=1).error
@@ -990,7 +905,7 @@ def test_an_input_that_cannot_be_reached_ends_a_start_within_a_minute(
     monkeypatch.setattr(Far, "error", error)
     monkeypatch.setattr(Far, "asked", 0)
     fsspec.register_implementation("far", Far, clobber=True)
-    Path("job.yaml").write_text(yaml.safe_dump({**JOB, "input": "far://b/*.jsonl"}))
+    write(input="far://b/*.jsonl")
     refused = command("run", "job.yaml", code=1)
     assert said in refused.error
     assert sum(waits) == (pytest.approx(60) if isinstance(error, ConnectionError) else 0)
@@ -1006,7 +921,7 @@ def test_the_whole_command_that_helps_is_printed(capfd):
 
     skip = "--skip-bad-requests true"
     with FakeServer(status=refuse) as server:
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url, "tasks": 3}))
+        write(server, tasks=3)
         assert main(["run", "job.yaml"]) == 1
         said = capfd.readouterr().err
         assert "as a dead letter, set skip_bad_requests." in said
@@ -1064,7 +979,7 @@ def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continue
 
     with FakeServer(status=refuse) as server:
         server.error = words.format(prompt=prompt, asked=asked, total=prompt + asked)
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        write(server)
         assert main(["run", "job.yaml", "--max-tokens", str(asked)]) == 1
         said = capfd.readouterr().err
         assert "the same command" not in said
@@ -1076,7 +991,7 @@ def test_the_command_that_is_printed_for_a_max_tokens_above_the_context_continue
 def test_a_prompt_above_the_context_is_not_blamed_on_max_tokens(capfd):
     with FakeServer(status=lambda payload, times: 400) as server:
         server.error = _REQUESTED.format(prompt=2060, asked=10, total=2070)
-        Path("job.yaml").write_text(yaml.safe_dump({**JOB, "endpoint": server.url}))
+        write(server)
         assert main(["run", "job.yaml", "--max-tokens", "10"]) == 1
         said = capfd.readouterr().err
         assert "The prompt is longer than the model's context." in said
@@ -1087,9 +1002,7 @@ def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_pr
     """In the form of the file, which is the long one."""
     leave = "--pipeline.1.on_document_error=dead_letter"
     with FakeServer(lambda payload, times: "no" if "text 1" in str(payload) else "a") as server:
-        Path("job.yaml").write_text(
-            yaml.safe_dump({**JOB, "endpoint": server.url, "choice": ["a"], "engine": "none"})
-        )
+        write(server, choice=["a"], engine="none")
         main(["run", "job.yaml", "--print-config"])
         Path("job.yaml").write_text(capfd.readouterr().out)
         assert main(["run", "job.yaml"]) == 1

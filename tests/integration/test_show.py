@@ -154,12 +154,3 @@ def test_a_sample_says_what_a_prefix_cache_saves_of_the_requests_that_were_sent(
     assert len(server.payloads) == 6
     assert "are the same in all 3: a prefix cache computes them once.\n" in said.out
     assert "end of prompts" not in said.out
-
-
-def test_a_sample_beside_a_run_leaves_it_alone(here, server, command):
-    write_job(here, job_yaml(endpoint(server)), ["a", "b"])
-    command("run", "job.yaml")
-    before = outputs(here)
-    said = command("run", "job.yaml", "--pipeline.1.rollout_fn.prompt=Sing {text}", "--sample", 1)
-    assert "question: Sing a" in said.out, "another prompt is tried, not refused"
-    assert outputs(here) == before

@@ -19,9 +19,6 @@ def main():
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to search")
     parser.add_argument("--seed", type=int, default=0, help="the first sequence; the others follow")
     parser.add_argument(
-        "--sequences", type=int, help="how many sequences to try, instead of --seconds"
-    )
-    parser.add_argument(
         "--replay", metavar="OPERATIONS", help="carry out these in the world of --seed"
     )
     arguments = parser.parse_args()
@@ -42,16 +39,12 @@ def _replay(commands, seed, text):
 def _search(commands, arguments):
     started_at, tally = time.monotonic(), Tally()
 
-    def seeds():
-        for number in itertools.count():
-            if number == arguments.sequences:
-                return
-            if arguments.sequences is None and time.monotonic() - started_at > arguments.seconds:
-                return
-            yield arguments.seed + number
-
+    seeds = itertools.takewhile(
+        lambda seed: time.monotonic() - started_at < arguments.seconds,
+        itertools.count(arguments.seed),
+    )
     kinds = Counter()
-    for found in explore(commands, seeds(), tally):
+    for found in explore(commands, seeds, tally):
         kinds[found.signature] += 1
         if kinds[found.signature] == 1:
             print(f"{len(kinds)}. {found}\n", flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import shutil
 import tempfile
@@ -15,7 +14,6 @@ from tests.people.operations import ACTIONS, RUNS, WEIGHTS, Operation
 from tests.people.oracle import Failure
 from tests.people.world import Tally, World
 
-_FEW = 6  # operations up to which pairs of them are left out, too
 _TRIES = 4  # runs within which a job in order must finish
 _ALWAYS = ("put_back", "start_over", "do_what_it_says", "run")
 
@@ -118,33 +116,17 @@ def _finish(world, steps):
 
 
 def shortest(commands, found):
-    """The same failure with as few and as plain operations as possible."""
+    """The same failure with as few operations as possible."""
     shrunk = True
     while shrunk:
         shrunk = False
-        for candidate in _shorter(found.operations):
+        for place in reversed(range(len(found.operations))):
+            candidate = [*found.operations[:place], *found.operations[place + 1 :]]
             again = try_sequence(commands, found.seed, candidate)
             if again is not None and again.failure.kind == found.failure.kind:
                 found, shrunk = again, True
                 break
     return found
-
-
-def _shorter(operations):
-    """The operations without one of them; without two, as a change and the way back are one; with a
-    plain run.
-    """
-    places = range(len(operations))
-    for place in reversed(places):
-        yield [*operations[:place], *operations[place + 1 :]]
-    if len(operations) <= _FEW:
-        for one, other in itertools.combinations(places, 2):
-            yield [
-                operation for place, operation in enumerate(operations) if place not in (one, other)
-            ]
-    for place, operation in enumerate(operations):
-        if operation.name in RUNS and operation.name != "run":
-            yield [*operations[:place], Operation("run", 0), *operations[place + 1 :]]
 
 
 def explore(commands, seeds, tally):

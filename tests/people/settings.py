@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass, fields
-
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from dataclasses import dataclass
 
 BY_RANK = "${rank}_chunk_${chunk_index}.jsonl"
 BY_LANGUAGE = "${lang}/${rank}_chunk_${chunk_index}.jsonl"
 NOWHERE = "http://127.0.0.1:9"  # port 9 is discard, which nobody serves
-_PATIENCE = "server_patience_seconds"
 
 
 @dataclass(frozen=True)
@@ -45,6 +41,7 @@ def job_yaml(settings, url):
         "request_max_attempts": 2,
         "server_ready_max_attempts": 1,
         "server_ready_delay_sec": 0.3,
+        "server_patience_seconds": 1,
     }
     runner = {
         "rollout_fn": {"class_path": "picky.Picky", "init_args": {"prompt": settings.prompt}},
@@ -65,10 +62,6 @@ def job_yaml(settings, url):
     }
     if settings.mirror:
         runner |= {"checkpoints_remote_dir": "mirror", "mirror_seconds": 0.1}
-    if _PATIENCE in {field.name for field in fields(InferenceConfig)}:
-        config[_PATIENCE] = 1
-    elif _PATIENCE in inspect.signature(InferenceRunner).parameters:
-        runner[_PATIENCE] = 1
     reader = {"data_folder": "input", "text_key": settings.text_key}
     pipeline = [
         {"class_path": "JsonlReader", "init_args": reader},

@@ -1,13 +1,11 @@
 """``run --dry-run`` prints the configuration as YAML that can be run again."""
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt.checkpoint.lines import read_sealed
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.yaml_config import MASK, read_value
 from tests.yaml_jobs import job_yaml, write_job
@@ -58,25 +56,6 @@ def runner(text):
     return read_value(text)["executor"]["init_args"]["pipeline"][-1]["init_args"]
 
 
-def kept():
-    """Output, files of the commits, and identity.
-
-    Times and the running process are others each time.
-    """
-    found = {
-        str(path): path.read_bytes()
-        for folder in ("output", "checkpoints")
-        for path in Path(folder).rglob("*.json*")
-    }
-    del found["checkpoints/00000/history.jsonl"]
-    identity = read_sealed(found.pop("checkpoints/00000/run.json"), ())
-    found["identity"] = json.dumps(
-        {key: value for key, value in identity.items() if "pid" not in str(value)}
-    ).encode()
-    lines = found.pop("checkpoints/00000/commits.jsonl").splitlines()
-    return found | {"commits": json.dumps([json.loads(line)["files"] for line in lines]).encode()}
-
-
 @pytest.mark.matrix("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_config_is_printed_and_what_is_printed_prints_itself(printed, path):
     Path("configs").symlink_to(CONFIGS)  # an input of one of them
@@ -85,19 +64,6 @@ def test_every_config_is_printed_and_what_is_printed_prints_itself(printed, path
     assert sorted(Path().rglob("*")) == before
     Path("full.yaml").write_text(text)
     assert printed("full.yaml") == text
-
-
-def test_what_is_printed_runs_as_the_file_itself(printed):
-    changes = [
-        "--pipeline.1.rollout_fn.prompt=Summarise: {text}",
-        "--pipeline.1.records_per_chunk=3",
-    ]
-    Path("full.yaml").write_text(printed("job.yaml", *changes))
-    assert main(["run", "job.yaml", *changes]) == 0
-    first = kept()
-    assert [name for name in first if name.startswith("output/")] != []
-    assert main(["run", "full.yaml", "--executor.skip_completed=false"]) == 0, "the same run"
-    assert kept() == first
 
 
 def test_secrets_are_hidden_and_a_file_without_them_is_refused_until_they_are_given(

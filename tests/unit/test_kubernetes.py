@@ -56,10 +56,6 @@ def check(kind, manifest):
     Draft202012Validator({"$ref": f"#/$defs/io.k8s.api.{kind}", **SCHEMA}).validate(manifest)
 
 
-def job_of(printed):
-    return manifests(printed)[1]
-
-
 def on_volume(rollout=None, more=""):
     """Writes job.yaml, whose folders are on a volume; checkpoints are not."""
     given = {} if rollout is None else {"rollout": rollout}
@@ -143,22 +139,6 @@ def test_what_is_printed_is_as_the_api_wants_it(command, log, name):
     config_map["data"].pop("job.yaml")  # see below
     held = yaml.safe_dump([config_map, job], allow_unicode=True)
     hold("k8s", name, held + printed.err + "".join(log))
-
-
-def test_what_follows_from_an_exit_code(command):
-    """The API server also checks what the schema cannot say:
-    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
-    """
-    spec = job_of(command("k8s", CONFIG))["spec"]
-    assert spec["backoffLimitPerIndex"] >= 0, "FailIndex needs it"
-    found = {}
-    for rule in spec["podFailurePolicy"]["rules"]:
-        assert ("onExitCodes" in rule) != ("onPodConditions" in rule)
-        codes = rule.get("onExitCodes", {"values": ["lost"]})["values"]
-        assert codes == sorted({*codes} - {0})
-        found |= dict.fromkeys(codes, rule["action"])
-    ignored = dict.fromkeys((129, 130, 138, 143, "lost"), "Ignore")
-    assert found == {**ignored, 2: "FailJob", 3: "FailIndex"}
 
 
 def test_the_file_in_the_config_map_is_the_same_run(command):

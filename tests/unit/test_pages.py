@@ -12,14 +12,12 @@ import tomllib
 from importlib.metadata import metadata, version
 from pathlib import Path
 
-import pytest
-
 from datatrove_ckpt import errors, readers
 from datatrove_ckpt.checkpoint import recovery
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.ledger import misplaced
 from datatrove_ckpt.cli import short_form
-from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.cli.main import make_parser
 from datatrove_ckpt.mirror import manifests
 from datatrove_ckpt.output.committed import file_problem
 from datatrove_ckpt.readers import base
@@ -234,34 +232,17 @@ def test_every_error_has_an_entry_in_the_order_of_the_tree():
         assert f"`{error.__name__}`" in pages()["docs/troubleshooting.md"]
 
 
-@pytest.fixture
-def parser(monkeypatch):
-    """The command's own."""
-    found = []
-
-    def parse_args(parser, *arguments):
-        found.append(parser)
-        raise SystemExit
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-    with pytest.raises(SystemExit):
-        main([])
-    return found[0]
-
-
-def subcommands(parser):
+def subcommands():
     (action,) = [
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+        one for one in make_parser()._actions if isinstance(one, argparse._SubParsersAction)
     ]
     return action.choices
 
 
-def test_every_command_has_a_section_with_its_arguments_and_no_others(
-    parser,
-):
+def test_every_command_has_a_section_with_its_arguments_and_no_others():
     common = section("docs/cli.md", "## Commands")
-    assert set(re.findall(r"\(#(\w+)\)", common)) == set(subcommands(parser))
-    for name, command in subcommands(parser).items():
+    assert set(re.findall(r"\(#(\w+)\)", common)) == set(subcommands())
+    for name, command in subcommands().items():
         text = section("docs/cli.md", f"## {name}")
         heads = [head for head in list_heads(text) if head.startswith("`--")]
         strings = {string for action in command._actions for string in action.option_strings}
@@ -273,8 +254,8 @@ def test_every_command_has_a_section_with_its_arguments_and_no_others(
             assert action.option_strings or str(action.metavar) in text, name
 
 
-def test_the_exit_codes_are_those_of_the_help(parser):
-    for name, command in subcommands(parser).items():
+def test_the_exit_codes_are_those_of_the_help():
+    for name, command in subcommands().items():
         in_help = re.findall(
             r"^  (\d)  ", (command.epilog or "").partition("exit codes:\n")[2], re.MULTILINE
         )

@@ -1,7 +1,6 @@
-"""Scripts for datatrove's runner that are no production: long documents in parts, a process pool, an event loop."""
+"""A script for datatrove's runner that is no production: long documents in parts, a process pool."""
 
 import asyncio
-import json
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.executor.local import LocalPipelineExecutor
 from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceResult, InferenceRunner
-from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.writers import JsonlWriter
 
 
@@ -49,10 +47,6 @@ async def by_page(document: Document, generate: Any, processes: ProcessPoolExecu
     return await asyncio.gather(*[one(page) for page in (1, 2)], return_exceptions=True)
 
 
-async def refused(document: Document, generate: Any) -> None:
-    raise InferenceError(document, "Got BadRequestError from server: invalid")
-
-
 def main(out: str) -> None:
     documents = [Document(text=f"What is the weather in town {n}? " * 3, id=str(n)) for n in range(5)]
     config = InferenceConfig(server_type="dummy", model_name_or_path="m", default_generation_params={"temperature": 0})
@@ -70,11 +64,6 @@ def main(out: str) -> None:
     }
     for name, step in steps.items():
         LocalPipelineExecutor(pipeline=[documents, step], logging_dir=f"{out}/{name}-logs", tasks=1).run()
-    asyncio.run(runner("skipped", refused, skip_bad_requests=True).run_async(documents, rank=0))
-    try:
-        asyncio.run(runner("refused", refused).run_async(documents[:1], rank=0))
-    except InferenceError as error:
-        print(json.dumps({"caught": str(error), "document": error.document.id}))
 
 
 if __name__ == "__main__":

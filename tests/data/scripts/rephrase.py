@@ -22,17 +22,12 @@ def main(dataset: str, out: Path, name: str, template: str | None, server: dict[
     async def rollout(
         document: Document, generate: Callable[[dict[str, Any]], Awaitable[InferenceResult]]
     ) -> InferenceResult:
-        if isinstance(document.text, list):
-            if template:
-                raise ValueError("message lists take no template")
-            messages = list(document.text)
-        else:
-            text = template.replace("[[DOCUMENT]]", document.text) if template else document.text
-            room = (context - max_tokens) * CHARS_PER_TOKEN
-            if len(text) > room:
-                cut = text.rfind("\n", 0, room)
-                text = text[: cut if cut > 0 else room]
-            messages = [{"role": "user", "content": text}]
+        text = template.replace("[[DOCUMENT]]", document.text) if template else document.text
+        room = (context - max_tokens) * CHARS_PER_TOKEN
+        if len(text) > room:
+            cut = text.rfind("\n", 0, room)
+            text = text[: cut if cut > 0 else room]
+        messages = [{"role": "user", "content": text}]
         sampling = {"temperature": temperature, "top_k": top_k}
         given = {key: value for key, value in sampling.items() if value is not None}
         return await generate({"messages": messages, "max_tokens": max_tokens, **given})

@@ -1,0 +1,217 @@
+"""A job as a ConfigMap and an Indexed Job of Kubernetes: what they hold.
+
+    index of the Job    a worker: its pods run ``run job.yaml --worker``
+    ConfigMap           the job's file in the long form, and the user's own modules. Its keys hold
+                        no /: pa..roll.py
+    emptyDir            the working folder: new for each pod. What must stay has a URL, or is on a
+                        volume
+    podFailurePolicy    what follows from the exit codes of ``run --worker`` (``cli/execution.py``)
+
+The next pod of an index has the same host name, and starts after the last pod ended, so its claims
+are free at once. If a node only seems to be gone, the mirror or the lock decides which pod resumes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from datatrove_ckpt.common import LAUNCH, JsonObject
+from datatrove_ckpt.common.redaction import may_name_secret
+from datatrove_ckpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
+
+# The pod's working folder, also if the submitter's folder is on a volume.
+_WORK = "/work"
+_CONFIG = "/etc/datatrove-ckpt"
+# ``kubectl apply`` copies the object into an annotation, which has at most 256 KiB.
+_MOST_BYTES = 200_000
+_KEY = re.compile("[-_.a-zA-Z0-9]{1,253}")
+_LAUNCH_LABEL = "metadata.labels['batch.kubernetes.io/controller-uid']"  # of this very Job
+_OF_THE_COMMAND = ("containers", "restartPolicy", "terminationGracePeriodSeconds", "volumes")
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """The section ``kubernetes`` of a job's file.
+
+    Attributes:
+        image: has datatrove-ckpt in the version of this command, the engine, and the packages that
+            the job imports.
+        name: of Job and ConfigMap. None: that of the file.
+        namespace: None: the one that kubectl has chosen.
+        workers: how many pods share the tasks. None: one for each task.
+        gpus: of a pod. None: as many as its servers need.
+        gpu_resource: what the cluster calls them.
+        cpu: requested cores.
+        memory: requested.
+        grace_seconds: from SIGTERM to SIGKILL. The drain (``drain_seconds``) and saving must fit
+            in. A spot node may give less.
+        backoff: how often a worker may fail before it is given up. Evictions and preemptions do not
+            count.
+        secrets: names of Secret objects. Their keys become environment variables.
+        env: more environment variables; no secrets.
+        volumes: where PersistentVolumeClaims are mounted, by their names. Folders on them are kept.
+        pod: more fields of the pod's spec, such as ``nodeSelector`` and ``tolerations``.
+    """
+
+    image: str
+    name: str | None = None
+    namespace: str | None = None
+    workers: int | None = None
+    gpus: int | None = None
+    gpu_resource: str = "nvidia.com/gpu"
+    cpu: str | float = "4"
+    memory: str = "16Gi"
+    grace_seconds: int = 60
+    backoff: int = 3
+    secrets: list[str] | None = None
+    env: dict[str, str] | None = None
+    volumes: dict[str, str] | None = None
+    pod: JsonObject | None = None
+
+    def __post_init__(self) -> None:
+        for variable in self.env or ():
+            if may_name_secret(variable):
+                raise ConfigError(
+                    f"env: {variable}: its value may be a secret, and anybody who sees the Job "
+                    "sees it. Put it into a Secret (kubectl create secret generic NAME "
+                    f"--from-literal={variable}=...) and write secrets: [NAME]."
+                )
+        for field in (self.pod or {}).keys() & {*_OF_THE_COMMAND}:
+            raise ConfigError(f"pod: {field}: is set by this command. Remove it.")
+
+    def is_kept(self, folder: str) -> bool:
+        """Whether a folder outlives the pod."""
+        path = Path(folder).absolute()
+        return "://" in folder or any(
+            path.is_relative_to(mount) for mount in (self.volumes or {}).values()
+        )
+
+
+def _on_exit(action: str, *codes: int) -> JsonObject:
+    return {"action": action, "onExitCodes": {"operator": "In", "values": list(codes)}}
+
+
+# The first matching rule counts. Other failures are those of ``backoff``.
+_RULES: list[JsonObject] = [
+    # Evicted, node lost.
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    _on_exit("Ignore", 129, 130, 138, 143),  # drained on SIGHUP, SIGINT, SIGUSR1, SIGTERM
+    _on_exit("FailJob", 2),
+    _on_exit("FailIndex", 3),
+]
+
+
+def config_map(text: str, plan: RunPlan, metadata: JsonObject) -> tuple[JsonObject, list[str]]:
+    """Returns the job's file and the user's own modules, as far as there is room, and the names of
+    the other modules.
+    """
+    from datatrove_ckpt.user_code.own_modules import own_modules  # slow to import
+
+    data = {"job.yaml": text}
+    left = _MOST_BYTES - len(text.encode())
+    wanted = {
+        getattr(runner.step.rollout_fn, "__module__", "").partition(".")[0]
+        for runner in plan.runners
+    }
+    modules = own_modules()
+    others = []
+    for module in sorted({*modules, *wanted} - {"datatrove", "datatrove_ckpt"}):
+        texts = _texts(modules.get(module, {}), left)
+        left -= sum(len(text.encode()) for text in texts.values())
+        data |= texts
+        if not texts:
+            others.append(module)
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}, others
+
+
+def _texts(files: dict[str, Path], most: int) -> dict[str, str]:
+    """Returns texts by key of a ConfigMap; none if one cannot be there, or they are too large."""
+    keys = {name: name.replace("/", "..") for name in files}
+    fit = all(".." not in name and _KEY.fullmatch(key) for name, key in keys.items())
+    if not fit or sum(path.stat().st_size for path in files.values()) > most:
+        return {}
+    try:
+        return {keys[name]: path.read_bytes().decode() for name, path in files.items()}
+    except UnicodeDecodeError:
+        return {}
+
+
+def manifest(plan: RunPlan, job: KubernetesJob, files: JsonObject, workers: int) -> JsonObject:
+    """Returns the Job. ``files``: the ConfigMap."""
+    metadata = files["metadata"]
+    mounted = {"name": metadata["name"]}
+    if any(".." in key for key in files["data"]):  # of packages
+        mounted["items"] = [{"key": key, "path": key.replace("..", "/")} for key in files["data"]]
+    here = str(Path.cwd())
+    if not job.is_kept(here):
+        here = _WORK
+    mounts = [
+        {"name": "job", "mountPath": _CONFIG, "readOnly": True},
+        {"name": "work", "mountPath": _WORK},
+    ]
+    volumes: list[JsonObject] = [
+        {"name": "job", "configMap": mounted},
+        {"name": "work", "emptyDir": {}},
+    ]
+    for index, (claim, path) in enumerate((job.volumes or {}).items()):
+        mounts.append({"name": f"claim-{index}", "mountPath": path})
+        volumes.append({"name": f"claim-{index}", "persistentVolumeClaim": {"claimName": claim}})
+    folders = {str(runner.step.checkpoints_local_dir) for runner in plan.runners}
+    for index, folder in enumerate(
+        sorted(one for one in folders if one.startswith("/") and not job.is_kept(one))
+    ):
+        # No container layer.
+        mounts.append({"name": "work", "mountPath": folder, "subPath": f"checkpoints-{index}"})
+    gpus = job.gpus
+    if gpus is None:
+        configs = [config for runner in plan.runners for config in runner.step.models.values()]
+        gpus = 0
+        for config in configs:
+            if config.engine.leases_gpus:
+                gpus += config.gpus_each * config.replicas
+            else:
+                gpus += config.gpus or 0
+    if gpus > 1:  # NCCL needs more than the 64 MiB of a container
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    env = {"PYTHONPATH": _CONFIG, **(job.env or {})}
+    variables: list[JsonObject] = [
+        {"name": variable, "value": value} for variable, value in env.items()
+    ]
+    variables.append({"name": LAUNCH, "valueFrom": {"fieldRef": {"fieldPath": _LAUNCH_LABEL}}})
+    container: JsonObject = {
+        "name": "worker",
+        "image": job.image,
+        "command": ["datatrove-ckpt", "run", f"{_CONFIG}/job.yaml", "--worker"],
+        "workingDir": here,
+        "env": variables,
+        "envFrom": [{"secretRef": {"name": secret}} for secret in job.secrets or ()],
+        "resources": {"requests": {"cpu": str(job.cpu), "memory": job.memory}},
+        "volumeMounts": mounts,
+    }
+    if gpus:
+        container["resources"]["limits"] = {job.gpu_resource: gpus}
+    pod: JsonObject = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        # The kernel drops signals without a handler for process 1.
+        "shareProcessNamespace": True,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    spec: JsonObject = {
+        "completionMode": "Indexed",
+        "completions": workers,
+        "parallelism": workers,
+        "backoffLimitPerIndex": job.backoff,
+        "podFailurePolicy": {"rules": _RULES},
+        "template": {"spec": pod | (job.pod or {})},
+    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}

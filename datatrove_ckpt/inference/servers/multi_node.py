@@ -38,12 +38,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 class HeadNode:
     """The head node's end of the connections."""
 
-    def __init__(self, config: InferenceConfig, nodes: Nodes) -> None:
+    def __init__(self, config: InferenceConfig) -> None:
         if config.replicas > 1:
             raise ConfigError(
                 "replicas: a server on several nodes cannot have replicas; use more tasks instead."
             )
-        self.nodes = nodes
         self._port = config.master_port + 1
         self._started = False
         self._workers: set[asyncio.Transport] = set()

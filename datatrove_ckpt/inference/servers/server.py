@@ -398,29 +398,19 @@ class InferenceServer:
     async def start(self) -> None:
         attempts = 1 + self.config.server_start_max_retries
         for attempt in range(1, attempts + 1):
+            await self.stop()
             try:
-                await self._start_once()
+                await self.launch()
+                await self._wait_until_ready()
                 return
-            except _StartAttemptFailed as failure:
-                if failure.is_permanent or attempt == attempts:
-                    raise ServerStartFailed(str(failure)) from None
-                logger.warning(
-                    f"{failure}\nStarting it again (attempt {attempt + 1} of {attempts})."
-                )
-                await asyncio.sleep(retrying.RELAUNCH.first)
-
-    async def _start_once(self) -> None:
-        """Raises _StartAttemptFailed if the server does not become ready.
-
-        No process of it is left then.
-        """
-        await self.stop()
-        try:
-            await self.launch()
-            await self._wait_until_ready()
-        except BaseException:
-            await self.stop()  # no process and no file may stay
-            raise
+            except BaseException as error:
+                await self.stop()  # no process and no file may stay
+                if not isinstance(error, _StartAttemptFailed):
+                    raise
+                if error.is_permanent or attempt == attempts:
+                    raise ServerStartFailed(str(error)) from None
+                logger.warning(f"{error}\nStarting it again (attempt {attempt + 1} of {attempts}).")
+            await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def launch(self) -> None:
         """Creates the process, without waiting until it is ready."""

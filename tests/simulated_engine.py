@@ -318,8 +318,8 @@ def _blocks(tokens):
 
 @dataclass(frozen=True)
 class Step:
-    """What there was at the end of a step: the time in seconds, requests, tokens so far, and the
-    target of ``auto``.
+    """What there was at the end of a step: the time in seconds, requests, and the target of
+    ``auto``.
     """
 
     at: float

@@ -400,9 +400,9 @@ async def test_the_run_goes_on_with_the_servers_that_are_left(log):
 # several nodes -----------------------------------------------------------------------------------
 
 # A vLLM in two parts that find each other on the master port. The first part ends when the other
-# one is lost.
+# one is lost. It answers by itself, or asks the server that COUNTING_SERVER names.
 TWO_PART_VLLM = f"""#!{sys.executable}
-import os, socket, sys, threading, time
+import os, socket, sys, threading, time, urllib.request
 value = lambda name: sys.argv[sys.argv.index(name) + 1]
 master = (value("--master-addr"), int(value("--master-port")))
 with open("parts", "a") as parts:
@@ -428,6 +428,10 @@ def complete(payload):
     question = payload["messages"][0]["content"]
     while question.startswith("wait") and not os.path.exists("gate"):
         time.sleep(0.01)
+    if "COUNTING_SERVER" in os.environ:
+        url = os.environ["COUNTING_SERVER"] + "/v1/chat/completions"
+        asked = urllib.request.Request(url, json.dumps(payload).encode(), {{"Content-Type": "application/json"}})
+        return 200, json.load(urllib.request.urlopen(asked))
     return 200, {{"choices": [{{"message": {{"content": question}}, "finish_reason": "stop"}}]}}
 {SERVE}
 accept(socket.create_server(("127.0.0.1", int(value("--port")))))

@@ -20,7 +20,8 @@ from datatrove.io import DataFolder
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.inference.servers.server import free_port
-from tests.real import two_part_vllm
+from tests.integration.test_supervision import TWO_PART_VLLM
+from tests.processes import write_program
 from tests.real.cluster_job import DOCUMENTS, HELD, IN_FLIGHT, counting_server
 from tests.real.slurm_cluster import Cluster, until
 from tests.real.slurm_job import Job, Stopwatch
@@ -165,7 +166,8 @@ def test_a_lost_node_whose_process_lives_on_where_there_are_no_locks(job, cluste
 @pytest.fixture
 def two_parts(job, monkeypatch):
     """The config of a server on two nodes."""
-    two_part_vllm.install(job.folder / "bin")
+    write_program(job.folder / "bin/vllm", TWO_PART_VLLM)
+    monkeypatch.chdir(job.folder)
     monkeypatch.setenv("PATH", f"{job.folder}/bin:{os.environ['PATH']}")
     monkeypatch.setenv("COUNTING_SERVER", job.server.url)
     return InferenceConfig(
@@ -176,21 +178,6 @@ def two_parts(job, monkeypatch):
         master_port=free_port(),
         server_stop_timeout_sec=1.0,
     )
-
-
-@pytest.mark.full
-def test_several_nodes_per_task(job, cluster, two_parts):
-    job.submit(nodes_per_task=2, runner={"config": two_parts})
-    job.until_held()
-    workers, watch = job.workers(), Stopwatch()
-    assert len(workers) == 2
-    cluster.command("scontrol", "requeue", f"{job.id}_0")
-    seconds = max(watch.until_gone(worker) for worker in workers)
-    job.server.release()
-    assert not job.is_complete()
-    job.until_ended()
-    assert "Traceback" not in job.describe()
-    job.check("nodes_per_task=2, requeue", 4, seconds, "no", at_most=IN_FLIGHT)
 
 
 @pytest.mark.full

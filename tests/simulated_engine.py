@@ -318,14 +318,13 @@ def _blocks(tokens):
 
 @dataclass(frozen=True)
 class Step:
-    """What there was at the end of a step: the time in seconds, requests, tokens so far, and the
-    target of ``auto``.
+    """What there was at the end of a step: the time in seconds, requests, and the target of
+    ``auto``.
     """
 
     at: float
     running: int
     waiting: int
-    tokens: int
     target: int
 
 
@@ -373,11 +372,6 @@ class Simulation:
             event()
         return self
 
-    def rate(self, since):
-        """Tokens per second from then on."""
-        first, last = next(step for step in self.steps if step.at >= since), self.steps[-1]
-        return (last.tokens - first.tokens) / (last.at - first.at)
-
     def mean_running(self, since):
         """Requests that run, from then on. Between two runs it varies less than the tokens."""
         part = [step.running for step in self.steps if step.at >= since]
@@ -413,7 +407,7 @@ class Simulation:
         self._seen = self.engine.metrics()
         target = self.admission.target if self.admission else 0
         running, waiting = len(self.engine.running) + len(finished), len(self.engine.waiting)
-        self.steps.append(Step(self._now, running, waiting, self._seen.tokens, target))
+        self.steps.append(Step(self._now, running, waiting, target))
         for _ in finished:
             self._after(self._delay(), self._answer)
         self._step()

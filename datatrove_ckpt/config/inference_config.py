@@ -31,7 +31,7 @@ from datatrove_ckpt.common.declared import (
     check_value,
     one_of,
 )
-from datatrove_ckpt.common.redaction import Secret, names_secret
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
@@ -481,8 +481,11 @@ class EngineCommand(NamedTuple):
     takes_key: bool = True
 
     def environment(self, ours: Mapping[str, str]) -> dict[str, str]:
-        """Returns our environment with that of the server, whose key is revealed only here."""
+        """Returns our environment with that of the server, whose key is revealed only here, and
+        without the key of mirrors.
+        """
         found = dict(ours)
+        found.pop(MIRROR_KEY_VARIABLE, None)
         for name, value in self.env.items():
             found[name] = value.reveal() if isinstance(value, Secret) else value
         return found

@@ -470,7 +470,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         wanted: Iterable[int] = ranks
         if self._claims is not None:
             wanted = iter(self._claims.next, None)
-        self._work_through(TaskList(wanted, done), self._copy, 0, overlap)
+
+        def make_executor() -> LocalPipelineExecutor:
+            copied = copy(self)
+            copied.pipeline = deepcopy(self.pipeline)
+            return copied
+
+        self._work_through(TaskList(wanted, done), make_executor, 0, overlap)
 
     def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
         """Runs a rank, and notes its end in its claim. Returns None if this process has not
@@ -529,11 +535,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             return _RANKS_AT_ONCE
         return 1
 
-    def _copy(self) -> LocalPipelineExecutor:
-        copied = copy(self)
-        copied.pipeline = deepcopy(self.pipeline)
-        return copied
-
     def _work_through(
         self,
         ranks: Tasks,
@@ -544,28 +545,33 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         """Runs ranks in this process, each with an executor and steps of its own; ``overlap``: at
         once, in threads.
         """
-        run = partial(_run_rank, make_executor, slot, Path.cwd())
+        folder = Path.cwd()
+
+        def run(rank: int) -> PipelineStats | None:
+            os.chdir(folder)  # another rank's step may have left it
+            executor = make_executor()
+            executor.logging_dir = _own_listings(executor.logging_dir)
+            return executor._run_taken(rank, slot)
+
+        from datatrove_ckpt.inference.servers.warm import close_warm_servers
+
         try:
             with gc_tuned(), chdir("."):
-                if overlap:
-                    self._overlap(ranks, run, slot)
-                else:
+                if not overlap:
                     in_turn(run, ranks)
+                    return
+                from datatrove_ckpt.inference.servers.host import ServerHost
+
+                (runner,) = self._runners
+                preemption = runner.preemption()
+                shutdown = preemption.shutdown
+                at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
+                make_servers = partial(ServerHost, shutdown)
+                exits = no_exit("A rollout, or a task that it started,", shutdown)
+                with task_of_many(True), log_of_many(slot), preemption, exits:
+                    RankThreads(at_once, preemption, make_servers, run, ranks).work_through()
         finally:
-            from datatrove_ckpt.inference.servers.warm import close_warm_servers
-
             close_warm_servers()
-
-    def _overlap(self, ranks: Tasks, run: Callable[[int], PipelineStats | None], slot: int) -> None:
-        from datatrove_ckpt.inference.servers.host import ServerHost
-
-        (runner,) = self._runners
-        preemption = runner.preemption()
-        at_once = raise_limit(*runner.requests_and_servers(), self._most_at_once)
-        make_servers = partial(ServerHost, preemption.shutdown)
-        who = "A rollout, or a task that it started,"
-        with task_of_many(True), log_of_many(slot), preemption, no_exit(who, preemption.shutdown):
-            RankThreads(at_once, preemption, make_servers, run, ranks).work_through()
 
     def _in_workers(
         self, ranks: Sequence[int], screen: Screen | None, overlap: bool, done: _Done
@@ -595,16 +601,21 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 done(rank, stats)
         if workers.signal is not None:
             end_as(workers.signal)
-        lost = sorted(
-            {
-                *self.get_incomplete_ranks(sorted(workers.lost), skip_completed=True),
-                *anew & {*workers.lost},
-            }
-        )
-        for rank in workers.lost.keys() - set(lost):
+        again = {*self.get_incomplete_ranks(workers.lost, skip_completed=True), *anew}
+        for rank in workers.lost.keys() - again:
             done(rank, _saved_stats(self.logging_dir, rank))
+        lost = sorted(again & workers.lost.keys())
         if lost:
-            raise _lost({rank: workers.lost[rank] for rank in lost}, self.world_size)
+            named = "; ".join(f"task {rank}: {workers.lost[rank]}" for rank in lost)
+            memory = ""
+            if "SIGKILL" in named:
+                memory = (
+                    "SIGKILL mostly means that the machine was out of memory: use fewer workers. "
+                )
+            raise WorkerDied(
+                f"{len(lost)} of {self.world_size} tasks are not complete, because their worker "
+                f"processes died ({named}). {memory}Run the same command again to resume."
+            )
 
     def _pickled(self) -> bytes:
         try:
@@ -649,19 +660,6 @@ def _work(
 
     RunPlan(executor).check_code(identities)
     executor._work_through(ranks, make_executor, slot, overlap)
-
-
-def _run_rank(
-    make_executor: Callable[[], LocalPipelineExecutor], slot: int, folder: Path, rank: int
-) -> PipelineStats | None:
-    """Runs one rank in ``folder``, which another rank's step may have left.
-
-    Returns the statistics of the rank; None if this process has not completed it.
-    """
-    os.chdir(folder)
-    executor = make_executor()
-    executor.logging_dir = _own_listings(executor.logging_dir)
-    return executor._run_taken(rank, slot)
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:
@@ -725,12 +723,3 @@ def _waiting_for(left: set[int], others: Sequence[Claimant]) -> str:
     if unclaimed:
         parts.append(f"{ranges(unclaimed)} by processes without claims")
     return f"Waiting for {plural(len(left), 'task')} of other processes: {'; '.join(parts)}."
-
-
-def _lost(lost: dict[int, str], tasks: int) -> WorkerDied:
-    named = "; ".join(f"task {rank}: {why}" for rank, why in sorted(lost.items()))
-    memory = "SIGKILL mostly means that the machine was out of memory: use fewer workers. "
-    return WorkerDied(
-        f"{len(lost)} of {tasks} tasks are not complete, because their worker processes died "
-        f"({named}). {memory if 'SIGKILL' in named else ''}Run the same command again to resume."
-    )

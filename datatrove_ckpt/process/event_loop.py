@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import sys
 import threading
 import time
@@ -19,64 +18,16 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 from datatrove_ckpt.process.screen import exit_now
 
 # Seconds between two cancellations of the tasks that are left at the end.
 _PATIENCE = (0.5, 0.5, 1.0, 0.0)
-_polls: set[int] = set()
 left_behind: list[object] = []
 """Loops of ranks of this process, with tasks or threads that ignored their end."""
 _Result = TypeVar("_Result")
 _Arguments = TypeVarTuple("_Arguments")
-
-
-def run(main: Awaitable[_Result]) -> _Result:
-    """Does ``asyncio.run`` on the best loop, also where this thread runs a loop already."""
-    with _outer_loop_waits():
-        return _run(main)
-
-
-def _run(main: Awaitable[_Result]) -> _Result:
-    interruptions: list[KeyboardInterrupt] = []
-
-    async def catch_interruption() -> _Result:
-        # A KeyboardInterrupt that ends a task also leaves the loop, and asyncio would log it as
-        # never retrieved.
-        try:
-            return await main
-        except KeyboardInterrupt as interruption:
-            interruptions.append(interruption)
-            raise asyncio.CancelledError from None
-
-    try:
-        import uvloop
-    except ImportError:
-        factory = None  # Python's own
-    else:
-        factory = uvloop.new_event_loop
-    runner = asyncio.Runner(loop_factory=factory)
-    threads: list[threading.Thread] = []
-    # As asyncio's own, but with the threads of ``asyncio.to_thread`` to join.
-    executor = ThreadPoolExecutor(
-        thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
-    )
-    runner.get_loop().set_default_executor(executor)
-    _polls.add(_poll_of(runner))
-    pid = os.getpid()
-    try:
-        result = runner.run(catch_interruption())
-        end_fork(pid)
-    except BaseException as error:
-        end_fork(pid, error)
-        executor.shutdown(wait=False, cancel_futures=True)
-        _close(runner, threads)
-        if isinstance(error, asyncio.CancelledError) and interruptions:
-            raise interruptions[0] from None
-        raise
-    _close(runner, [])
-    return result
 
 
 @contextmanager
@@ -103,27 +54,47 @@ def _outer_loop_waits() -> Iterator[None]:
             asyncio.tasks._enter_task(outer, task)
 
 
-def _poll_of(runner: asyncio.Runner) -> int:
-    """Returns the descriptor with which the loop waits.
+@_outer_loop_waits()
+def run(main: Awaitable[_Result]) -> _Result:
+    """Does ``asyncio.run`` on the best loop, also where this thread runs a loop already."""
+    interruptions: list[KeyboardInterrupt] = []
 
-    Neither asyncio nor uvloop has a public name for it.
-    """
-    loop: Any = runner.get_loop()
-    return int(loop._selector.fileno() if hasattr(loop, "_selector") else loop._get_backend_id())
+    async def catch_interruption() -> _Result:
+        # A KeyboardInterrupt that ends a task also leaves the loop, and asyncio would log it as
+        # never retrieved.
+        try:
+            return await main
+        except KeyboardInterrupt as interruption:
+            interruptions.append(interruption)
+            raise asyncio.CancelledError from None
 
+    try:
+        import uvloop
+    except ImportError:
+        factory = None  # Python's own
+    else:
+        factory = uvloop.new_event_loop
+    runner = asyncio.Runner(loop_factory=factory)
+    threads: list[threading.Thread] = []
+    # As asyncio's own, but with the threads of ``asyncio.to_thread`` to join.
+    executor = ThreadPoolExecutor(
+        thread_name_prefix="asyncio", initializer=lambda: threads.append(threading.current_thread())
+    )
+    runner.get_loop().set_default_executor(executor)
+    pid = os.getpid()
+    try:
+        result = runner.run(catch_interruption())
+        end_fork(pid)
+    except BaseException as error:
+        end_fork(pid, error)
+        executor.shutdown(wait=False, cancel_futures=True)
+        _close(runner, threads)
+        if isinstance(error, asyncio.CancelledError) and interruptions:
+            raise interruptions[0] from None
+        raise
+    _close(runner, [])
+    return result
 
-def _leave_polls() -> None:
-    """Replaces inherited epoll descriptors with empty ones in a fork.
-
-    The fork's copy of the loop would take the parent's answers and wakeups.
-    """
-    while _polls:
-        with select.epoll() as own:
-            os.dup2(own.fileno(), _polls.pop(), inheritable=False)
-
-
-if hasattr(select, "epoll"):  # a fork has no copy of a kqueue
-    os.register_at_fork(after_in_child=_leave_polls)
 
 _pid = os.getpid()
 
@@ -149,21 +120,16 @@ def end_fork(pid: int, error: BaseException | None = None) -> None:
         return
     code = 1
     try:
-        code = _exit_code(error)
+        if error is None:
+            code = 0
+        elif not isinstance(error, SystemExit):
+            traceback.print_exception(error)
+        elif isinstance(error.code, int | None):
+            code = (error.code or 0) & 0xFF
+        else:
+            print(error.code, file=sys.stderr)
     finally:
         exit_now(code)
-
-
-def _exit_code(error: BaseException | None) -> int:
-    if error is None:
-        return 0
-    if not isinstance(error, SystemExit):
-        traceback.print_exception(error)
-        return 1
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
 
 
 def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
@@ -183,7 +149,6 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not asyncio.all_tasks(loop) and not any(thread.is_alive() for thread in threads):
-        _polls.discard(_poll_of(runner))
         runner.close()
         return
     # Nothing may be collected: a coroutine that ignores its cancellation would log that.

@@ -71,8 +71,6 @@ METADATA = "http://169.254.169.254"
 _TIMEOUT = 5.0  # seconds, of a request or a command
 _AZURE_ENDS = {"Preempt", "Terminate", "Redeploy", "Reboot"}  # not Freeze, a pause of seconds
 
-_said: set[str] = set()
-
 
 def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
     """Args:
@@ -88,24 +86,20 @@ def check_notice(setting: Setting | None, signals: Sequence[str]) -> None:
         raise ConfigError(
             f"{name}: holds what looks like a secret. Let a command read it where the task runs."
         )
-    if not _is_notice(setting):
-        raise ConfigError(
-            f"{name}: takes {{'cloud': NAME}}, one of {', '.join(_CLOUDS)}, or {{'command': "
-            f"[program, ...]}}; it is {setting!r}."
-        )
+    match setting:
+        case {"cloud": str() as cloud} if len(setting) == 1 and cloud in _CLOUDS:
+            pass
+        case {"command": [_, *_]} if len(setting) == 1:
+            pass
+        case _:
+            raise ConfigError(
+                f"{name}: takes {{'cloud': NAME}}, one of {', '.join(_CLOUDS)}, or {{'command': "
+                f"[program, ...]}}; it is {setting!r}."
+            )
     if "SIGTERM" not in signals:
         raise ConfigError(
             f"{name}: is taken as a SIGTERM, which is not in drain_signals. Add it there."
         )
-
-
-def _is_notice(setting: object) -> bool:
-    if not isinstance(setting, Mapping) or len(setting) != 1:
-        return False
-    [(kind, value)] = setting.items()
-    if kind == "cloud":
-        return value in list(_CLOUDS)
-    return kind == "command" and isinstance(value, list | tuple) and len(value) > 0
 
 
 class NoticeWatch:
@@ -135,14 +129,19 @@ class NoticeWatch:
         # Arguments may be long.
         shown = self._value if isinstance(self._value, str) else self._value[0]
         what = f"a preemption notice ({self._kind} {shown}"
+        is_warned = False
         while True:
             try:
-                if (notice := self._ask()) is not None:
+                if self._kind == "command":
+                    notice = self._run(self._value)
+                else:
+                    notice = _CLOUDS[str(self._value)]()
+                if notice is not None:
                     self._came(printable(f"{what}{notice and ': '}{notice})"))
                     return
             except Exception as error:  # also of an answer that is not as the cloud documents it
-                if what not in _said:
-                    _said.add(what)
+                if not is_warned:
+                    is_warned = True
                     logger.warning(
                         f"preemption_notice: {self._kind} {shown} cannot be asked: "
                         f"{type(error).__name__}: {error}. The run goes on without notices, and "
@@ -151,12 +150,6 @@ class NoticeWatch:
             with suppress(queue.Empty):
                 if get_within(self._closed, POLL_SECONDS):
                     return
-
-    def _ask(self) -> str | None:
-        if self._kind == "command":
-            return self._run(self._value)
-        assert isinstance(self._value, str)
-        return _CLOUDS[self._value]()
 
     def _run(self, command: Sequence[str]) -> str | None:
         null = subprocess.DEVNULL
@@ -171,8 +164,8 @@ class NoticeWatch:
 
 
 def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-    """Returns the text of an answer; None for status 204 or 404. Uses no proxy: such addresses are
-    the node's own.
+    """Returns the text of an answer; None for status 404. Uses no proxy: such addresses are the
+    node's own.
 
     Raises:
         OSError: the address cannot be reached, or answers with another status.
@@ -183,8 +176,6 @@ def _get(url: str, headers: Mapping[str, str], method: str = "GET") -> str | Non
     request = Request(url, headers={**headers}, method=method)
     try:
         with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT) as answer:
-            if answer.status == 204:
-                return None
             text: str = answer.read(2**20).decode()
             return text
     except HTTPError as error:

@@ -141,12 +141,8 @@ class Shutdown:
         """Whether the event loop is blocked, so that it does not see the requested stop."""
         return self._unnoticed and self.cause != ""
 
-    @property
-    def message(self) -> str:
-        return f"Stopped by {self.cause}. Run the same command again to resume."
-
     def raise_preempted(self) -> NoReturn:
-        raise Preempted(self.message)
+        raise Preempted(f"Stopped by {self.cause}. Run the same command again to resume.")
 
     def check(self) -> None:
         """Raises:

@@ -39,7 +39,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Ignored signals stay ignored: nohup ignores SIGHUP, a shell the SIGINT of background jobs.
 _OF_TERMINALS = (signal.SIGHUP, signal.SIGINT)
 _FATAL = (signal.SIG_DFL, signal.default_int_handler)
-_WITHOUT_EFFECT = (signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH)
 _EXIT_SECONDS = 5.0  # for the threads that Python waits for at its exit
 
 Handler = Callable[[int, FrameType | None], object] | int | None
@@ -126,8 +125,6 @@ def raise_again(numbers: Iterable[int], at_once: bool = False) -> None:
     leave_terminal()
     for number in numbers:
         if signal.getsignal(number) is signal.SIG_DFL:
-            if number in _WITHOUT_EFFECT:
-                continue
             requeue_if_preempted()
             _exit(number, at_once)
         try:

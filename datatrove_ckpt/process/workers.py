@@ -107,7 +107,7 @@ def in_turn(run: Callable[[int], object], tasks: Tasks) -> None:
         tasks.done(task, result)
 
 
-# Seconds that workers have to end after a second signal, and after ``CLOSED``.
+# Seconds that workers have to end after a second signal, and once they have closed.
 _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
 
@@ -129,7 +129,7 @@ class _Process:
         self.is_ending = False  # it gets no more tasks
         self.is_failing = False
         self.stopped = ""  # by which signal
-        self.ends_by: float | None = None
+        self.ends_by = math.inf
         self.is_silent = False  # no more messages can come
         self.connection, theirs = connections.Pipe()
         # Not a daemon: a step may start processes of its own.
@@ -179,7 +179,6 @@ class _Process:
         self.connection.close()
         if self._handle is not None:
             os.close(self._handle)
-            self._handle = None
         code = self.process.exitcode
         if code is not None and code < 0:
             return f"was ended by {signal.Signals(-code).name}"
@@ -244,7 +243,12 @@ class Workers:
         self._tasks.extend(tasks)
         self._start()
         while self._workers:
-            self._wait()
+            ends = [worker.sentinel for worker in self._workers]
+            open_ = [worker.connection for worker in self._workers if not worker.is_silent]
+            # A signal interrupts no wait, so none is long.
+            connections.wait([*ends, *open_], TICK_SECONDS)
+            if self.screen is not None:
+                self.screen.tick()
             for worker in list(self._workers):
                 yield from self._read_replies(worker)
             self._start()
@@ -316,57 +320,46 @@ class Workers:
         self._tasks.remove(tasks[0])
         return tasks[0]
 
-    def _wait(self) -> None:
-        """Waits for a message or an end. A signal interrupts no wait, so none is long."""
-        ends = [worker.sentinel for worker in self._workers]
-        open_ = [worker.connection for worker in self._workers if not worker.is_silent]
-        connections.wait([*ends, *open_], TICK_SECONDS)
-        if self.screen is not None:
-            self.screen.tick()
-
     def _read_replies(self, worker: _Process) -> Iterator[tuple[int, Any]]:
         # First: then all that it sent before its end has come.
         has_ended = connections.wait([worker.sentinel], 0)
         for message in worker.messages():
-            if message == READY:
+            task = message.task
+            if message.kind == "ready":
                 worker.is_ready = worker.was_ready = True
                 self._failed_starts = 0
-            elif message == CLOSED:
+            elif message.kind == "closed":
                 worker.ends_by = time.monotonic() + _TO_EXIT
-            elif isinstance(message, Reported):
+            elif message.kind == "at work":
                 if self.screen is not None:
-                    self.screen.progress.update(*message)
-            elif message.end == "done":
-                worker.tasks.remove(message.task)
-                yield message.task, message.value
-            elif message.end == "stopped":
+                    self.screen.progress.update(task, message.value)
+            elif message.kind == "done":
+                worker.tasks.remove(task)
+                yield task, message.value
+            elif message.kind == "stopped":
                 worker.stopped = f"its worker was stopped by {signal.Signals(message.value).name}"
             else:
                 worker.is_failing = True
-                worker.tasks.discard(message.task)
+                worker.tasks.discard(task)
                 self._error = self._error or message.value
         if has_ended:
             self._workers.remove(worker)
-            self._died(worker, worker.close())
+            how = worker.close()
+            if not self._stops:
+                self._died(worker, how)
 
     def _died(self, worker: _Process, how: str) -> None:
-        if self._stops:
-            return
-        if worker.tasks:
-            self._give_back(worker.tasks, worker.stopped, how)
-        elif not worker.was_ready:
+        """Queues the tasks of a worker that a signal stopped, or that ended ``how``."""
+        if not worker.was_ready:
             self._failed_starts += 1
             if self._failed_starts >= self.max_attempts:
                 self._error = _cannot_start(f"the last one {how}")
-
-    def _give_back(self, tasks: set[int], stopped: str, how: str) -> None:
-        """Queues the tasks of a worker that a signal ``stopped``, or that ended ``how``."""
-        is_unexplained = len(tasks) > 1 and not stopped
-        why = stopped or f"its worker process {how}"
+        why = worker.stopped or f"its worker process {how}"
+        is_unexplained = len(worker.tasks) > 1 and not worker.stopped
         if is_unexplained:
-            self._suspects |= tasks
-            why += f", which had {len(tasks)} tasks at work"
-        for task in sorted(tasks, reverse=True):
+            self._suspects |= worker.tasks
+            why += f", which had {len(worker.tasks)} tasks at work"
+        for task in sorted(worker.tasks, reverse=True):
             how = "alone"
             if not is_unexplained:
                 self._deaths[task] += 1
@@ -411,24 +404,22 @@ class Workers:
             for worker in busy:
                 if not worker.is_failing or self.signal is not None:  # else its tasks drain already
                     worker.signal(number)
-                worker.ends_by = worker.ends_by or time.monotonic() + self.stop_seconds
+                worker.ends_by = min(worker.ends_by, time.monotonic() + self.stop_seconds)
             for worker in self._workers:
                 if not worker.was_ready:  # it still imports, and has nothing to save
                     worker.signal(signal.SIGKILL)
                 if self._requests > 1:
-                    worker.ends_by = min(
-                        worker.ends_by or math.inf, time.monotonic() + _AFTER_SECOND_SIGNAL
-                    )
+                    worker.ends_by = min(worker.ends_by, time.monotonic() + _AFTER_SECOND_SIGNAL)
 
     def _kill_late(self) -> None:
         for worker in self._workers:
-            if worker.ends_by is not None and time.monotonic() >= worker.ends_by:
+            if time.monotonic() >= worker.ends_by:
                 for task in sorted(worker.tasks):
                     logger.error(
                         f"Task {task} does not end. Its process {worker.process.pid} is killed."
                     )
                 worker.signal(signal.SIGKILL)
-                worker.ends_by = None
+                worker.ends_by = math.inf
 
 
 def end_as(number: int) -> NoReturn:
@@ -451,9 +442,6 @@ def _cannot_start(why: str) -> WorkerDied:
     )
 
 
-READY = "ready"
-CLOSED = "closed"  # only the interpreter's own end is left
-
 _slot: int | None = None
 
 
@@ -461,23 +449,20 @@ Work = Callable[[int, Tasks], object]
 """Is pickled into a worker, and called with its slot and its tasks."""
 
 
-class Outcome(NamedTuple):
-    """How a task ended in a worker.
+class Message(NamedTuple):
+    """What a worker tells its parent.
 
     Attributes:
+        kind: "ready" for a task; "at work": where the rank stands; "done", "failed" or "stopped" by
+            a signal: how a task ended, and after the last two the worker ends; "closed": only the
+            interpreter's own end is left.
         task: None: all tasks of the worker that are not done.
-        end: "stopped" by a signal. Then and after "failed" the worker ends.
-        value: the task's result, the error, or the number of the signal.
+        value: the progress, the task's result, the error, or the number of the signal.
     """
 
-    task: int | None
-    end: Literal["done", "failed", "stopped"]
-    value: Any
-
-
-class Reported(NamedTuple):
-    rank: int
-    progress: RankProgress
+    kind: Literal["ready", "at work", "done", "failed", "stopped", "closed"]
+    task: Any = None
+    value: Any = None
 
 
 def worker_slot() -> int | None:
@@ -537,15 +522,15 @@ class _Worker:
             self.failed(None, error)
         finally:
             if self._stop_signal is not None:
-                self._send(Outcome(None, "stopped", self._stop_signal))
-            self._send(CLOSED)
+                self._send(Message("stopped", value=self._stop_signal))
+            self._send(Message("closed"))
 
     def next(self) -> int | None:
-        self._send(READY)
+        self._send(Message("ready"))
         return self._take()
 
     async def wait_for_next(self) -> int | None:
-        self._send(READY)
+        self._send(Message("ready"))
         loop = asyncio.get_running_loop()
         has_come = asyncio.Event()
         loop.add_reader(self._connection.fileno(), has_come.set)
@@ -570,7 +555,7 @@ class _Worker:
     def done(self, task: int, value: object) -> None:
         end_fork(self._pid)
         self._at_work.discard(task)
-        self._send(Outcome(task, "done", value))
+        self._send(Message("done", task, value))
 
     def failed(self, task: int | None, error: BaseException) -> None:
         end_fork(self._pid, error)
@@ -580,7 +565,7 @@ class _Worker:
         )
         if not self._has_failed and not is_stopped:
             self._has_failed = True
-            self._send(Outcome(task, "failed", _sendable(error, task)))
+            self._send(Message("failed", task, _sendable(error, task)))
 
     def _send(self, message: object) -> None:
         with suppress(OSError):  # the parent is gone
@@ -590,7 +575,7 @@ class _Worker:
         """Sends where a rank stands, unless that would wait: the parent may be busy."""
         with suppress(OSError):  # the parent is gone
             if select.select([], [self._connection.fileno()], [], 0)[1]:
-                self._connection.send(Reported(rank, progress))
+                self._connection.send(Message("at work", rank, progress))
 
     def receive(self, number: int) -> None:
         self._stop_signal = number

@@ -143,7 +143,7 @@ def stop_server(process):
 def test_prompts_that_are_too_long_become_dead_letters(tmp_path):
     letters = job(tmp_path, documents=4, too_long=1, max_concurrent_generations="auto")
     letters.run()
-    letters.check("plain run", restarts=0)
+    letters.check(restarts=0)
     assert "HTTP 400" in letters.dead_letters()["too-long-0"]
 
 
@@ -152,9 +152,9 @@ def test_prompts_that_are_too_long_become_dead_letters(tmp_path):
     "fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__
 )
 def test_everything_is_answered_at_full_length_after(fault, tmp_path):
-    check_fault(job(tmp_path), fault.__name__, fault, after=9)
+    check_fault(job(tmp_path), fault, after=9)
 
 
 @pytest.mark.slow
 def test_a_killed_runner_resumes(tmp_path):
-    check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=9)
+    check_killed_runner(job(tmp_path), after=9)

@@ -50,20 +50,12 @@ if __name__ == "__main__":
         InferenceConfig("endpoint", "m", endpoint_url=sys.argv[1]),
         JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None),
         checkpoints_local_dir="checkpoints",
-        drain_seconds=float(sys.argv[2]),
+        drain_seconds=0.1,
     )
-    workers = int(sys.argv[3])
-    if len(sys.argv) > 5 and "thread" in sys.argv[5]:
+    if "thread" in sys.argv:
         threading.Thread(target=threading.Event().wait, args=(3600,)).start()
-    more = len(sys.argv) > 5 and "idle" in sys.argv[5]
-    executor = LocalPipelineExecutor(
-        [documents, runner], tasks=workers, workers=workers + more, logging_dir="logs", start_method=sys.argv[4]
-    )
-    try:
-        executor.run()
-    except Exception as error:
-        print("ENDS WITH", type(error).__name__, error, flush=True)
-        raise
+    executor = LocalPipelineExecutor([documents, runner], logging_dir="logs")
+    executor.run()
     print("done", flush=True)
 """
 
@@ -89,21 +81,17 @@ class Script:
         self,
         folder,
         server,
-        options=(),
+        option,
     ):
-        self.folder = folder
         (folder / "script.py").write_text(SCRIPT)
-        arguments = [server.url, "0.1", "1", "forkserver", *options]
-        self.popen = processes.start([sys.executable, "script.py", *arguments], cwd=folder)
+        arguments = [sys.executable, "script.py", server.url, option]
+        self.popen = processes.start(arguments, cwd=folder)
         deadline = time.monotonic() + 300
         while len(server.payloads) < 3:
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 pytest.fail(self.popen.communicate()[0])
             time.sleep(0.01)
         (folder / "all have asked").touch()
-
-    def worker(self, rank):
-        return int((self.folder / f"worker {rank}").read_text())
 
     def ends_with_all(self, seconds):
         """Within so many seconds, and its processes soon after; gives the exit code."""
@@ -120,15 +108,14 @@ class Script:
         (signal.SIGTERM, 128 + signal.SIGTERM, "alone"),
         (signal.SIGINT, -signal.SIGINT, "alone"),
         (signal.SIGTERM, -signal.SIGTERM, "with all"),  # the manager ends before the script
-        (signal.SIGTERM, -signal.SIGTERM, "with a thread that Python would wait for"),
+        (signal.SIGTERM, -signal.SIGTERM, "thread"),  # that Python would wait for
         (signal.SIGTERM, 128 + signal.SIGTERM, "asleep"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_script_in_a_pipe_ends_with_its_manager(tmp_path, number, code, signalled):
     with FakeServer(hold_after=0) as server:
-        options = {"asleep": ("asleep",), "with a thread that Python would wait for": ("a thread",)}
-        script = Script(tmp_path, server, options=options.get(signalled, ()))
+        script = Script(tmp_path, server, signalled)
         (manager,) = descendants(script.popen.pid)
         assert manager in descendants(os.getpid())
         if signalled == "asleep":

@@ -3,6 +3,7 @@ once.
 """
 
 import errno
+import os
 import pickle
 import re
 import shutil
@@ -21,7 +22,7 @@ from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE
+from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
@@ -33,7 +34,6 @@ from datatrove_ckpt.errors import (
     Preempted,
     StorageFailed,
 )
-from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Seal, Versions
 from datatrove_ckpt.mirror.restore import restore
@@ -902,5 +902,5 @@ def test_the_key_is_in_no_file_no_log_no_pickle_and_no_server(job, key, log, ram
         )
     versions = Versions(f"{job.remote}/00000")
     assert key not in repr(vars(versions)) + repr(vars(versions._seal))
-    server = InferenceServer(InferenceConfig("dummy", "m"), 0)
-    assert key not in server._environment().values()
+    config = InferenceConfig("dummy", "m")
+    assert key not in config.engine.launch(config, 1, Secret("")).environment(os.environ).values()

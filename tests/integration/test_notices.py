@@ -109,7 +109,6 @@ def metadata_server():
 @pytest.fixture
 def metadata(monkeypatch):
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(preemption, "_said", set())
     with metadata_server() as (metadata, url):
         monkeypatch.setattr(preemption, "METADATA", url)
         yield metadata, url

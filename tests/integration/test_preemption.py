@@ -24,7 +24,6 @@ from datatrove_ckpt.errors import DocumentFailed, Preempted, StorageFailed
 from datatrove_ckpt.inference.servers import guardian
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.process import preemption, shutdown
-from datatrove_ckpt.process.signals import raise_again
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_supervision import ENGINE, engines, lines
 from tests.jobs import ask, documents, run_job, runner, writer
@@ -189,11 +188,6 @@ def test_signals_the_user_names_and_no_others(tmp_path, server, reraised):
     number = signal.SIGUSR1
     run_job(tmp_path / "2", server, 1, sends, **only)
     assert reraised == [signal.SIGHUP, signal.SIGUSR1]
-
-
-def test_a_signal_whose_default_action_does_nothing_does_not_end_the_process():
-    assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
-    raise_again([signal.SIGCONT])
 
 
 def test_a_document_that_fails_while_the_rank_drains_does_not_keep_the_signal_from_its_handler(

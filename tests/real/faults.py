@@ -47,7 +47,6 @@ class Job:
         self.tokens = tokens
         self.concurrency = concurrency
         self.environment = environment or {}
-        self.began = time.monotonic()
         config = {
             "max_concurrent_generations": concurrency,
             "server_patience_seconds": 30.0,
@@ -113,7 +112,7 @@ class Job:
             path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr")
         )
 
-    def check(self, name, restarts, attempts=1):
+    def check(self, restarts, attempts=1):
         """Every document is answered at full length, and none was re-requested after its answer.
 
         Answers that a kill -9 finds unsaved do not count: answers are saved in groups, a moment
@@ -154,11 +153,6 @@ class Job:
         )
         again = sum(self.events("asked").values()) - len(self.events("asked"))
         assert self.log().count(" is back (restart ") == restarts
-        seconds = time.monotonic() - self.began
-        print(
-            f"\n{name}: {len(outputs)} documents, {restarts} restarts, {again} requests sent again, "
-            f"{unwritten} answered and not yet saved at a kill, {seconds:.0f} s"
-        )
         # The requests in flight, and a few that were sent before the death was noticed.
         assert again <= (self.concurrency + 4) * (restarts + attempts - 1) + unwritten
 
@@ -169,13 +163,13 @@ class Job:
         return {letter["id"]: letter["error"] for letter in letters}
 
 
-def check_fault(job, name, fault, after):
+def check_fault(job, fault, after):
     """The job completes although the fault happens to its server, after ``after`` answers."""
     with job.process() as process:
         job.until_answered(after, process)
         fault(process)
         job.until_end(process)
-    job.check(name, restarts=1)
+    job.check(restarts=1)
 
 
 def check_faults(job, faults, every):
@@ -185,21 +179,17 @@ def check_faults(job, faults, every):
     with job.process() as process:
         for number, fault in enumerate(faults, 1):
             job.until_answered(every * number, process)
-            answers, began = len(job.events("answered")), time.monotonic()
+            answers = len(job.events("answered"))
             fault(process)
             while f"(restart {number} of" not in job.log():
                 assert process.poll() is None, job.log()
                 time.sleep(0.1)
             job.until_answered(answers + job.concurrency, process)
-            print(
-                f"\n{fault.__name__}: restarted, and {answers} answers were {answers + job.concurrency} after "
-                f"{time.monotonic() - began:.0f} s"
-            )
         job.until_end(process)
-    job.check("all faults", restarts=len(faults))
+    job.check(restarts=len(faults))
 
 
-def check_killed_runner(job, name, after):
+def check_killed_runner(job, after):
     """A runner that is killed after ``after`` answers leaves no process, and the next runner
     completes the job.
     """
@@ -216,7 +206,7 @@ def check_killed_runner(job, name, after):
         )
         time.sleep(0.02)
     job.run()
-    job.check(name, restarts=0, attempts=2)
+    job.check(restarts=0, attempts=2)
 
 
 def preempt(job, number, after):
@@ -227,15 +217,10 @@ def preempt(job, number, after):
         lost_before = job.events("asked").total() - job.events("answered").total()
         job.until_answered(after, process)
         servers = [child.pid for child in descendants(process.pid)]
-        began, before = time.monotonic(), job.events("answered").total()
         for pid in [process.pid, *servers]:
             os.kill(pid, number)
         assert process.wait() == 128 + number, job.log()
-    seconds, answered = time.monotonic() - began, job.events("answered").total()
-    lost = job.events("asked").total() - answered - lost_before
-    print(
-        f"\n{number.name}: ended after {seconds:.1f} s, {answered - before} more were answered, {lost} given up"
-    )
+    lost = job.events("asked").total() - job.events("answered").total() - lost_before
     assert _running(servers) == []
     return lost
 

@@ -30,7 +30,6 @@ from datatrove_ckpt.inference.servers.server import free_port
 from tests import processes
 
 KEY, SECRET = "AKIATESTOFDATATROVECKPT", "wJalrXUtnFEMI-a-secret-of-the-tests"
-READER, READER_SECRET = "AKIAREADSONLY", "wJalrXUtnFEMI-a-secret-of-the-reader"
 
 
 class Weed:
@@ -42,11 +41,9 @@ class Weed:
         names = ("master", "volume", "filer", "s3")
         ports = _free_ports(8)
         self._ports = dict(zip(names, zip(ports[:4], ports[4:], strict=True), strict=True))
-        everything = {"name": "all", "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
-        reading = {"name": "reading", "actions": ["Read", "List"]}
-        everything["credentials"] = [{"accessKey": KEY, "secretKey": SECRET}]
-        reading["credentials"] = [{"accessKey": READER, "secretKey": READER_SECRET}]
-        (folder / "s3.json").write_text(json.dumps({"identities": [everything, reading]}))
+        owner = {"name": "all", "actions": ["Admin", "Read", "Write", "List", "Tagging"]}
+        owner["credentials"] = [{"accessKey": KEY, "secretKey": SECRET}]
+        (folder / "s3.json").write_text(json.dumps({"identities": [owner]}))
 
     @property
     def port(self):
@@ -311,12 +308,12 @@ class _Handler(BaseHTTPRequestHandler):
 # Clients -----------------------------------------------------------------------------------------
 
 
-def environment(url, key=KEY, secret=SECRET):
+def environment(url):
     """All a client needs to know."""
     return {
         "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": key,
-        "AWS_SECRET_ACCESS_KEY": secret,
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
         "AWS_CONFIG_FILE": os.devnull,

@@ -1,7 +1,5 @@
 """One job array on Slurm, from its submission to its end, as a test sees it."""
 
-import time
-
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 
 from datatrove_ckpt import SlurmPipelineExecutor
@@ -102,33 +100,15 @@ class Job:
             ]
         )
 
-    def check(self, event, lives, seconds=None, complete="", at_most=0):
-        """The output is that of an undisturbed run; ``say`` has the rest."""
-        assert outputs(self.folder / "output") == undisturbed(self.folder, self.tasks)
-        self.say(event, lives, seconds, complete, at_most)
-
-    def say(self, event, lives, seconds=None, complete="", at_most=0):
-        """All ranks are complete, and no more than so many requests were sent again; says so in a
-        line of a table.
+    def check(self, at_most=0):
+        """All ranks are complete, the output is that of an undisturbed run, and no more than so many
+        requests were sent again.
         """
+        assert outputs(self.folder / "output") == undisturbed(self.folder, self.tasks)
+        self.check_requests(at_most)
+
+    def check_requests(self, at_most):
         assert all(map(self.is_complete, range(self.tasks))), self.describe()
         documents = self.tasks * DOCUMENTS
-        again = self.asked() - documents
-        took = "" if seconds is None else f"{seconds:.1f} s"
-        print(
-            f"\n| {event} | {lives} | {documents} | {again} | {took} | {complete or 'yes'} |",
-            end="",
-        )
         assert len(self.server.asked) == documents
-        assert 0 <= again <= at_most, self.describe()
-
-
-class Stopwatch:
-    """Seconds from an event to the end of a process."""
-
-    def __init__(self):
-        self._start = time.monotonic()
-
-    def until_gone(self, process, seconds=120):
-        process.wait(seconds)
-        return time.monotonic() - self._start
+        assert 0 <= self.asked() - documents <= at_most, self.describe()

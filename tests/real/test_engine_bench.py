@@ -14,16 +14,10 @@ pytestmark = pytest.mark.timeout(900)
 
 def test_every_row_answers_the_same_prompts_at_the_same_length(tmp_path):
     pytest.importorskip("xllamacpp")
-    sizes = {"documents": 6, "words": 5, "tokens": 4, "batch": 2, "rounds": 2}
-    arguments = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    output, kept = tmp_path / "table.md", tmp_path / "results.jsonl"
-    arguments += ["--engine-kwargs", '{"threads": 1}', "--output", str(output), "--json", str(kept)]
-    # The exit code is 1 if a row has another number of answers or tokens than the offline tool.
-    assert main(["--engine", "llamacpp", *arguments]) == 0
-    assert len(
-        [line for line in output.read_text().splitlines() if line.startswith("| ")]
-    ) == 1 + len(ROWS)
-    results = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [result["row"] for result in results] == [*ROWS, *reversed(ROWS)]
-    assert {result["answers"] for result in results} == {6}
-    assert all(result["wall"] > result["last"] - result["first"] > 0 for result in results)
+    sizes = json.dumps({"documents": 6, "words": 5, "tokens": 4, "batch": 2})
+    output = tmp_path / "table.md"
+    arguments = ["--engine-kwargs", '{"threads": 1}', "--output", str(output), "--sizes", sizes]
+    # The exit code is 1 if the rows have other numbers of answers or tokens.
+    assert main(["--engine", "llamacpp", *arguments, "--rounds", "2"]) == 0
+    lines = output.read_text().splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) == 1 + len(ROWS)

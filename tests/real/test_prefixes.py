@@ -8,7 +8,6 @@ hold does. See environment.py for the set-up.
 
 import json
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from urllib.request import Request, urlopen
@@ -72,49 +71,40 @@ def looked_up(urls):
 
 
 @contextmanager
-def empty_caches(urls, name):
-    """Yields a list of moments, and one for the share of prompt tokens that the caches had."""
+def empty_caches(urls):
+    """Yields a list for the share of prompt tokens that the caches had."""
     for url in urls:
         send(f"{url}/reset_prefix_cache", b"")
     before = looked_up(urls)
-    moments, shares = [], []
-    yield moments, shares
+    shares = []
+    yield shares
     queries, hits = (now - then for now, then in zip(looked_up(urls), before, strict=True))
     shares.append(hits / queries)
-    rate = TEXTS * ROWS * TOKENS / (max(moments) - min(moments))
-    print(f"\n{name}: {hits:.0f} of {queries:.0f} tokens cached, {rate:.0f} tokens/s")
 
 
 def test_rows_that_share_a_text_are_sent_where_its_blocks_are(tmp_path, urls):
     def ask(number, prompt):
-        moments.append(time.monotonic())
         body = json.dumps({"model": "tiny", "prompt": prompt, **SETTINGS}).encode()
         answer = json.loads(send(f"{urls[number % 2]}/v1/completions", body))
-        moments.append(time.monotonic())
         return answer["choices"][0]["text"]
 
     with (
-        empty_caches(urls, "each server in turn") as (moments, in_turn),
+        empty_caches(urls) as in_turn,
         ThreadPoolExecutor(32) as pool,
     ):
         expected = list(pool.map(ask, range(TEXTS * ROWS), prompts()))
 
     async def rollout(document, generate):
-        moments.append(time.monotonic())
         answer = await generate({"prompt": document.text, **SETTINGS})
-        moments.append(time.monotonic())
         return answer.text
 
     config = InferenceConfig("endpoint", "tiny", endpoint_url=urls, use_chat=False)
     checkpoints = str(tmp_path / "checkpoints")
     step = InferenceRunner(rollout, config, writer(tmp_path), checkpoints_local_dir=checkpoints)
-    with empty_caches(urls, "where the text is") as (moments, routed):
+    with empty_caches(urls) as routed:
         step.run(Document(text, str(number)) for number, text in enumerate(prompts()))
 
-    found = [row["metadata"]["rollout_results"][0] for row in rows(tmp_path)]
-    equal = sum(map(str.__eq__, found, expected))
-    print(f"{equal} of {len(expected)} answers are equal")
-    assert len(found) == len(expected)
+    assert len(rows(tmp_path)) == len(expected)
     # Each text is computed by one server, or by both.
     assert in_turn[0] <= (ROWS - 2) / ROWS < 1.2 * (ROWS - 2) / ROWS < routed[0]
 

@@ -1,10 +1,7 @@
 """A real local Ray, through datatrove's executor: a plain run, and actors and their workers killed
 in the middle.
 
-    pytest tests/real/test_ray.py -s
-
-prints a line per case: event, runs, documents, requests sent again, seconds from the event to the
-end of the process, and the ranks that were marked complete at that moment. In the end all are.
+    pytest tests/real/test_ray.py
 """
 
 import json
@@ -55,12 +52,6 @@ def results(tmp_path_factory):
 )
 def test_every_document_once(results, case, runs, at_most):
     result = results[case]
-    seconds = f"{result['seconds']:.1f} s" if "seconds" in result else ""
-    marked = f"{len(result['complete'])} of 2" if "complete" in result else "yes"
-    print(
-        f"\n| Ray: {case} | {result['runs']} | 48 | {result['again']} | {seconds} | {marked} |",
-        end="",
-    )
     assert result["same output"]
     assert result["documents"] == 2 * DOCUMENTS
     assert result["complete in the end"] == [0, 1]

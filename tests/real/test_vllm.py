@@ -62,7 +62,7 @@ def stop_engine(process):
 def test_a_plain_run_and_prompts_that_are_too_long(tmp_path):
     plain = job(tmp_path, too_long=2, max_concurrent_generations="auto")
     plain.run()
-    plain.check("plain run", restarts=0)
+    plain.check(restarts=0)
     letters = plain.dead_letters()
     assert sorted(letters) == ["too-long-0", "too-long-1"]
     assert all("HTTP 400" in error for error in letters.values())
@@ -77,7 +77,7 @@ def test_everything_is_answered_at_full_length_after_every_fault_of_the_server(
 
 @pytest.mark.full
 def test_a_killed_runner_resumes(tmp_path):
-    check_killed_runner(job(tmp_path), "kill -9 of the runner, and resume", after=24)
+    check_killed_runner(job(tmp_path), after=24)
 
 
 @pytest.mark.full
@@ -90,7 +90,7 @@ def test_a_signal_to_all_processes(tmp_path):
     # SIGTERM ends vLLM's workers, whatever its flags.
     assert preempt(preempted, signal.SIGTERM, after=20) <= 8
     preempted.run()
-    preempted.check("preempted twice", restarts=0, attempts=3)
+    preempted.check(restarts=0, attempts=3)
 
 
 @contextmanager

@@ -21,7 +21,6 @@ What the engines do, seen here:
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -38,8 +37,8 @@ from datatrove_ckpt.errors import RequestRejected
 from datatrove_ckpt.inference.client.answers import way_to
 from tests.clients import lent_client
 from tests.real import environment
-from tests.real.test_vllm import ENVIRONMENT, vllm_server
-from tests.real.ways_job import LABELS, texts
+from tests.real.test_vllm import vllm_server
+from tests.real.ways_job import LABELS
 
 pytestmark = [pytest.mark.timeout(900)]
 
@@ -150,19 +149,9 @@ def killed_twice(folder, kind, config, number=NUMBER, requests=1):
     killed.run()
     assert killed.output() == whole.output()
     assert killed.asked_again() == []
-    asked = killed.events()["asked"]
     assert whole.events()["asked"] == number * requests
     assert len(killed.not_saved_in_time()) <= 2 * requests, "two kills, a request at a time"
-    print(
-        f"\n{kind}: {number} documents, {asked - number * requests} requests sent again after two kills"
-    )
     return whole.results()
-
-
-def cosines(found, expected):
-    found, expected = np.array(found), np.array(expected)
-    lengths = np.linalg.norm(found, axis=1) * np.linalg.norm(expected, axis=1)
-    return (found * expected).sum(axis=1) / lengths
 
 
 needs_weights = pytest.mark.skipif(
@@ -171,29 +160,19 @@ needs_weights = pytest.mark.skipif(
 )
 
 
-@needs_weights
-def test_vectors_of_llamacpp_are_those_of_the_model_also_side_by_side(tmp_path):
-    """The reference is llama.cpp's own call, in a process of its own and with one text at a
-    time.
-    """
-    found = [one["embedding"] for one in killed_twice(tmp_path, "embed", EMBEDS)]
-    crowd = Attempts(tmp_path / "crowd", "embed", {**EMBEDS, "max_concurrent_generations": 8})
+def vectors_of(tmp_path, config, at_once):
+    """The smallest cosine of a vector made alone and one made side by side with others."""
+    alone = [one["embedding"] for one in killed_twice(tmp_path, "embed", config)]
+    crowd = Attempts(tmp_path / "crowd", "embed", config | {"max_concurrent_generations": at_once})
     crowd.run()
     together = [one["embedding"] for one in crowd.results()]
-    print(
-        f"equal bits, one at a time and 8 at once: {sum(a == b for a, b in zip(found, together, strict=True))}"
-    )
-    (tmp_path / "texts.json").write_text(json.dumps(texts(NUMBER)))
-    asked = [str(tmp_path / "texts.json"), str(tmp_path / "vectors.npy")]
-    subprocess.run(
-        [sys.executable, "-m", "tests.real.offline_llamacpp", GGUF, *asked], cwd=ROOT, check=True
-    )
-    right = np.load(asked[1])
-    for name, vectors in (("one at a time", found), ("8 at once", together)):
-        print(
-            f"llama.cpp, {name}: smallest cosine to llama.cpp's own call {cosines(vectors, right).min():.7f}"
-        )
-        assert cosines(vectors, right).min() > 0.999
+    lengths = np.linalg.norm(alone, axis=1) * np.linalg.norm(together, axis=1)
+    return ((np.array(alone) * np.array(together)).sum(axis=1) / lengths).min()
+
+
+@needs_weights
+def test_vectors_of_llamacpp_are_the_same_side_by_side(tmp_path):
+    assert vectors_of(tmp_path, EMBEDS, 8) > 0.999
 
 
 @needs_weights
@@ -216,27 +195,12 @@ def test_two_servers_of_llamacpp_write_and_judge(tmp_path):
 
 @pytest.fixture(scope="module")
 def vllms(tmp_path_factory):
-    """The settings of a server for each kind, and the vectors of vLLM's offline API as
-    ``offline``.
-    """
+    """The settings of a server for each kind."""
     models = Path(environment.tiny_models())
     pooling = ("--runner", "pooling", "--convert")
     flags = {"embed": (*pooling, "embed"), "classify": (*pooling, "classify"), "picture": ()}
     folder = tmp_path_factory.mktemp("vllm")
-    (folder / "texts.json").write_text(json.dumps(texts(NUMBER)))
     with ExitStack() as stack:
-        command = [
-            environment.vllm_python(),
-            str(ROOT / "tests/real/offline_vllm.py"),
-            str(models / "embed"),
-        ]
-        environ = {**os.environ, **ENVIRONMENT}
-        offline = stack.enter_context(
-            subprocess.Popen(
-                [*command, str(folder / "texts.json"), str(folder / "vectors.npy")], env=environ
-            )
-        )
-        stack.callback(offline.kill)
         found = {}
         for kind, more in flags.items():
             (folder / kind).mkdir()
@@ -252,24 +216,12 @@ def vllms(tmp_path_factory):
                 "server_patience_seconds": 600.0,
                 "server_ready_max_attempts": 120,
             }
-        assert offline.wait() == 0
-        yield {**found, "offline": np.load(folder / "vectors.npy")}
+        yield found
 
 
 @pytest.mark.usefixtures("real_ready_window")
-def test_vectors_of_vllm_are_those_of_its_offline_api(tmp_path, vllms):
-    found = [one["embedding"] for one in killed_twice(tmp_path, "embed", vllms["embed"])]
-    crowd = Attempts(
-        tmp_path / "crowd", "embed", {**vllms["embed"], "max_concurrent_generations": 16}
-    )
-    crowd.run()
-    together = [one["embedding"] for one in crowd.results()]
-    print(
-        f"equal bits, one at a time and 16 at once: {sum(a == b for a, b in zip(found, together, strict=True))}"
-    )
-    print(f"vLLM: smallest cosine to LLM.embed {cosines(found, vllms['offline']).min():.7f}")
-    assert cosines(found, vllms["offline"]).min() > 0.999
-    assert cosines(found, together).min() > 0.99999
+def test_vectors_of_vllm_are_the_same_side_by_side(tmp_path, vllms):
+    assert vectors_of(tmp_path, vllms["embed"], 16) > 0.99999
 
 
 @pytest.mark.usefixtures("real_ready_window")

@@ -2,10 +2,7 @@
 
 from typing import Any, ClassVar
 
-from datatrove.io import get_datafolder
-
 from datatrove_ckpt import LocalPipelineExecutor
-from datatrove_ckpt.executors.local import _own_listings
 
 
 class Recording(LocalPipelineExecutor):
@@ -26,10 +23,3 @@ def test_each_rank_has_listings_of_its_own_of_a_remote_logging_dir():
     step.run()
     assert len({id(one) for one in [step.logging_dir.fs, *Recording.found]}) == 3
     assert step.get_incomplete_ranks() == []
-
-
-def test_the_folder_is_the_same(tmp_path):
-    remote = get_datafolder("hf://buckets/org/job/logs")
-    assert _own_listings(remote).resolve_paths("completions") == remote.resolve_paths("completions")
-    local = get_datafolder(str(tmp_path))
-    assert _own_listings(local) is local

@@ -200,6 +200,7 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
 
 # Names in the script -----------------------------------------------------------------------------
 
+NAMES = ("job_name", "logging_dir", "slurm_logs_folder", "partition", "qos", "mail_user")
 ODD_NAMES = [
     "my run",
     "it's",
@@ -213,6 +214,7 @@ ODD_NAMES = [
     "a\nb",
     "a\rb",
 ]
+ODD_OPTIONS = ["my run", "it's", "a#b", "a\\b", "a\nb", '"a\\"', '"a`"', '"a\n#SBATCH --wait"']
 ALLOWED = {
     "job_name": "été-7_b.c",
     "venv_path": "$SLURM_TEST_HOME/venv/activate",
@@ -231,36 +233,24 @@ def executor(folder, **changes):
     return SlurmPipelineExecutor([], **settings | changes)
 
 
-@pytest.mark.parametrize("name", ODD_NAMES)
 @pytest.mark.parametrize(
-    "setting", ["job_name", "logging_dir", "slurm_logs_folder", "partition", "qos", "mail_user"]
-)
-def test_a_name_that_would_break_the_script_is_refused(tmp_path, setting, name):
-    with pytest.raises(ConfigError, match=f"{setting}: .*Choose a name of letters"):
-        executor(tmp_path, **{setting: name})
-
-
-@pytest.mark.parametrize(
-    "name", ["my run", "it's", "a#b", "a\\b", "a\nb", '"a\\"', '"a`"', '"a\n#SBATCH --wait"']
-)
-@pytest.mark.parametrize(
-    "option",
+    ("refused", "said"),
     [
-        lambda name: {"sbatch_args": {"comment": name}},
-        lambda name: {"srun_args": {"comment": name}},
-        lambda name: {"venv_path": name},
-        lambda name: {"condaenv": name},
+        *((lambda odd, name=name: {name: odd}, "Choose a name of letters") for name in NAMES),
+        (lambda odd: {"sbatch_args": {"comment": odd}}, "put quotes of its own"),
+        (lambda odd: {"srun_args": {"comment": odd}}, "put quotes of its own"),
+        (lambda odd: {"venv_path": odd}, "put quotes of its own"),
+        (lambda odd: {"condaenv": odd}, "put quotes of its own"),
     ],
 )
-def test_an_option_that_would_break_the_script_is_refused(tmp_path, option, name):
-    with pytest.raises(ConfigError, match="put quotes of its own"):
-        executor(tmp_path, **option(name))
-
-
-def test_a_working_directory_with_a_blank_is_refused_if_the_logs_are_in_it(tmp_path, monkeypatch):
-    folder = tmp_path / "my run"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
+def test_a_name_or_an_option_that_would_break_the_script_is_refused(
+    tmp_path, monkeypatch, refused, said
+):
+    for odd in ODD_NAMES if "name" in said else ODD_OPTIONS:
+        with pytest.raises(ConfigError, match=said):
+            executor(tmp_path, **refused(odd))
+    (tmp_path / "my run").mkdir()
+    monkeypatch.chdir(tmp_path / "my run")
     with pytest.raises(ConfigError, match=r"logging_dir: .*my run/logs"):
         executor(".", logging_dir="logs")
 

@@ -502,22 +502,6 @@ def test_a_process_ends_as_its_signal_asks_but_through_the_stack(
 
 
 @pytest.mark.slow
-def test_without_pidfds_everything_works_but_the_death_of_a_fork_server(tmp_path, monkeypatch):
-    def refuse(pid, flags=0):
-        raise PermissionError(1, "Operation not permitted")  # of a container's seccomp profile
-
-    def run(slot, task):
-        if task == 1 and not (tmp_path / "died").exists():
-            (tmp_path / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return task
-
-    monkeypatch.setattr(os, "pidfd_open", refuse)
-    with group(run) as workers:
-        assert dict(workers.run(range(4))) == {0: 0, 1: 1, 2: 2, 3: 3}
-
-
-@pytest.mark.slow
 def test_a_worker_that_does_not_stop_is_killed_in_the_end(tmp_path):
     def run(slot, task):
         (tmp_path / "started").touch()

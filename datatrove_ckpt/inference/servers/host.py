@@ -45,7 +45,6 @@ from datatrove_ckpt.inference.client.routing import Death, Router, Sender, Targe
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
-from datatrove_ckpt.inference.servers.node import GpuLease
 from datatrove_ckpt.inference.servers.server import (
     NO_ANSWER,
     InferenceServer,
@@ -446,7 +445,6 @@ class ServerPool:
     shutdown: Shutdown
     models: RankModels
     supervisors: list[ServerSupervisor] = field(default_factory=list)
-    _head: HeadNode | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
@@ -458,9 +456,14 @@ class ServerPool:
         async with AsyncExitStack() as stack:
             nodes = Nodes.from_environment()
             if nodes.count > 1:
-                self._head = await stack.enter_async_context(HeadNode(self.config, nodes))
+                head = await stack.enter_async_context(HeadNode(self.config))
             servers, leases = await self.models.get(self.config)
-            servers = servers or self._new_servers(leases)
+            servers = servers or [
+                InferenceServer(self.config, self.rank, index, lease, nodes)
+                for index, lease in enumerate(leases)
+            ]
+            if nodes.count > 1:
+                servers[0].on_launch = head.start_workers
             ends_well = False
             try:
                 for index, server in enumerate(servers):
@@ -500,18 +503,6 @@ class ServerPool:
         except ServerDied as error:
             self.model_servers.router.fail(str(error))
             raise
-
-    def _new_servers(self, leases: list[GpuLease]) -> list[InferenceServer]:
-        if (head := self._head) is not None:
-            nodes = head.nodes
-            launch = head.start_workers
-            return [
-                InferenceServer(self.config, self.rank, 0, leases[0], nodes=nodes, on_launch=launch)
-            ]
-        return [
-            InferenceServer(self.config, self.rank, index, lease)
-            for index, lease in enumerate(leases)
-        ]
 
     async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
         for supervisor in self.supervisors:

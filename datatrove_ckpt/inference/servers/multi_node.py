@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import Self, cast
+from typing import Self
 
 from loguru import logger
 
@@ -38,22 +38,18 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 class HeadNode:
     """The head node's end of the connections."""
 
-    def __init__(self, config: InferenceConfig, nodes: Nodes) -> None:
+    def __init__(self, config: InferenceConfig) -> None:
         if config.replicas > 1:
             raise ConfigError(
                 "replicas: a server on several nodes cannot have replicas; use more tasks instead."
             )
-        self.nodes = nodes
         self._port = config.master_port + 1
         self._started = False
-        self._workers: set[asyncio.Transport] = set()
+        self._workers: set[asyncio.StreamWriter] = set()
 
     async def __aenter__(self) -> Self:
-        loop = asyncio.get_running_loop()
         try:
-            self._listener = await loop.create_server(
-                lambda: _WorkerConnection(self), None, self._port
-            )
+            self._listener = await asyncio.start_server(self._serve, None, self._port)
         except OSError as error:
             raise ServerStartFailed(
                 f"The worker nodes of this task cannot reach its head node: port {self._port} "
@@ -64,7 +60,7 @@ class HeadNode:
     async def __aexit__(self, *error: object) -> None:
         self._listener.close()
         for worker in self._workers:
-            worker.abort()
+            worker.transport.abort()
 
     def start_workers(self) -> None:
         """Makes every worker start its part of the engine now.
@@ -75,27 +71,15 @@ class HeadNode:
         for worker in self._workers:
             worker.write(_START)
 
-    def add(self, worker: asyncio.Transport) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, worker: asyncio.StreamWriter) -> None:
         self._workers.add(worker)
         if self._started:
             worker.write(_START)
-
-    def remove(self, worker: asyncio.Transport) -> None:
+        with contextlib.suppress(OSError):
+            while await reader.read(1 << 16):  # whatever arrives is ignored
+                pass
         self._workers.discard(worker)
-
-
-class _WorkerConnection(asyncio.Protocol):
-    """A connection to the head node. Whatever arrives there is ignored."""
-
-    def __init__(self, head: HeadNode) -> None:
-        self._head = head
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        self._head.add(self._transport)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._head.remove(self._transport)
+        worker.close()
 
 
 async def follow_head(config: InferenceConfig, rank: int, nodes: Nodes, shutdown: Shutdown) -> None:

@@ -284,7 +284,10 @@ async def _share_gpus(
         return
     needed = sum(config.gpus_each * config.replicas for config in configs)
     if needed > len(visible):
-        raise ConfigError(_too_few(configs, needed, visible))
+        raise ConfigError(
+            f"gpus: the servers of a task need {needed} GPUs (gpus, or tp * dp * pp for each of "
+            f"replicas), and this task sees {len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
+        )
     left = iter([(name, -1) for name in visible])
     if ranks_share_them:
         configs = [one for one in configs if one.name in leases]
@@ -296,21 +299,6 @@ async def _share_gpus(
             for _, lock in share:
                 if lock >= 0:
                     lease.locks.append(own_descriptor(lock))
-
-
-def _too_few(configs: Sequence[InferenceConfig], needed: int, visible: Sequence[str]) -> str:
-    there = (
-        f"{needed} GPUs, and this task sees {len(visible)} ({VISIBLE_GPUS}={','.join(visible)})."
-    )
-    if len(configs) > 1:
-        each = " and ".join(f"{one.name} ({one.gpus_each * one.replicas})" for one in configs)
-        return f"gpus: the models {each} together need {there}"
-    if configs[0].gpus is not None:
-        return f"gpus: its servers need {there}"
-    return (
-        f"replicas: {configs[0].replicas} servers with tp * dp * pp = {configs[0].gpus_each} "
-        f"need {there}"
-    )
 
 
 async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:

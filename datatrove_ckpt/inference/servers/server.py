@@ -25,7 +25,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +33,6 @@ from loguru import logger
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import (
     HIDDEN,
-    MIRROR_KEY_VARIABLE,
     Secret,
     hide,
     may_name_secret,
@@ -300,6 +298,7 @@ _PORTS = range(10_000, 32_768)
 _PORT_TRIES = 100
 _last_ports: deque[int] = deque(maxlen=100)  # a server needs a while until it listens
 _PROBE_TIMEOUT = 5.0  # seconds
+_SAY_EVERY = 30.0  # seconds
 _HEALTH_TRIES = 3  # of a running server of an earlier rank
 
 
@@ -399,29 +398,19 @@ class InferenceServer:
     async def start(self) -> None:
         attempts = 1 + self.config.server_start_max_retries
         for attempt in range(1, attempts + 1):
+            await self.stop()
             try:
-                await self._start_once()
+                await self.launch()
+                await self._wait_until_ready()
                 return
-            except _StartAttemptFailed as failure:
-                if failure.is_permanent or attempt == attempts:
-                    raise ServerStartFailed(str(failure)) from None
-                logger.warning(
-                    f"{failure}\nStarting it again (attempt {attempt + 1} of {attempts})."
-                )
-                await asyncio.sleep(retrying.RELAUNCH.first)
-
-    async def _start_once(self) -> None:
-        """Raises _StartAttemptFailed if the server does not become ready.
-
-        No process of it is left then.
-        """
-        await self.stop()
-        try:
-            await self.launch()
-            await self._wait_until_ready()
-        except BaseException:
-            await self.stop()  # no process and no file may stay
-            raise
+            except BaseException as error:
+                await self.stop()  # no process and no file may stay
+                if not isinstance(error, _StartAttemptFailed):
+                    raise
+                if error.is_permanent or attempt == attempts:
+                    raise ServerStartFailed(str(error)) from None
+                logger.warning(f"{error}\nStarting it again (attempt {attempt + 1} of {attempts}).")
+            await asyncio.sleep(retrying.RELAUNCH.first)
 
     async def launch(self) -> None:
         """Creates the process, without waiting until it is ready."""
@@ -445,20 +434,13 @@ class InferenceServer:
         finally:
             os.close(log)
 
-    def _environment(self) -> dict[str, str]:
-        """Returns our environment without the key of mirrors."""
-        ours = self._command.environment({**os.environ, **self.lease.env})
-        ours.pop(MIRROR_KEY_VARIABLE, None)
-        return ours
-
     def _spawn(self, log: int) -> GuardedProcess:
-        locks = self.lease.locks  # held until the last process of the server has ended
         try:
             return GuardedProcess(
                 self._command.argv,
-                self._environment(),
+                self._command.environment({**os.environ, **self.lease.env}),
                 log,
-                locks,
+                self.lease.locks,  # held until the last process of the server has ended
                 self.config.server_stop_timeout_sec,
             )
         except OSError as error:
@@ -485,43 +467,37 @@ class InferenceServer:
     async def _wait_until_ready(self) -> None:
         assert self._process is not None
         window = self.config.server_ready_max_attempts * self.config.server_ready_delay_sec
+        name = self.config.server_type
         started_at = time.monotonic()
-        exit_code = asyncio.create_task(self._process.wait())
-        answer = asyncio.create_task(self._wait_until_answering())
-        try:
-            # After a crash the rest of the window is not waited for.
-            await wait_for_first((exit_code, answer), window, partial(self._starting_line, window))
+        say_at = _SAY_EVERY
+        failures = 0
+        while True:
+            is_ready = await answers(
+                f"{self.url}/v1/models", self.api_key, _PROBE_TIMEOUT
+            ) and not await request_health(
+                self.url, self.api_key, self.config.engine, _PROBE_TIMEOUT
+            )
             seconds = time.monotonic() - started_at
-            if exit_code.done():
-                code = exit_code.result()
+            if (code := self._process.returncode) is not None:
                 what = f"exited with code {code} after {seconds:.1f} s, before it was ready"
                 raise _StartAttemptFailed(*await self._explained(what, code))
-            if not answer.done():
+            if is_ready:
+                break
+            if seconds >= window:
                 settings = "server_ready_max_attempts * server_ready_delay_sec"
                 what = f"did not become ready within {window:g} s ({settings})"
                 raise _StartAttemptFailed(*await self._explained(what))
-            answer.result()
-        finally:
-            exit_code.cancel()
-            answer.cancel()
-            await asyncio.gather(exit_code, answer, return_exceptions=True)
-        logger.info(
-            f"{self.config.said}{self.config.server_type} server ready on {self.url} after "
-            f"{seconds:.1f} s"
-        )
-
-    def _starting_line(self, window: float, waited: float) -> str:
-        line = starting_line(self.config.server_type, waited, window, self._log_path, self._log())
-        return f"{self.config.said}{line}"
-
-    async def _wait_until_answering(self) -> None:
-        longest = self.config.server_ready_delay_sec
-        failures = 0
-        while not await answers(f"{self.url}/v1/models", self.api_key, _PROBE_TIMEOUT) or (
-            await request_health(self.url, self.api_key, self.config.engine, _PROBE_TIMEOUT)
-        ):
+            if seconds >= say_at:  # silence during minutes of loading looks like a hang
+                say_at += _SAY_EVERY
+                log = await asyncio.to_thread(self._log)
+                line = starting_line(name, seconds, window, self._log_path, log)
+                logger.info(f"{self.config.said}{line}")
             failures += 1
-            await asyncio.sleep(min(longest, retrying.READY.wait(failures)))
+            pause = min(self.config.server_ready_delay_sec, retrying.READY.wait(failures))
+            with contextlib.suppress(TimeoutError):  # after a crash the rest is not waited for
+                async with asyncio.timeout(min(pause, window - seconds)):
+                    await self._process.wait()
+        logger.info(f"{self.config.said}{name} server ready on {self.url} after {seconds:.1f} s")
 
     def _log(self) -> str:
         if self._log_path is not None:
@@ -620,35 +596,6 @@ def free_port() -> int:
         f"Found no free port on {HOST}: {_PORT_TRIES} tries from {_PORTS[0]} to {_PORTS[-1]} met "
         "only ports in use. Stop other programs on this node."
     )
-
-
-# Silence during minutes of loading looks like a hang.
-
-
-_SAY_EVERY = 30.0  # seconds
-
-
-async def wait_for_first(
-    tasks: tuple[asyncio.Task[object], ...], window: float, line: Callable[[float], str]
-) -> None:
-    """Returns when a task is done, or after ``window`` seconds. Until then it logs a line at each
-    interval.
-
-    Args:
-        line: makes it from the seconds so far. Called in a thread.
-    """
-    started = time.monotonic()
-    waited = 0.0
-    while True:
-        done, _ = await asyncio.wait(
-            tasks,
-            timeout=min(_SAY_EVERY, window - waited),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        waited = time.monotonic() - started
-        if done or waited >= window:
-            return
-        logger.info(await asyncio.to_thread(line, waited))
 
 
 def starting_line(name: str, waited: float, window: float, path: Path | None, log: str) -> str:
@@ -750,7 +697,7 @@ class GuardedProcess:
 LOG_TAIL_LINES = 20
 # At the end of the log: vLLM prints the cause well before its last traceback.
 _SEARCHED_BYTES = 256 * 1024
-_FLAG = re.compile(r"--([\w-]+)(=|$)")
+_FLAG = re.compile(r"--([\w-]+)=")  # as ``arguments`` joins those of users
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _EXTRAS = {engine.package: engine.name for engine in ENGINES.values()}
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -852,14 +799,9 @@ def last_line(log: str) -> str:
 def redacted_command(argv: tuple[str, ...]) -> str:
     """Returns the command line, without the values of flags that are named like secrets."""
     shown: list[str] = []
-    hide_next = False
     for part in argv:
         flag = _FLAG.match(part)
-        is_secret = flag is not None and may_name_secret(flag[1])
-        if hide_next:
-            part = HIDDEN
-        elif flag and is_secret and flag[2]:
+        if flag is not None and may_name_secret(flag[1]):
             part = f"--{flag[1]}={HIDDEN}"
         shown.append(part)
-        hide_next = is_secret and flag is not None and not flag[2]
     return " ".join(shown)

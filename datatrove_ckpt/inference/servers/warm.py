@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import xxhash
 from loguru import logger
 
-from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
@@ -93,7 +93,6 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
         ConfigError, ServerStartFailed: see ``Engine.launch``.
     """
     command = config.engine.launch(config, _PORT, Secret(""))
-    environment = {**os.environ, **command.env}
     parts = (
         command.argv,
         config.replicas,
@@ -101,7 +100,7 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
         config.server_log_folder,
         str(Path.cwd()),
         [config.gpus, *gpus],
-        sorted((name, value) for name, value in environment.items() if name != MIRROR_KEY_VARIABLE),
+        sorted(command.environment(os.environ).items()),
     )
     return xxhash.xxh3_128_hexdigest(repr(parts).encode())
 

@@ -2,5 +2,5 @@
 --engine vllm`.
 
 ``__main__`` is the command, ``work`` what every row does, ``offline`` and ``ours`` are the
-processes that do it, ``table`` is what comes out.
+processes that do it.
 """

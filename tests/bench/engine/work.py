@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.common.redaction import Secret
-from datatrove_ckpt.config.inference_config import API_KEY_VARIABLE
 
 INSTRUCTION = (
     "You are an editor of an encyclopedia for children between ten and fourteen years. You read the notes of a "
@@ -44,42 +43,43 @@ class Work:
     """One benchmark.
 
     Attributes:
-        engine: vllm, sglang or llamacpp.
+        engine: vllm or llamacpp.
         python: the interpreter of the engine's environment. None: this one.
         kwargs: ``model_kwargs``, further flags of the engine.
         environment: additions to the environment of every row.
         documents: number of prompts.
         words: length of a prompt, without the instruction.
         tokens: length of each answer.
-        batch: requests that the engine works on at once.
-        in_flight: requests that a client keeps at the server: more than ``batch``, so that the
-            engine never waits for the next one.
+        batch: requests that the engine works on at once. A client keeps twice as many at the
+            server, so that the engine never waits for the next one.
     """
 
     engine: str
     model: str
     python: str | None = None
     context: int = 2048
-    tp: int = 1
     kwargs: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
     documents: int = 100
     words: int = 100
     tokens: int = 64
     batch: int = 32
-    in_flight: int = 64
 
     def config(self, **more):
         """The settings of our runner, and of every other row's server."""
+        if self.engine == "llamacpp":
+            flags = {"parallel": self.batch}
+        else:
+            most = max(8192 if self.batch > 128 else 2048, self.context)
+            flags = {"max-num-seqs": self.batch, "max-num-batched-tokens": most}
         return InferenceConfig(
             self.engine,  # type: ignore[arg-type]
             self.model,
             model_max_context=self.context,
-            tp=self.tp,
             server_python=self.python,
-            model_kwargs=self._flags(),
+            model_kwargs=flags | self.kwargs,
             use_chat=False,
-            max_concurrent_generations=self.in_flight,
+            max_concurrent_generations=2 * self.batch,
             default_generation_params=self.parameters(),
             **more,
         )
@@ -88,49 +88,13 @@ class Work:
         """Of every request. The end of a text is ignored, so that all answers are equally long."""
         return {"max_tokens": self.tokens, "temperature": 0, "ignore_eos": True}
 
-    def _flags(self):
-        flags = {
-            # vLLM's and SGLang's usage has the tokens from the prefix cache only if it is asked
-            # for.
-            "vllm": {
-                "max-num-seqs": self.batch,
-                "max-num-batched-tokens": max(8192 if self.batch > 128 else 2048, self.context),
-                "enable-prompt-tokens-details": True,
-            },
-            "sglang": {"max-running-requests": self.batch, "enable-cache-report": True},
-            "llamacpp": {"parallel": self.batch},
-        }
-        return flags[self.engine] | {
-            name.replace("_", "-"): value for name, value in self.kwargs.items()
-        }
-
-    def command(self, port):
-        """The server as our runner starts it, but without a key: its arguments, and additions to
-        the environment.
-        """
-        config = self.config()
-        command = config.engine.launch(config, 0, Secret("unused"))
-        argv = list(command.argv)
-        argv[argv.index("--port") + 1] = str(port)
-        secret = ("VLLM_API_KEY", API_KEY_VARIABLE)
-        return argv, {name: value for name, value in command.env.items() if name not in secret}
-
     def engine_arguments(self):
         """The server's arguments after its program and the word "serve"."""
-        argv, _ = self.command(0)
+        config = self.config()
+        argv = list(config.engine.launch(config, 0, Secret("unused")).argv)
         if self.engine == "llamacpp":
             return argv[3:]
-        if self.engine == "sglang":
-            return argv[2:]
-        place = argv.index(self.model)
-        return ["--model", *argv[place:]]
-
-    def save(self, path):
-        path.write_text(json.dumps(asdict(self), indent=1))
-
-    @classmethod
-    def load(cls, path):
-        return cls(**json.loads(path.read_text()))
+        return ["--model", *argv[argv.index(self.model) :]]
 
 
 def make_prompts(work, folder):
@@ -138,15 +102,10 @@ def make_prompts(work, folder):
 
     The same for the same sizes, on every machine.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "prompts.jsonl"
+    folder.mkdir(parents=True)
     chance, stock = random.Random(0), _WORDS.split()
-    with path.open("w") as file:
+    with (folder / "prompts.jsonl").open("w") as file:
         for number in range(work.documents):
             words = " ".join(chance.choices(stock, k=work.words))
-            row = {
-                "id": f"document-{number}",
-                "text": f"{INSTRUCTION}{number}. {words}.\n\nParagraph:",
-            }
-            file.write(json.dumps(row) + "\n")
-    return path
+            text = f"{INSTRUCTION}{number}. {words}.\n\nParagraph:"
+            file.write(json.dumps({"id": f"document-{number}", "text": text}) + "\n")

@@ -93,6 +93,8 @@ class InferenceRunner(Step):
             label, or what the rollout returned; a list of them with several
             ``rollouts_per_document``. A document that has either key already is refused. None: no
             such key, and the results replace what is there.
+        card (free): whether ``datatrove-ckpt run`` writes ``card.md`` beside the checkpoints, when
+            it is finished: what made the output, what is in it, and how to load it.
 
     Raises:
         ConfigError: an argument that cannot work.

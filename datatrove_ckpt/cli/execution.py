@@ -38,6 +38,7 @@ from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
+from datatrove_ckpt.run_folder.card import CARD, write_card
 from datatrove_ckpt.run_folder.closing import closing_line
 from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
@@ -224,7 +225,13 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
     with plan.with_mirrors() as seen:
         jobs = check_after_run(seen)
         for runner, root in seen.kept:
-            say(closing_line(runner, root, jobs[root], started, shlex.join(arguments.command)))
+            command = shlex.join(arguments.command)
+            say(closing_line(runner, root, jobs[root], started, command))
+            if runner.step.card and runner.copy is None:
+                try:
+                    write_card(runner, root, command)
+                except OSError as error:
+                    say(f"{CARD} was not written: {error.strerror}.")
     return sum(job.counts.dead for job in jobs.values())
 
 

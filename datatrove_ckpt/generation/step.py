@@ -81,6 +81,7 @@ class Step(PipelineStep):
     preemption_notice: Setting | None = None
     rollout_version: str | None = None
     answer: str | None = None
+    card: bool = True
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     form: str = field(default="", init=False)

@@ -1,0 +1,64 @@
+"""``card.md``: what made a run's output, what is in it, how to load it and how to go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from datatrove_ckpt import __version__
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_plan import RunnerPlan
+from datatrove_ckpt.run_folder.run_state import RunState
+from datatrove_ckpt.run_folder.topics import topics
+from datatrove_ckpt.run_folder.where import Place
+
+CARD = "card.md"
+_MOST = 400  # characters of a value
+_OF_FILES = ("owner", "format", "written_by", "identity_version", "output_folder")
+
+
+def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
+    """Writes the card of a finished run beside its checkpoints, or among them where that is a
+    folder of other things.
+
+    Args:
+        command: that goes on.
+
+    Raises:
+        OSError: the folder takes no file.
+    """
+    folder = root
+    if root.name == "checkpoints" and (root.parent / "output").is_dir():
+        folder = root.parent
+    state = read_run_state(Place(str(root), root, [str(root)]))
+    text = "\n".join(_lines(runner, folder.name, state, command))
+    (folder / CARD).write_text(redact(text))
+
+
+def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iterator[str]:
+    writer = runner.step.output_writer
+    output = writer.output_folder.resolve_paths("")
+    made = datetime.now(UTC).strftime("%Y-%m-%d")
+    yield f"# {name}\n"
+    yield f"Made by datatrove-ckpt {__version__}, finished on {made} (UTC). Output: `{output}`.\n"
+    yield "## What made it\n"
+    yield "| setting | value |\n|---|---|"
+    for setting, value in state.identity.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if setting not in _OF_FILES and value not in (None, {}, False):
+            shown = text[:_MOST].replace("|", "\\|").replace("\n", " ")
+            yield f"| {setting} | {shown} |"
+    yield "\n## What is in it\n"
+    for topic, text in topics(state):
+        yield f"- {topic or 'also'}: {text}"
+    kind = format_of_file(str(writer.output_filename.template))
+    if kind is not None:
+        yield "\n## How to load it\n"
+        files = f"{output}/**/*{kind.suffix}*"
+        yield "```python\nfrom datasets import load_dataset\n"
+        yield f'dataset = load_dataset("{kind.loader}", data_files={files!r}, split="train")\n```'
+    yield f"\n## How to go on\n\n```bash\n{command}\n```\n"

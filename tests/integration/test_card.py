@@ -1,0 +1,39 @@
+"""``card.md`` of a finished run."""
+
+import re
+
+import pytest
+
+from datatrove_ckpt.testing import FakeServer
+from tests.yaml_jobs import write_input
+
+RUN = ("run", "--input", "input", "--prompt", "Say | {text}", "--model", "m", "--run-folder", "r")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_the_card_says_what_made_the_output_and_loads_it(
+    here, server, command, monkeypatch, suffix
+):
+    monkeypatch.setenv("MY_KEY", "sk-abcdefgh12345678abcdefgh")
+    write_input(here, ["a", "b"])
+    flags = ("--endpoint", server.url, "--api-key-env", "MY_KEY", "--output-format", suffix)
+    with FakeServer(status=lambda payload, times: 401) as refuses:
+        command(*RUN, "--endpoint", refuses.url, "--output-format", suffix, code=1)
+    assert not (here / "r/card.md").exists()
+    command(*RUN, *flags)
+    card = (here / "r/card.md").read_text()
+    assert card.startswith("# r\n\nMade by datatrove-ckpt ")
+    assert "\n| rollout_fn.prompt | Say \\| {text} |\n" in card
+    assert "\n- documents: 2 done: 2 written in 1 chunk, 0 dropped, 0 dead\n" in card
+    assert "sk-abcdefgh" not in card
+    code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]
+    names = {}
+    exec(code, names)
+    assert [*names["dataset"]["id"]] == ["id 0", "id 1"]
+    command(*RUN, *flags)  # the card is no input and no output
+
+
+def test_no_card(here, server, command):
+    write_input(here, ["a"])
+    command(*RUN, "--endpoint", server.url, "--card", "false")
+    assert not [*here.rglob("card.md")]

@@ -2,16 +2,12 @@
 rollouts.
 
     python -m tests.settings_page
-
-A numeric setting says its unit: in its name (``..._seconds``, ``..._sec``), or in its description,
-which begins with it ("tokens of ...") or names it ("..., in tokens").
 """
 
 import inspect
 import json
-import re
 
-from datatrove_ckpt.common.declared import alternatives, meanings, origin, parameters_of
+from datatrove_ckpt.common.declared import meanings, parameters_of
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
@@ -26,11 +22,6 @@ from tests.pages import ROOT
 
 PAGE = ROOT / "docs/settings.md"
 
-_UNITS = (
-    "seconds", "tokens", "requests", "documents", "rollouts", "attempts", "servers", "restarts", "GPUs", "copies",
-    "stages", "port", "commits", "characters", "parts", "answers", "pixels", "numbers", "texts",
-)  # fmt: skip
-_PURE_NUMBERS = ("seed", "lowest", "highest", "threshold")
 _BETWEEN_RUNS = {
     "identity": "stays",
     "request": "stays",
@@ -107,32 +98,11 @@ def _rows(cls, inherited=()):
     )
     rows = []
     for name, (effect, text) in texts.items():
-        check_unit(name, parameters[name].annotation, text)
         shown = _shown(name, parameters[name].default)
         rows.append([shown, *map(_BETWEEN_RUNS.get, effect.split()), text])
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows
     )
-
-
-def check_unit(name, hint, text):
-    """A numeric setting says its unit.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if (
-        name in _PURE_NUMBERS
-        or not {int, float} & {origin(kind) for kind in alternatives(hint)}
-        or name.endswith(("_seconds", "_sec"))
-    ):
-        return
-    if text.partition(" ")[0] not in _UNITS and not re.search(
-        rf", in ({'|'.join(_UNITS)})\b", text
-    ):
-        raise ValueError(
-            f"{name}: its docstring does not say the unit, one of {', '.join(_UNITS)}."
-        )
 
 
 def _shown(name, default):

@@ -572,11 +572,8 @@ def _reader(given: str, only_look: bool) -> Node:
         known = texts or known
     known = rows or known
     others = [name for name in names if _suffix(name) not in known]
-    odd = [  # such as b.jsonl.bak
-        name
-        for name in others
-        if pattern or any(suffix in posixpath.basename(name).lower() for suffix in known)
-    ]
+    like = "|".join(map(re.escape, known)) or "/"  # b.jsonl.bak resembles input
+    odd = [one for one in others if pattern or re.search(like, posixpath.basename(one).lower())]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
     problem = ""
     if linked:

@@ -64,43 +64,41 @@ class RemoteFailed(CkptError):
     """A remote folder did not do what a run needs."""
 
 
-class NotDeleted(RemoteFailed):
-    """A remote folder accepts objects but does not delete them."""
-
-
 _CONTENT = b"datatrove-ckpt"
 
 
-def probe_object(folder: DataFolder) -> float:
+def probe_object(folder: DataFolder) -> tuple[float, str]:
     """Uploads an object to a datatrove ``DataFolder``, compares its size as a run does, and deletes
-    it. Returns the seconds that the upload took.
+    it. Returns the seconds that the upload took, and why the object could not be deleted, or "".
 
     Raises:
-        RemoteFailed: an operation failed, or the object has a wrong size.
-        NotDeleted: only the deletion failed.
+        RemoteFailed: the upload failed, or the object has a wrong size.
     """
     name = f"{PROBE}{secrets.token_hex(4)}"
     remote = folder.resolve_paths(name)
     try:
-        with _explained(f"{remote} could not be written"):
+        with file_system_call():
             start = time.monotonic()
             folder = _upload(folder, name)
             folder.invalidate_cache(name)
             arrived = folder.info(name)["size"]
             seconds = time.monotonic() - start
-        if arrived != len(_CONTENT):
-            raise RemoteFailed(
-                f"{remote} has {arrived} bytes after its upload instead of {len(_CONTENT)}."
-            )
-    except BaseException:
+    except OSError as error:
         with suppress(Exception):
             folder.rm_file(name)
-        raise
-    with _explained(
-        f"{remote} was written but could not be deleted (delete it by hand)", NotDeleted
-    ):
-        folder.rm_file(name)
-    return seconds
+        raise RemoteFailed(f"{remote} could not be written: {failure_line(error)}.") from error
+    left = ""
+    try:
+        with file_system_call():
+            folder.rm_file(name)
+    except OSError as error:
+        left = f"{remote} was written but could not be deleted (delete it by hand): "
+        left += f"{failure_line(error)}."
+    if arrived != len(_CONTENT):
+        raise RemoteFailed(
+            f"{remote} has {arrived} bytes after its upload instead of {len(_CONTENT)}."
+        )
+    return seconds, left
 
 
 def _upload(folder: DataFolder, name: str) -> DataFolder:
@@ -115,15 +113,6 @@ def _upload(folder: DataFolder, name: str) -> DataFolder:
             with suppress(Exception):
                 return _upload(DataFolder(above, fs=folder.fs), name)
         raise
-
-
-@contextmanager
-def _explained(what: str, kind: type[RemoteFailed] = RemoteFailed) -> Iterator[None]:
-    try:
-        with file_system_call():
-            yield
-    except OSError as error:
-        raise kind(f"{what}: {failure_line(error)}.") from error
 
 
 State = Literal["ok", "note", "warning", "problem"]
@@ -301,17 +290,17 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
         )
         return
     try:
-        seconds = within(partial(probe_object, folder), url)
-    except NotDeleted as error:
-        if deletes:
-            text = f"{error} The mirror deletes old versions: allow it."
-            yield Finding("problem", "reachable", text)
-        else:
-            text = f"{error} A run deletes nothing there, so this is no problem."
-            yield Finding("warning", "reachable", text)
+        seconds, left = within(partial(probe_object, folder), url)
     except RemoteFailed as error:
         advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
+        return
+    if left and deletes:
+        text = f"{left} The mirror deletes old versions: allow it."
+        yield Finding("problem", "reachable", text)
+    elif left:
+        text = f"{left} A run deletes nothing there, so this is no problem."
+        yield Finding("warning", "reachable", text)
     else:
         text = f"{url}: a small object was written in {duration(seconds)} and deleted."
         yield Finding("ok", "reachable", text)

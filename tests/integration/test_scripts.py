@@ -11,6 +11,7 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
+from tests.jobs import rows as written_rows
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -92,15 +93,7 @@ def test_a_production_script_runs_each_of_its_templates_and_skips_what_its_endpo
         assert total(tmp_path / "out" / name, "inference_time") > 0
 
 
-def test_a_script_with_parts_and_a_pool_runs(tmp_path):
-    run_script("parts.py", tmp_path, str(tmp_path / "out"))
-
-    def results(name):
-        files = sorted((tmp_path / "out" / name).glob("*.jsonl"))
-        lines = [line for path in files for line in path.read_text().splitlines()]
-        return [json.loads(line)["metadata"]["rollout_results"] for line in lines]
-
-    assert [result[0].count("dummy text") for result in results("parts")] == [3] * 5
-    assert [[one["finish_reason"] for one in result[0]] for result in results("pool")] == [
-        ["stop", "stop"]
-    ] * 5
+def test_a_script_with_a_pool_of_processes_runs(tmp_path):
+    run_script("pool.py", tmp_path, str(tmp_path))
+    results = [row["metadata"]["rollout_results"][0] for row in written_rows(tmp_path)]
+    assert [[one["finish_reason"] for one in pages] for pages in results] == [["stop"] * 2] * 5

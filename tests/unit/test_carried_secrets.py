@@ -144,22 +144,18 @@ def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(tmp_pa
         dill.dumps(step)
 
 
-def test_a_secret_in_shared_context_is_refused(tmp_path, script):
-    step = step_of(
-        tmp_path, script.plain, shared_context={"clients": [{"api_key": "objapikey123456"}]}
-    )
-    with pytest.raises(ConfigError, match=r": shared_context.clients.api_key. "):
-        dill.dumps(step)
-    dill.dumps(step_of(tmp_path, script.plain, shared_context={"eos_token": "</s>", "key": "text"}))
-
-
-def test_the_value_of_a_secret_variable_of_the_environment_is_found_under_any_name(
-    tmp_path, script, monkeypatch
-):
+@pytest.mark.parametrize(
+    ("context", "place"),
+    [
+        ({"clients": [{"api_key": "objapikey123456"}]}, r": shared_context.clients.api_key. "),
+        ({"header": "x-quite-ordinary-text"}, "the environment variable SOME_SERVICE_API_KEY"),
+    ],
+)
+def test_a_secret_in_shared_context_is_refused(tmp_path, script, monkeypatch, context, place):
     monkeypatch.setenv("SOME_SERVICE_API_KEY", "quite-ordinary-text")
-    step = step_of(tmp_path, script.plain, shared_context={"header": "x-quite-ordinary-text"})
-    with pytest.raises(ConfigError, match="the environment variable SOME_SERVICE_API_KEY"):
-        dill.dumps(step)
+    with pytest.raises(ConfigError, match=place):
+        dill.dumps(step_of(tmp_path, script.plain, shared_context=context))
+    dill.dumps(step_of(tmp_path, script.plain, shared_context={"eos_token": "</s>", "key": "text"}))
 
 
 def test_what_stays_behind_is_said_where_the_job_is_submitted(tmp_path, script, log):

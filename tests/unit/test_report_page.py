@@ -1,6 +1,6 @@
 """The report's page: well formed, self-contained, safe for any name, small for many ranks."""
 
-from html.parser import HTMLParser
+import re
 
 from datatrove_ckpt.run_folder.report.page import chart, page, table
 
@@ -9,39 +9,6 @@ INTERVALS = 160
 HOSTILE = (
     "</style></title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x00\u202egnp"
 )
-_VOID = {"meta", "link", "br"}
-
-
-class Reader(HTMLParser):
-    """Reads a page, and fails where elements are not nested."""
-
-    def __init__(self, content):
-        super().__init__(convert_charrefs=True)
-        self.open = []
-        self.found = []
-        self.shown = []
-        self.feed(content)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.found.append((tag, {key: value or "" for key, value in attrs}))
-        if tag not in _VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.shown.append(data)
-
-    @property
-    def text(self):
-        return "".join(self.shown)
-
-    def all(self, tag):
-        return [attributes for found, attributes in self.found if found == tag]
 
 
 def a_page(word="plain"):
@@ -63,30 +30,25 @@ def a_page(word="plain"):
     )
 
 
+def tags(source):
+    """Tags and names of attributes, in their order."""
+    return [re.sub('="[^"]*"', "", tag) for tag in re.findall("<[^>]+>", source)]
+
+
 def test_the_page_has_each_part_loads_nothing_and_runs_nothing():
     source = a_page()
-    read = Reader(source)
     for text in ("123,456", "Documents", "Errors", "1,000"):
-        assert text in read.text
-    assert (len(read.all("svg")), len(read.all("tr"))) == (2, 9)
-    assert not {"script", "iframe", "object", "embed", "img", "base", "form"} & {
-        tag for tag, _ in read.found
-    }
+        assert f">{text}<" in source
+    assert (source.count("<svg "), source.count("<tr>")) == (2, 9)
+    assert not re.search("<(script|iframe|object|embed|img|base|form)", source)
     assert [part for part in ("http:", "https:", "@import", "url(") if part in source] == []
-    assert [one["href"] for one in read.all("link")] == ["data:,"]
-    (policy,) = [
-        one["content"]
-        for one in read.all("meta")
-        if one.get("http-equiv") == "Content-Security-Policy"
-    ]
-    assert "default-src 'none'" in policy
+    assert re.findall('<link [^>]*href="([^"]*)', source) == ["data:,"]
+    assert "default-src 'none'" in source
 
 
 def test_a_hostile_name_is_text_in_every_place():
-    plain, hostile = Reader(a_page()), Reader(a_page(word=HOSTILE))
-    assert [tag for tag, _ in hostile.found] == [tag for tag, _ in plain.found]
-    assert [sorted(one) for _, one in hostile.found] == [sorted(one) for _, one in plain.found]
-    assert hostile.text.count("<script>alert(1)</script>") > 8
-    assert "\x00" not in hostile.text
-    assert "\u202e" not in hostile.text
+    hostile = a_page(word=HOSTILE)
+    assert tags(hostile) == tags(a_page())
+    assert hostile.count("&lt;script&gt;alert(1)&lt;/script&gt;") > 8
+    assert not {"\x00", "\u202e"} & {*hostile}
     a_page(word="\ud800 lone surrogate").encode()

@@ -177,9 +177,7 @@ class TrainingCheckpoints:
         if remote is not None:
             check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
-        self._history = TrainingHistory(
-            self._steps.folder, partial(getattr, self._steps, "is_locked")
-        )
+        self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
@@ -371,7 +369,7 @@ class TrainingCheckpoints:
         self._logged |= metrics.keys()
         if metrics and self._ranks.rank == 0:
             with suppress(StorageFailed):  # the next save names the full disk
-                self._history.note("metrics", step, metrics=metrics)
+                self._history.note(self._steps.is_locked, "metrics", step, metrics=metrics)
 
     def save(
         self,
@@ -408,7 +406,13 @@ class TrainingCheckpoints:
         stateful = dict(states)
         if loader is not None:
             stateful["loader"] = loader
-        _check_states(stateful)
+        _check_names(stateful)
+        for key, state in stateful.items():
+            if not isinstance(state, dict) and not hasattr(state, "state_dict"):
+                raise ConfigError(
+                    f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a "
+                    "writer."
+                )
         step = index(step)  # of a tensor, too
         if step < self._last.step:
             raise ConfigError(
@@ -774,7 +778,8 @@ class TrainingCheckpoints:
 
     def _note(self, event: str, name: StepName, **others: object) -> None:
         with suppress(Exception):
-            self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
+            is_owner = self._steps.is_locked
+            self._history.note(is_owner, event, name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(
         self, step: int | str | None, before: int | None = None
@@ -1065,15 +1070,6 @@ def _check_names(states: Iterable[str]) -> None:
             raise ConfigError(
                 f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
                 "no '.'."
-            )
-
-
-def _check_states(states: Mapping[str, Any]) -> None:
-    _check_names(states)
-    for key, state in states.items():
-        if not isinstance(state, dict) and not hasattr(state, "state_dict"):
-            raise ConfigError(
-                f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."
             )
 
 

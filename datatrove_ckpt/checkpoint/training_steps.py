@@ -15,7 +15,7 @@ history.jsonl      what was saved, restored, rolled back; metrics.csv: the loss 
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
 step take the place of those of all later steps before it in the file. Events: saved, failed,
-restored, rolled back, checked, damaged, not copied, and metrics, which may be of each step.
+restored, rolled back, not copied, and metrics, which may be of each step.
 """
 
 from __future__ import annotations
@@ -243,11 +243,3 @@ class TrainingHistory:
             metrics |= {name: math.nan for name, value in metrics.items() if value is None}
             table.writerow([step, *(metrics.get(name, "") for name in columns)])
         files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)
-
-    def last(self, event: str) -> float:
-        """Returns when the last such event was; without any, when the history began."""
-        at = 0.0
-        for one in read_events(self._folder):
-            if not at or one["event"] == event:
-                at = one["at"]
-        return at or time.time()

@@ -105,7 +105,6 @@ Writer = Callable[[Path], object]
 _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
-_CHECK_SECONDS = 24 * 3600.0  # between two checks of the steps that are kept
 _CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
@@ -190,8 +189,6 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
-        self._checking = _Task(asynchronous)
-        self._checked_at = 0.0
         self._curve_at = time.monotonic()
         self._snapshot = StateSnapshot()
         self._damaged = set[StepName]()
@@ -532,8 +529,6 @@ class TrainingCheckpoints:
                 "Call restore() to go on with it, or choose another folder."
             )
         self._steps.refuse_others(there)
-        # A training that is started again each day checks its steps, too.
-        self._checked_at = self._history.last("checked")
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Makes a call in each rank.
@@ -595,9 +590,6 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
         if time.monotonic() - self._curve_at > _CURVE_SECONDS:
             self._write_curve()
-        if not self._checking.is_running and time.time() - self._checked_at > _CHECK_SECONDS:
-            self._checked_at = time.time()
-            self._checking.start(self._check_kept)
 
     def _publish(self, name: StepName) -> None:
         self._steps.publish(name)
@@ -613,18 +605,6 @@ class TrainingCheckpoints:
         with suppress(Exception):  # the next save names the full disk
             self._history.write_curve()
         self._curve_at = time.monotonic()
-
-    def _check_kept(self) -> None:
-        """Finds steps whose files a disk has changed."""
-        for name in sorted(self._manifests):
-            try:
-                damage = self._steps.damage(name)
-            except Exception as error:
-                damage = str(error)
-            if damage and name in self._steps.names():  # it was not removed
-                logger.error(f"{name} is damaged: {damage}")
-                self._note("damaged", name, error=damage)
-        self._note("checked", self._last)
 
     def _begin(self, name: StepName) -> None:
         """Begins a save. On a full disk, first removes steps that it would remove in any case."""

@@ -176,39 +176,6 @@ def test_a_save_that_failed_is_tried_again_before_the_next(tmp_path, monkeypatch
     assert saved.steps() == [102]
 
 
-def test_steps_that_a_disk_has_changed_are_named_once_a_day(tmp_path, monkeypatch, warned):
-    with opened(tmp_path) as saved:
-        saved.save(10, model=model_of(1))
-        file = Path(tmp_path, "step-00000010/states/model.pt")
-        file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
-        assert warned == []
-        monkeypatch.setattr(module, "_CHECK_SECONDS", 0.0)
-        saved.save(20, model=model_of(1))
-    assert "step-00000010 is damaged: " in warned[0]
-    assert "has not the bytes it was saved with" in warned[0]
-    assert len(warned) == 1
-
-
-def test_kept_steps_of_a_training_that_is_started_each_day_are_checked(
-    tmp_path, monkeypatch, warned
-):
-    keep = Last(1) | Every(10)
-    with opened(tmp_path, keep=keep) as saved:
-        saved.save(10, model=model_of(1))
-        saved.save(11, model=model_of(1))
-    file = Path(tmp_path, "step-00000010/states/model.pt")
-    file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
-    now = time.time()
-    for day in (0.5, 1.2, 1.7, 2.4):
-        moment = now + day * 86400
-        monkeypatch.setattr(module.time, "time", lambda moment=moment: moment)
-        with opened(tmp_path, keep=keep) as saved:
-            saved.restore()
-            saved.save(round(10 * day) + 12, model=model_of(1))
-        found = [line for line in warned if "step-00000010 is damaged" in line]
-        assert len(found) == int(day)
-
-
 def test_a_state_that_grows_is_saved_as_it_is(tmp_path):
     seen = {"ids": torch.arange(3), "mean": torch.tensor(1.0)}
     with opened(tmp_path, asynchronous=True) as saved:

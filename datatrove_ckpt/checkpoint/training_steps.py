@@ -15,7 +15,7 @@ history.jsonl      what was saved, restored, rolled back; metrics.csv: the loss 
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
 step take the place of those of all later steps before it in the file. Events: saved, failed,
-restored, rolled back, checked, damaged, not copied, and metrics, which may be of each step.
+restored, rolled back, not copied, and metrics, which may be of each step.
 """
 
 from __future__ import annotations
@@ -95,13 +95,19 @@ def readable(
     return found
 
 
-def check_files(folder: Path, name: StepName) -> None:
-    """Reads each file. Raises CheckpointCorrupt if one has changed."""
-    for file, entry in read_manifest(folder, name)["files"].items():
+def check_files(folder: Path, name: StepName, full: bool = True) -> None:
+    """Raises CheckpointCorrupt if a file has changed.
+
+    ``full``: reads each file; else compares sizes alone.
+    """
+    for file, (size, digest) in read_manifest(folder, name)["files"].items():
         path = folder / str(name) / file
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is missing.")
-        if size_and_hash(path) != entry:
+        found = path.stat().st_size
+        if found != size:
+            raise CheckpointCorrupt(f"{path} has {found} bytes instead of {size}.")
+        if full and size_and_hash(path) != [size, digest]:
             raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
 
 
@@ -208,25 +214,21 @@ def curve(events: Iterable[JsonObject]) -> list[Row]:
 
 
 class TrainingHistory:
-    """Appends events. While ``is_owner()`` is false they wait in memory: another process may own
-    the folder.
-    """
+    """Appends events. They wait in memory while another process may own the folder."""
 
-    def __init__(self, folder: Path, is_owner: Callable[[], bool]) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._is_owner = is_owner
         self._lock = threading.Lock()  # the training logs, and its writing thread notes
         self._waiting: list[JsonObject] = []
 
-    def note(self, event: str, step: int, **others: object) -> None:
+    def note(self, is_owner: bool, event: str, step: int, **others: object) -> None:
         """Raises StorageFailed."""
         with self._lock:
             self._waiting.append({"event": event, "step": step, "at": time.time(), **others})
-            if not self._is_owner():
-                return
-            lines = b"".join(orjson.dumps(each) + b"\n" for each in self._waiting)
-            files.disk.append(self._folder / HISTORY, lines)
-            self._waiting = []  # of a full disk, they come with the next event
+            if is_owner:
+                lines = b"".join(orjson.dumps(each) + b"\n" for each in self._waiting)
+                files.disk.append(self._folder / HISTORY, lines)
+                self._waiting = []  # of a full disk, they come with the next event
 
     def write_curve(self) -> None:
         """Writes the CSV file anew, which takes seconds after many steps. Raises StorageFailed."""
@@ -241,11 +243,3 @@ class TrainingHistory:
             metrics |= {name: math.nan for name, value in metrics.items() if value is None}
             table.writerow([step, *(metrics.get(name, "") for name in columns)])
         files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)
-
-    def last(self, event: str) -> float:
-        """Returns when the last such event was; without any, when the history began."""
-        at = 0.0
-        for one in read_events(self._folder):
-            if not at or one["event"] == event:
-                at = one["at"]
-        return at or time.time()

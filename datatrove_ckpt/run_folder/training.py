@@ -109,13 +109,7 @@ def _read(folder: Path, name: StepName, full: bool) -> tuple[Manifest | None, st
     manifest = None
     try:
         manifest = read_manifest(folder, name)
-        if full:
-            check_files(folder, name)
-        for file, (size, _) in manifest["files"].items():
-            path = folder / str(name) / file
-            found = path.stat().st_size if path.is_file() else None
-            if found != size:
-                return manifest, f"{path} has {found} bytes instead of {size}."
+        check_files(folder, name, full)
     except (CheckpointCorrupt, VersionMismatch, StorageFailed, OSError) as error:
         return manifest, str(error)
     return manifest, ""

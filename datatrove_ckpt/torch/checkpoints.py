@@ -105,7 +105,6 @@ Writer = Callable[[Path], object]
 _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
-_CHECK_SECONDS = 24 * 3600.0  # between two checks of the steps that are kept
 _CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
@@ -177,9 +176,7 @@ class TrainingCheckpoints:
         if remote is not None:
             check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
-        self._history = TrainingHistory(
-            self._steps.folder, partial(getattr, self._steps, "is_locked")
-        )
+        self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
         self._is_shared = not self._ranks.highest([owner])[0]
@@ -192,8 +189,6 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
-        self._checking = _Task(asynchronous)
-        self._checked_at = 0.0
         self._curve_at = time.monotonic()
         self._snapshot = StateSnapshot()
         self._damaged = set[StepName]()
@@ -371,7 +366,7 @@ class TrainingCheckpoints:
         self._logged |= metrics.keys()
         if metrics and self._ranks.rank == 0:
             with suppress(StorageFailed):  # the next save names the full disk
-                self._history.note("metrics", step, metrics=metrics)
+                self._history.note(self._steps.is_locked, "metrics", step, metrics=metrics)
 
     def save(
         self,
@@ -408,7 +403,13 @@ class TrainingCheckpoints:
         stateful = dict(states)
         if loader is not None:
             stateful["loader"] = loader
-        _check_states(stateful)
+        _check_names(stateful)
+        for key, state in stateful.items():
+            if not isinstance(state, dict) and not hasattr(state, "state_dict"):
+                raise ConfigError(
+                    f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a "
+                    "writer."
+                )
         step = index(step)  # of a tensor, too
         if step < self._last.step:
             raise ConfigError(
@@ -528,8 +529,6 @@ class TrainingCheckpoints:
                 "Call restore() to go on with it, or choose another folder."
             )
         self._steps.refuse_others(there)
-        # A training that is started again each day checks its steps, too.
-        self._checked_at = self._history.last("checked")
 
     def _agree(self, call: Callable[[], object], name: StepName) -> bool:
         """Makes a call in each rank.
@@ -591,9 +590,6 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
         if time.monotonic() - self._curve_at > _CURVE_SECONDS:
             self._write_curve()
-        if not self._checking.is_running and time.time() - self._checked_at > _CHECK_SECONDS:
-            self._checked_at = time.time()
-            self._checking.start(self._check_kept)
 
     def _publish(self, name: StepName) -> None:
         self._steps.publish(name)
@@ -609,18 +605,6 @@ class TrainingCheckpoints:
         with suppress(Exception):  # the next save names the full disk
             self._history.write_curve()
         self._curve_at = time.monotonic()
-
-    def _check_kept(self) -> None:
-        """Finds steps whose files a disk has changed."""
-        for name in sorted(self._manifests):
-            try:
-                damage = self._steps.damage(name)
-            except Exception as error:
-                damage = str(error)
-            if damage and name in self._steps.names():  # it was not removed
-                logger.error(f"{name} is damaged: {damage}")
-                self._note("damaged", name, error=damage)
-        self._note("checked", self._last)
 
     def _begin(self, name: StepName) -> None:
         """Begins a save. On a full disk, first removes steps that it would remove in any case."""
@@ -774,7 +758,8 @@ class TrainingCheckpoints:
 
     def _note(self, event: str, name: StepName, **others: object) -> None:
         with suppress(Exception):
-            self._history.note(event, name.step, rollbacks=name.rollbacks, **others)
+            is_owner = self._steps.is_locked
+            self._history.note(is_owner, event, name.step, rollbacks=name.rollbacks, **others)
 
     def _choose(
         self, step: int | str | None, before: int | None = None
@@ -1065,15 +1050,6 @@ def _check_names(states: Iterable[str]) -> None:
             raise ConfigError(
                 f"{key!r} is no name of a state: give letters, digits, '_', '-' and '.', the first "
                 "no '.'."
-            )
-
-
-def _check_states(states: Mapping[str, Any]) -> None:
-    _check_names(states)
-    for key, state in states.items():
-        if not isinstance(state, dict) and not hasattr(state, "state_dict"):
-            raise ConfigError(
-                f"save: {key} ({type(state).__name__}) has no state_dict(). Give it to a writer."
             )
 
 

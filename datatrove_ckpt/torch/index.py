@@ -6,9 +6,8 @@ window's memory. So rows are joined part by part, and taken batch by batch.
 
 Samples of a training loop are plain dicts. A list of numbers, mostly a token row, becomes a numpy
 array: a Python number takes 28 bytes where the table has 2 or 4. pyarrow takes the numbers of lists
-one by one, so arrays are cut out of the batch itself. JSON numbers become an array only if numpy
-rounds none of them. Arrays are copies: torch warns of read-only arrays, and a view keeps a block
-alive.
+one by one, so arrays are cut out of the batch itself. Arrays are copies: torch warns of read-only
+arrays, and a view keeps a block alive.
 """
 
 from __future__ import annotations
@@ -41,9 +40,6 @@ _Array = npt.NDArray[np.generic]
 _COPIED_TOGETHER = 2**20
 """Token rows of about so many bytes are views of one copy."""
 
-_EXACT_IN_FLOATS = 2**53
-"""A float64 holds each integer up to this size."""
-
 
 def batch_rows(batch: pa.RecordBatch, numbers: Numbers) -> list[Row]:
     """Returns the rows with these numbers as dicts, in which lists of numbers are arrays."""
@@ -71,9 +67,7 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
             return np.array(values, np.int64)
         except OverflowError:
             return values
-    if kinds <= {int, float} and all(
-        type(value) is float or abs(value) <= _EXACT_IN_FLOATS for value in values
-    ):
+    if kinds <= {int, float}:
         return np.array(values, np.float64)
     return values
 

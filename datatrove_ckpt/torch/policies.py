@@ -185,17 +185,15 @@ def save_policy(
         return save
     if mtbf_seconds is not None and every_seconds != "auto" and every_steps is not None:
         raise ConfigError('mtbf_seconds: belongs to every_seconds="auto".')
-    steps = None
-    if every_steps is not None:
-        steps = EverySteps(every_steps)
-        if every_seconds is None:
-            return steps
-    if every_seconds is None:
-        every_seconds = "auto"
-    timed = EverySeconds(every_seconds, mtbf_seconds or EverySeconds.mtbf_seconds)
-    if steps is None:
+    if every_steps is not None and every_seconds is None:
+        return EverySteps(every_steps)
+    timed = EverySeconds(
+        "auto" if every_seconds is None else every_seconds,
+        mtbf_seconds or EverySeconds.mtbf_seconds,
+    )
+    if every_steps is None:
         return timed
-    return steps | timed
+    return EverySteps(every_steps) | timed
 
 
 def keep_policy(

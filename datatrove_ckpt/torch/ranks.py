@@ -55,13 +55,11 @@ class Ranks:
         told: CkptError | None = None
         try:
             result.append(call())
-        except CkptError as raised:
-            error = told = raised
         except Exception as raised:
             error = raised
-            told = StorageFailed(
-                f"Another rank failed: {failure_line(raised)}"
-            )  # errors of libraries may not be pickled
+            told = StorageFailed(f"Another rank failed: {failure_line(raised)}")
+            if isinstance(raised, CkptError):  # errors of libraries may not be pickled
+                told = raised
         gathered = self.gather((result, told))
         for found in (error, *(other for _, other in gathered)):
             if found is not None:

@@ -28,8 +28,6 @@ from torch import nn
 from datatrove_ckpt.torch import TrainingCheckpoints
 from tests.bench.measure import table
 
-"""Saves, and returns what waits until the next save may begin."""
-
 
 @contextmanager
 def torch_save(folder, device):

@@ -4,7 +4,6 @@ Needs torch and torchdata: ``uv pip install -e .[torch]``.
 """
 
 import copy
-import itertools
 from pathlib import Path
 
 import datasets
@@ -84,17 +83,3 @@ def test_rows_that_cannot_be_counted_are_refused(saved):
             ConfigError, match=r"cannot be counted.*data-\*.arrow.*give the dataset itself"
         ):
             ReaderDataset(given)
-
-
-def test_a_stream_of_datasets_resumes_in_the_loader_without_a_reader(saved):
-    def make():
-        stream = datasets.load_dataset(
-            "arrow", data_files=f"{saved}/data-*.arrow", split="train", streaming=True
-        )
-        return StatefulDataLoader(stream, batch_size=4)
-
-    whole, one = texts(make()), make()
-    read = texts(itertools.islice(one, 5))
-    other = make()
-    other.load_state_dict(one.state_dict())
-    assert read + texts(other) == whole

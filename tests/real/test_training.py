@@ -35,6 +35,15 @@ def loader(folder, workers=0, rank=0, ranks=1, **options):
     )
 
 
+def read_through(folder, workers=0, epoch=0):
+    """A loader at the end of an epoch, and its state at the last batch."""
+    one = loader(folder, workers)
+    one.dataset.set_epoch(epoch)
+    for _ in one:
+        state = one.state_dict()
+    return one, state
+
+
 @pytest.fixture
 def log(tmp_path):
     """A file of all warnings, those of workers included."""
@@ -128,10 +137,7 @@ def test_no_epoch_is_skipped_after_the_end_of_one(folder, workers, at):
         return found
 
     whole = epochs(0)
-    one = loader(folder, workers)
-    one.dataset.set_epoch(0)
-    for _ in one:
-        state = one.state_dict()
+    one, state = read_through(folder, workers)
     if at == "end":
         state = one.state_dict()
     if at == "last batch":
@@ -149,10 +155,7 @@ def test_no_epoch_is_skipped_after_the_end_of_one(folder, workers, at):
 
 def test_the_state_of_the_last_batch_does_not_skip_the_next_epoch_unseen(folder):
     """torchdata keeps that the dataset has ended in a short batch, and then asks it for nothing."""
-    one = loader(folder)
-    one.dataset.set_epoch(0)
-    for _ in one:
-        state = one.state_dict()
+    _, state = read_through(folder)
     other = loader(folder)
     other.load_state_dict(state)
     other.dataset.set_epoch(1)
@@ -214,10 +217,7 @@ def test_restore_goes_on_with_the_next_epoch_after_the_end_of_one(folder, worker
     whole = loader(folder, workers)
     whole.dataset.set_epoch(3)
     wanted = texts(whole)
-    one = loader(folder, workers)
-    one.dataset.set_epoch(2)
-    for _ in one:
-        state = one.state_dict()
+    one, state = read_through(folder, workers, 2)
     other = loader(folder, workers)
     epoch = restore(other, [one.state_dict() if at == "end" else state])
     assert epoch == 3

@@ -12,7 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
-from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
+from datatrove_ckpt.torch import Mix, ReaderDataset, merge, restore
 from tests.real.loops import take, text_of, texts, write_rows
 
 TEXTS = [f"text {i}" for i in range(100)]
@@ -52,51 +52,6 @@ def test_a_state_between_two_snapshots_goes_to_the_same_topology_only(folder):
     for workers in (0, 1, 3):
         with pytest.raises(CheckpointMismatch, match=expected):
             restore(loader(folder, workers), [state])
-
-
-# Wrappers belong to their rank -------------------------------------------------------------------
-
-
-def rows(folder, rank=0, ranks=1, seed=1):
-    as_tokens = {
-        "batch_size": None,
-        "transform": lambda one: list(one.text.encode()),
-        "shuffle_seed": seed,
-    }
-    return dataset(folder, rank, ranks, **as_tokens)
-
-
-def pack(folder, rank=0, ranks=1):
-    return Pack(rows(folder, rank, ranks), 50)
-
-
-def mix(folder, rank=0, ranks=1):
-    return Mix([rows(folder, rank, ranks, seed) for seed in (1, 2)], [1, 1], at_end="drop")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("make", [pack, mix, lambda *place: Pack(mix(*place), 50)])
-def test_a_wrappers_state_of_one_rank_is_refused_on_two(folder, make, workers):
-    """Of the dataset alone such a state is one of all ranks.
-
-    But tokens without a sample are of this rank.
-    """
-
-    def loader_of(*place):
-        return StatefulDataLoader(make(folder, *place), 4, num_workers=workers, collate_fn=list)
-
-    saving = loader_of()
-    take(iter(saving), 3)
-    state = saving.state_dict()
-    for rank in (0, 1):
-        other = loader_of(rank, 2)
-        mismatch = f"rank 0 of world_size=1, .* and this is rank {rank} of world_size=2"
-        with pytest.raises(CheckpointMismatch, match=mismatch):  # noqa: PT012
-            other.load_state_dict(state)
-            next(iter(other))
-    same = loader_of()
-    same.load_state_dict(state)
-    next(iter(same))
 
 
 # Two iterations over one dataset -----------------------------------------------------------------

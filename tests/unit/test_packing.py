@@ -29,19 +29,19 @@ def tokens(samples):
 
 def test_rows_are_cut_into_samples_of_one_length_and_the_end_is_dropped_or_filled_up():
     rows = rows_of([3, 1, 5, 2])
-    assert tokens(Pack(Rows(rows), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert tokens(Pack(Rows(rows), 4, pad=-1)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, -1]]
-    assert tokens(Pack(Rows(rows), 4, separator=99, pad=-1)) == [
-        [0, 1, 2, 99],
-        [3, 99, 4, 5],
-        [6, 7, 8, 99],
-        [9, 10, 99, -1],
-    ]
+    for options, samples in (
+        ({}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"pad": -1}, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, -1]]),
+        (
+            {"pad": -1, "separator": 99},
+            [[0, 1, 2, 99], [3, 99, 4, 5], [6, 7, 8, 99], [9, 10, 99, -1]],
+        ),
+    ):
+        assert tokens(Pack(Rows(rows), 4, **options)) == samples
     assert tokens(Pack(Rows([[], [1], [], [], [2], []]), 4, separator=9)) == [[1, 9, 2, 9]], (
         "none after an empty row"
     )
-    assert tokens(Pack(Rows(rows), 100)) == []
-    assert tokens(Pack(Rows([]), 4, pad=-1)) == []
+    assert tokens(Pack(Rows(rows), 100)) == tokens(Pack(Rows([]), 4, pad=-1)) == []
 
 
 @settings(max_examples=40)

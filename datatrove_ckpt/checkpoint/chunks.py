@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.commits import Commit, OutputFile
+from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.recovery import ResumePoint
@@ -111,7 +111,11 @@ class ChunkTracker:
         chunk.last_input = fingerprint
         committed = self._committed.get(chunk.index)
         if committed is not None:
-            self._pass_committed(chunk, committed)
+            if chunk.read == committed.counts.read:
+                self._expect(committed.last_input, fingerprint, ordinal)
+                self._current = None
+                self._next_ordinal = committed.next_ordinal
+                del self._open[chunk.index]
             return None
         if chunk.read == chunk.capacity:
             self._fill(chunk)
@@ -167,13 +171,6 @@ class ChunkTracker:
         self._current = self._open[index] = chunk
         self._next_chunk += 1
         return chunk
-
-    def _pass_committed(self, chunk: Chunk, committed: Commit) -> None:
-        if chunk.read == committed.counts.read:
-            self._expect(committed.last_input, chunk.last_input, committed.next_ordinal - 1)
-            self._current = None
-            self._next_ordinal = committed.next_ordinal
-            del self._open[chunk.index]
 
     def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
         if known != fingerprint:

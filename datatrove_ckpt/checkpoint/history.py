@@ -403,17 +403,14 @@ class HistoryLog:
             lines.append(record.to_line())
         data = b"".join(lines)
         if self.file.size and self.file.size + len(data) > MAX_BYTES:
-            self._thin()
+            content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
+            self.generation += 1
+            files.disk.replace(self.path, b"".join(content))
+            files.disk.forget(self.path)  # the descriptor is that of the old file
+            self.file = files.AppendFile(self.path)
         self._is_torn = True  # unless all of it is written
         self.file.append(data)
         self._is_torn = False
-
-    def _thin(self) -> None:
-        content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
-        self.generation += 1
-        files.disk.replace(self.path, b"".join(content))
-        files.disk.forget(self.path)  # the descriptor is that of the old file
-        self.file = files.AppendFile(self.path)
 
 
 def thinned(lines: Sequence[bytes], most: int) -> list[bytes]:

@@ -723,7 +723,11 @@ def join_job(
     guard = None if _is_current(root, identity) else _guard(root, identity)
     try:
         if guard is not None and not _is_current(root, identity):
-            content = _next_job(root, rank, identity, accept_changes)
+            ranks = [other for other in rank_numbers(root) if other != rank]
+            others = _compare_ranks(root, ranks, identity)
+            if others.changes and (not accept_changes or others.is_layout):
+                raise _refusal(root, others)
+            content = job_content(identity, _read(root), others)
             if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
             files.disk.replace(root / JOB, content)
@@ -846,15 +850,6 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
         time.sleep(_POLL_SECONDS)
 
 
-def _next_job(root: Path, rank: int, identity: RunIdentity, accept: bool) -> bytes:
-    others = _compare_ranks(
-        root, [other for other in rank_numbers(root) if other != rank], identity
-    )
-    if others.changes and (not accept or others.is_layout):
-        raise _refusal(root, others)
-    return job_content(identity, _read(root), others)
-
-
 def job_content(identity: RunIdentity, before: Json, others: JobChanges) -> bytes:
     accepted = [*before.get("accepted_changes", []), *records(others.changes)]
     accepted += new_records(accepted, identity)
@@ -878,7 +873,13 @@ def _compare_ranks(
 
     def state_of(rank: int) -> RankBinding:
         folder = rank_folder(root, rank)
-        return RankBinding(holds_work(folder), is_finished(folder), _is_live(folder, runs[rank]))
+        holder = files.lock_holder(folder / LOCK)
+        owner = runs[rank].get("owner", {})
+        # Whether another process that wrote ``run.json`` works on the rank.
+        is_live = holder is not None and all(
+            holder.get(name) == owner.get(name) for name in ("host", "pid")
+        )
+        return RankBinding(holds_work(folder), is_finished(folder), is_live)
 
     return compare_runs(runs, state_of, _read(root), identity, only_tasks)
 
@@ -927,15 +928,6 @@ def compare_runs(
         elif changes:
             found.by_rank[rank] = changes
     return found
-
-
-def _is_live(folder: Path, run: Json) -> bool:
-    """Whether another process that wrote ``run.json`` works on the rank."""
-    holder = files.lock_holder(folder / LOCK)
-    owner = run.get("owner", {})
-    return holder is not None and all(
-        holder.get(name) == owner.get(name) for name in ("host", "pid")
-    )
 
 
 def removed_ranks(root: Path, missing: Iterable[int]) -> list[int]:

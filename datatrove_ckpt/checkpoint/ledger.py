@@ -366,7 +366,10 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     if LOCK in found.entries:
         rank.holder = files.lock_holder(found.path(LOCK))
     if RUN in found.entries and found.entries[RUN].is_file():
-        rank.run = _read_run(found.path(RUN), want)
+        run = run_with_secrets(found.path(RUN))
+        rank.run = {"owner": run.get("owner", {})}
+        if Want.SETTINGS in want:
+            rank.run = without_its_secrets(run)
     found.check()
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
@@ -399,13 +402,6 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
         rank.causes = _causes(
             found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most or _FEW_LETTERS
         )
-
-
-def _read_run(path: str, want: Want) -> Json:
-    run = run_with_secrets(path)
-    if Want.SETTINGS in want:
-        return without_its_secrets(run)
-    return {"owner": run.get("owner", {})}
 
 
 def _read_journals(

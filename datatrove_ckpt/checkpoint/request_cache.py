@@ -168,7 +168,10 @@ class RequestCache:
     ) -> None:
         """Replaces the database with an empty one if ``error`` means damage; else raises it."""
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
-        if has_no_name or not _is_damage(error.__cause__):
+        code = getattr(error.__cause__, "sqlite_errorcode", 0)
+        # The lowest byte is the kind of the error; the others are details.
+        is_damage = isinstance(error.__cause__, NotOurs) or code & 0xFF in _DAMAGE
+        if has_no_name or not is_damage:
             raise error
         if connection is not None:
             if self.path.stat().st_ino != self._inode:
@@ -371,18 +374,11 @@ class NotOurs(sqlite3.DatabaseError):
     """The file may be a database, but it is no request cache."""
 
 
-def _is_damage(error: BaseException | None) -> bool:
-    """Whether an error means a damaged database, and not a failed disk."""
-    code = getattr(error, "sqlite_errorcode", None)
-    # The lowest byte is the kind of the error; the others are details.
-    return isinstance(error, NotOurs) or (isinstance(code, int) and code & 0xFF in _DAMAGE)
-
-
 def _connect(path: Path) -> sqlite3.Connection:
     """Opens the request cache, or makes an empty one.
 
     Raises:
-        sqlite3.Error, OSError: see ``_is_damage``.
+        sqlite3.Error, OSError: see ``_set_aside``.
     """
     for name in (path, *_logs(path)):
         if name.is_dir():

@@ -455,19 +455,13 @@ class Claims:
             return None
         with self._guard, _hint():
             self.failures += 1
-            taken = self._take_any()
+            look = self._store.look()
+            free = self._free(look).ranks
+            if self._is_worker:
+                random.shuffle(free)
+            taken = next((rank for rank in free if self._take(rank, look)), None)
             self.failures = 0
             return taken
-        return None
-
-    def _take_any(self) -> int | None:
-        look = self._store.look()
-        free = self._free(look).ranks
-        if self._is_worker:
-            random.shuffle(free)
-        for rank in free:
-            if self._take(rank, look):
-                return rank
         return None
 
     @property

@@ -236,7 +236,10 @@ def _restore_newest(
         if built is None:
             return
         version, manifest = built
-        aside = _set_aside(folder, stack)
+        aside = files.free_name(folder, ".replaced-")
+        if folder.exists():
+            stack.callback(files.Lock(folder / LOCK).release)
+            files.disk.rename(folder, aside)
         # A file for people, which may name chunks that the restored folder lacks.
         last_chunk = last_chunk_of(folder)
         if last_chunk.exists():
@@ -358,15 +361,6 @@ def _download(
     owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
     files.disk.write_new(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
     files.disk.sync_dir(staging)
-
-
-def _set_aside(folder: Path, stack: ExitStack) -> Path | None:
-    if not folder.exists():
-        return None
-    stack.callback(files.Lock(folder / LOCK).release)
-    aside = files.free_name(folder, ".replaced-")
-    files.disk.rename(folder, aside)
-    return aside
 
 
 Wanted = Callable[[str, int], bool]

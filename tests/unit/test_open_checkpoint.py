@@ -286,7 +286,7 @@ def test_an_open_rank_knows_its_commits_but_reads_them_where_an_owner_before_it_
 
 READS = [
     "RankListing",
-    "_read_run",
+    "run_with_secrets",
     "read_last_chunk",
     "read_shard",
     "read_history",

@@ -117,15 +117,12 @@ def refuse_unsendable(
 
 def warn_of_unknown(params: dict[str, object]) -> None:
     """Warns once of each parameter that looks like a known one."""
-    if not REQUEST_PARAMETERS.issuperset(params):
-        for name in params:
-            _warn(str(name))
+    for name in params.keys() - REQUEST_PARAMETERS:
+        _warn(str(name))
 
 
 @lru_cache(maxsize=1000)
 def _warn(name: str) -> None:
-    if name in REQUEST_PARAMETERS:
-        return
     hint = did_you_mean(name, REQUEST_PARAMETERS, 0.8)
     if hint:
         logger.warning(

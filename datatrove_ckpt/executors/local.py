@@ -467,7 +467,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if self.workers != 1:
             self._in_workers(ranks, screen, overlap, done)
             return
-        wanted: Iterable[int] = ranks
+        wanted = iter(ranks)
         if self._claims is not None:
             wanted = iter(self._claims.next, None)
 

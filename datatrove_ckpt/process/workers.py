@@ -71,6 +71,7 @@ class Tasks(Protocol):
         """
 
 
+@dataclass
 class TaskList:
     """Tasks from an iterator, which may block.
 
@@ -79,9 +80,8 @@ class TaskList:
             task.
     """
 
-    def __init__(self, tasks: Iterable[int], done: Callable[[int, Any], None]) -> None:
-        self._tasks = iter(tasks)
-        self._done = done
+    _tasks: Iterator[int]
+    _done: Callable[[int, Any], None]
 
     def next(self) -> int | None:
         return next(self._tasks, None)

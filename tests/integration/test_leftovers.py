@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.servers import guardian, node
+from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.node import ServerRecord, end_leftovers
 from datatrove_ckpt.inference.servers.server import InferenceServer
 from tests.jobs import leased_gpus
@@ -142,14 +142,6 @@ def test_a_record_from_another_boot_or_pid_namespace_is_left_alone(run, monkeypa
     assert records() == [path]
 
 
-@pytest.mark.slow
-def test_a_server_whose_runner_is_alive_is_not_touched(run, log):
-    lease()
-    assert run.alive() == {*OURS, "stranger", "guardian"}
-    assert len(records()) == 1
-    assert not log
-
-
 def test_numbers_that_were_reused_hit_nobody(tmp_path):
     """As if other processes had taken the numbers of runner, guardian and session."""
     with (tmp_path / "log").open("wb") as output:
@@ -173,13 +165,6 @@ def test_numbers_that_were_reused_hit_nobody(tmp_path):
     finally:
         another.kill()
         another.wait()
-
-
-def test_where_there_is_no_proc_nothing_is_recorded(monkeypatch, tmp_path):
-    monkeypatch.setattr(guardian, "_PROC", tmp_path / "proc")
-    assert ServerRecord.create("test", os.getpid(), 1) is None
-    end_leftovers()
-    assert not records()
 
 
 @pytest.mark.parametrize(

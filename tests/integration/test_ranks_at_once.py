@@ -213,7 +213,7 @@ def test_a_signal_just_before_a_rank_starts_stops_it(monkeypatch):
     monkeypatch.setattr(rank_threads, "HostLoop", SignalledHost)
     with pytest.raises(Preempted):
         rank_threads.RankThreads(
-            2, preemption, NoServers, run, TaskList([0, 1], ignore)
+            2, preemption, NoServers, run, TaskList(iter([0, 1]), ignore)
         ).work_through()
     assert stopped == [True]
 
@@ -427,7 +427,9 @@ def test_the_process_waits_for_a_rank_that_closes_its_files():
                 assert not preemption.shutdown.open_closings
             until(lambda: preemption.shutdown.open_closings == 1)
 
-    rank_threads.RankThreads(2, preemption, NoServers, run, TaskList([0], ignore)).work_through()
+    rank_threads.RankThreads(
+        2, preemption, NoServers, run, TaskList(iter([0]), ignore)
+    ).work_through()
     assert not preemption.shutdown.open_closings
 
 
@@ -445,6 +447,6 @@ def test_a_task_that_ends_after_the_event_loop_of_a_stopped_process_is_no_error(
         assert left.wait(300)
         preemption.shutdown.check()
 
-    threads = rank_threads.RankThreads(2, preemption, LeftServers, run, TaskList([0], ignore))
+    threads = rank_threads.RankThreads(2, preemption, LeftServers, run, TaskList(iter([0]), ignore))
     with pytest.raises(Preempted):
         threads.work_through()

@@ -185,15 +185,14 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
     )
     assert not is_alive(engines()[0])
     assert any(
-        "Task 1 needs other servers than the server of task 0, which is stopped." in line
-        for line in log
+        "Task 1 needs other servers than task 0, whose servers are stopped." in line for line in log
     )
 
 
 def test_nothing_of_warm_servers_is_pickled_or_shown():
     step = runner()
     step.run([Document(text="a", id="a")], 0, 9)
-    (kept,) = warm._state.warm.values()
+    (kept,) = warm._warm.values()
     key = kept.servers[0].api_key
     assert key is not None
     assert key.reveal() not in repr(kept) + repr(vars(kept.servers[0])) + repr(kept.settings)

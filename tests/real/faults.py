@@ -17,8 +17,71 @@ from pathlib import Path
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 
 
-class Job:
-    """A job in a folder, running or not.
+class Attempts:
+    """A job in a folder, in a process that may be killed and started again.
+
+    Args:
+        module: what the process runs, with the folder as its argument.
+        job: the content of job.json.
+        environment: additions to the environment of the process.
+    """
+
+    def __init__(self, folder, module, job, environment=None):
+        self.folder = folder
+        self._module = module
+        self._environment = environment or {}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text(json.dumps(job))
+
+    @contextmanager
+    def process(self):
+        command = [sys.executable, "-m", self._module, str(self.folder)]
+        root = Path(__file__).parents[2]
+        environment = {**os.environ, **self._environment}
+        with (
+            (self.folder / "stderr").open("ab") as stderr,
+            subprocess.Popen(command, cwd=root, env=environment, stderr=stderr) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def run(self):
+        with self.process() as process:
+            self.until_end(process)
+
+    def until_end(self, process):
+        assert process.wait() == 0, self.log()
+
+    def until(self, kind, number, process):
+        """Until there are so many different events, of all attempts together.
+
+        Polls, because other processes write them.
+        """
+        while len(self.events(kind)) < number:
+            assert process.poll() is None, self.log()
+            time.sleep(0.01)
+
+    def events(self, kind):
+        """How often each document or request was ``asked`` or ``answered``, or its answer ``kept``,
+        that is saved.
+        """
+        return Counter(name for event, name in self._events() if event == kind)
+
+    def _events(self):
+        path = self.folder / "events"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [line.split(maxsplit=1) for line in lines]
+
+    def log(self):
+        return "".join(
+            path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr")
+        )
+
+
+class Job(Attempts):
+    """A job of documents whose answers have a known length.
 
     Args:
         settings: fields of its InferenceConfig.
@@ -26,7 +89,6 @@ class Job:
         too_long: number of further documents that are too long to be answered.
         tokens: length of each answer.
         concurrency: requests in flight.
-        environment: additions to the environment of the job's process.
         standing_clock: a server hangs only while it is stopped; see ``job.py``.
     """
 
@@ -42,11 +104,9 @@ class Job:
         environment=None,
         standing_clock=False,
     ):
-        self.folder = folder
         self.documents = documents
         self.tokens = tokens
         self.concurrency = concurrency
-        self.environment = environment or {}
         config = {
             "max_concurrent_generations": concurrency,
             "server_patience_seconds": 30.0,
@@ -60,57 +120,11 @@ class Job:
             "config": config,
             "standing_clock": standing_clock,
         }
-        (folder / "job.json").write_text(json.dumps(job))
-
-    @contextmanager
-    def process(self):
-        command = [sys.executable, "-m", "tests.real.job", str(self.folder)]
-        root = Path(__file__).parents[2]
-        with (
-            (self.folder / "stderr").open("ab") as stderr,
-            subprocess.Popen(
-                command, cwd=root, env={**os.environ, **self.environment}, stderr=stderr
-            ) as process,
-        ):
-            try:
-                yield process
-            finally:
-                process.kill()
-
-    def run(self):
-        with self.process() as process:
-            self.until_end(process)
-
-    def until_end(self, process):
-        assert process.wait() == 0, self.log()
-
-    def until_answered(self, number, process):
-        """Until all attempts together have answered ``number`` documents.
-
-        Polls, because other processes write them.
-        """
-        while len(self.events("answered")) < number:
-            assert process.poll() is None, self.log()
-            time.sleep(0.02)
-
-    def events(self, kind):
-        """How often each document was ``asked`` or ``answered``, or its answer ``kept``, that is
-        saved.
-        """
-        return Counter(document for event, document in self._events() if event == kind)
-
-    def _events(self):
-        path = self.folder / "events"
-        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        super().__init__(folder, "tests.real.job", job, environment)
 
     def note(self, event):
         with (self.folder / "events").open("a") as events:
             events.write(f"{event} -\n")
-
-    def log(self):
-        return "".join(
-            path.read_text() for path in (self.folder / "runner.log", self.folder / "stderr")
-        )
 
     def check(self, restarts, attempts=1):
         """Every document is answered at full length, and none was re-requested after its answer.
@@ -166,7 +180,7 @@ class Job:
 def check_fault(job, fault, after):
     """The job completes although the fault happens to its server, after ``after`` answers."""
     with job.process() as process:
-        job.until_answered(after, process)
+        job.until("answered", after, process)
         fault(process)
         job.until_end(process)
     job.check(restarts=1)
@@ -178,13 +192,13 @@ def check_faults(job, faults, every):
     """
     with job.process() as process:
         for number, fault in enumerate(faults, 1):
-            job.until_answered(every * number, process)
+            job.until("answered", every * number, process)
             answers = len(job.events("answered"))
             fault(process)
             while f"(restart {number} of" not in job.log():
                 assert process.poll() is None, job.log()
                 time.sleep(0.1)
-            job.until_answered(answers + job.concurrency, process)
+            job.until("answered", answers + job.concurrency, process)
         job.until_end(process)
     job.check(restarts=len(faults))
 
@@ -194,7 +208,7 @@ def check_killed_runner(job, after):
     completes the job.
     """
     with job.process() as process:
-        job.until_answered(after, process)
+        job.until("answered", after, process)
         servers = [child.pid for child in descendants(process.pid)]
         process.kill()
         process.wait()
@@ -215,7 +229,7 @@ def preempt(job, number, after):
     """
     with job.process() as process:
         lost_before = job.events("asked").total() - job.events("answered").total()
-        job.until_answered(after, process)
+        job.until("answered", after, process)
         servers = [child.pid for child in descendants(process.pid)]
         for pid in [process.pid, *servers]:
             os.kill(pid, number)

@@ -1,8 +1,8 @@
 """One attempt of a job whose answers are no plain texts: `python -m tests.real.ways_job FOLDER`,
 with FOLDER/job.json.
 
-It may be killed. Each start, each request, each saving that begins and each answer that was saved
-is a line of FOLDER/events, in their order.
+It may be killed. Each request and each answer that was saved is a line of FOLDER/events, in their
+order.
 """
 
 import json
@@ -60,7 +60,6 @@ async def send(requests, key, *more):
 
 
 def put(cache, group):
-    log_event("saving", "")
     _put(cache, group := list(group))
     for request in group:
         log_event("kept", f"{request.doc_id} {request.key.payload_hash}")
@@ -88,7 +87,6 @@ def documents(kind, number):
 def main(folder):
     os.chdir(folder)
     job = json.loads(Path("job.json").read_text())
-    log_event("started", "")
     logger.remove()
     logger.add("runner.log", format="{time:HH:mm:ss} {level} {message}")
     several = job["kind"] == "judge"

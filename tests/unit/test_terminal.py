@@ -5,7 +5,6 @@ terminal.
 import os
 import sys
 import threading
-import time
 from io import TextIOWrapper
 
 import pytest
@@ -17,7 +16,6 @@ from datatrove_ckpt.process.screen import (
     RankProgress,
     RunProgress,
     Screen,
-    bar,
     has_terminal,
     leave_terminal,
     reporter,
@@ -88,25 +86,6 @@ def test_an_outage_is_no_time_at_work_and_requests_show_until_the_first_document
         work(documents)
     assert progress.rates().documents == pytest.approx(1, rel=0.1)
     assert progress.seconds_left == pytest.approx(20, rel=0.1)
-
-
-def seconds_of_a_draw(tasks):
-    """CPU of a bar over so many tasks, of which nine in ten are complete."""
-    progress = RunProgress(ranks=tasks)
-    for number in range(tasks):
-        progress.update(number, rank(50, 50))
-        if number % 10:
-            progress.complete(number)
-    draws = []
-    for _ in range(5):
-        before = time.process_time()
-        bar(progress, 100)
-        draws.append(time.process_time() - before)
-    return min(draws)
-
-
-def test_a_draw_of_3000_tasks_costs_at_most_4_times_a_draw_of_1000():
-    assert seconds_of_a_draw(3000) <= 4 * seconds_of_a_draw(1000)
 
 
 # The bar is the last line of a terminal, and everything else stands above it, whoever prints it --

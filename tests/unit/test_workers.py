@@ -13,10 +13,9 @@ import multiprocess
 import pytest
 
 from datatrove_ckpt.errors import CkptError, UnexpectedExit, WorkerDied
-from datatrove_ckpt.process import signals
 from datatrove_ckpt.process import workers as module
 from datatrove_ckpt.process.screen import RankProgress, RunProgress, Screen, reporter
-from datatrove_ckpt.process.workers import Workers, end_as, in_turn
+from datatrove_ckpt.process.workers import Workers, in_turn
 from tests.patience import Patience, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and needs pidfd")
@@ -483,22 +482,6 @@ def test_no_worker_outlives_its_parent(tmp_path):
     for handle in handles:
         assert select.select([handle], [], [], 120)[0]
         os.close(handle)
-
-
-def test_a_process_ends_as_its_signal_asks_but_through_the_stack(
-    monkeypatch,
-):
-    monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)  # for pytest's threads
-    previous = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    try:
-        with pytest.raises(SystemExit) as caught:
-            end_as(signal.SIGUSR1)
-        assert caught.value.code == 128 + signal.SIGUSR1
-        signal.signal(signal.SIGUSR1, lambda *_: None)
-        with pytest.raises(CkptError, match="Stopped by SIGUSR1"):
-            end_as(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
 
 
 @pytest.mark.slow

@@ -78,13 +78,12 @@ class Llamacpp(Engine):
             "parallel": _MAX_SLOTS if requests == "auto" else min(requests, _MAX_SLOTS),
             "threads": max(1, usable_cores() // (config.replicas + config.neighbours)),
         }
-        if launch.flags.get("embedding"):
-            flags |= {
-                "n-batch": config.model_max_context,
-                "n-ubatch": config.model_max_context,
-                "kv-unified": True,
-            }
-        return EngineCommand((*start, *arguments(flags, launch.flags)), launch.key_variable)
+        given = dict(launch.flags)
+        if given.get("embedding"):
+            given.setdefault("n-batch", config.model_max_context)
+            given.setdefault("n-ubatch", config.model_max_context)
+            given.setdefault("kv-unified", True)
+        return EngineCommand((*start, *arguments(flags, given)), launch.key_variable)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "json_schema":  # its /v1/completions knows no response_format

@@ -14,7 +14,6 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -25,7 +24,6 @@ _WARNINGS = 2
 
 # Of xllamacpp.CommonParams, which has no type hints.
 CommonParams = Any
-_PLAIN = (bool, int, float, str)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,28 +46,7 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
         "%(prog)s --model FILE --alias NAME --port PORT [--NAME=VALUE ...], the names of plain "
         "fields of common_params"
     )
-    # "resolve": our flags may have names of fields, and ``--no-x`` may be a field, too.
-    parser = argparse.ArgumentParser(
-        usage=usage,
-        argument_default=argparse.SUPPRESS,
-        conflict_handler="resolve",
-        allow_abbrev=False,
-    )
-    kinds = {name: type(getattr(params, name)) for name in dir(params) if not name.startswith("_")}
-    fields = {
-        f"{name.replace('_', '-')}": (name, kind)
-        for name, kind in kinds.items()
-        if kind in _PLAIN or issubclass(kind, Enum)
-    }
-    for flag, (name, kind) in fields.items():
-        if kind is bool:
-            parser.add_argument(f"--no-{flag}", dest=name, action="store_false")
-    # Last, because a field called no_x is not the opposite of x.
-    for flag, (name, kind) in fields.items():
-        if kind is bool:
-            parser.add_argument(f"--{flag}", dest=name, action="store_true")
-        else:
-            parser.add_argument(f"--{flag}", dest=name, type=_reader(kind))
+    parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
     parser.add_argument("--model", required=True, help="GGUF file")
     parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
     parser.add_argument("--port", type=int, required=True)
@@ -78,42 +55,47 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
     parser.add_argument(
         "--threads", type=int, default=usable_cores(), help="threads; default: all usable cores"
     )
-    given = vars(parser.parse_args(arguments))
-    params.model.path = given.pop("model")
-    params.model_alias = {given.pop("alias")}
+    given, fields = parser.parse_known_args(arguments)
+    params.model.path = given.model
+    params.model_alias = {given.alias}
     params.hostnames = [HOST]
-    params.n_parallel = given.pop("parallel")
+    params.n_parallel = given.parallel
     # llama.cpp divides it among its parallel requests.
-    params.n_ctx = given.pop("context") * params.n_parallel
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.pop("threads")
+    params.n_ctx = given.context * params.n_parallel
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = given.threads
     params.endpoint_metrics = True
     params.ui = False
     params.verbosity = _WARNINGS
     key = os.environ.pop(API_KEY_VARIABLE, None)
     if key:
         params.api_keys = [key]
-    for name, value in given.items():
+    params.port = given.port
+    for field in fields:
         try:
-            setattr(params, name, value)
-        except (TypeError, ValueError) as error:
-            parser.error(f"unrecognized arguments: --{name}={value} ({error})")
+            _set(params, field)
+        except (AttributeError, TypeError, ValueError) as error:
+            parser.error(f"unrecognized arguments: {field} ({error})")
     return params
 
 
-def _reader(kind: type) -> Callable[[str], object]:
-    if not issubclass(kind, Enum):
-        return kind
-    prefix = f"{kind.__name__.upper()}_"
-    members = {
-        name.removeprefix(prefix).lower(): member for name, member in kind.__members__.items()
-    }
-
-    def read(text: str) -> Enum:
-        if text.lower() not in members:
-            raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(members)}")
-        return members[text.lower()]
-
-    return read
+def _set(params: CommonParams, field: str) -> None:
+    """Sets a field from ``--name=value``, ``--name`` or ``--no-name``."""
+    flag, _, text = field.partition("=")
+    name = flag.removeprefix("--").replace("-", "_")
+    is_negative = name.startswith("no_") and not hasattr(params, name)
+    if is_negative:
+        name = name.removeprefix("no_")
+    value: object = not is_negative
+    kind = type(getattr(params, name))
+    if issubclass(kind, Enum):
+        prefix = f"{kind.__name__.upper()}_"
+        values = {key.removeprefix(prefix).lower(): one for key, one in kind.__members__.items()}
+        value = values.get(text.lower())
+    elif kind in (int, float, str):
+        value = kind(text)
+    elif kind is not bool or text:
+        raise TypeError("no plain field")
+    setattr(params, name, value)
 
 
 if __name__ == "__main__":

@@ -544,12 +544,20 @@ class InferenceServer:
         self.request_stop()
         # Cancelled here, it waits in the next call.
         await asyncio.to_thread(self._wait_until_stopped)
-        self._forget()
+        self.stop_blocking()
 
     def stop_blocking(self) -> None:
         """Stops without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
-        self._forget()
+        self._process = None
+        if self._record is not None:
+            self._record.remove()
+            self._record = None
+        self.url = ""
+        self.api_key = None
+        if self._log_path is not None and self.config.server_log_folder is None:
+            self._log_path.unlink(missing_ok=True)
+        self._log_path = None
 
     def _wait_until_stopped(self) -> None:
         if self._process is None or self._process.wait_until_stopped() >= 0:
@@ -561,17 +569,6 @@ class InferenceServer:
         """``stop`` or ``stop_blocking`` should follow."""
         if self._process is not None:
             self._process.request_stop()
-
-    def _forget(self) -> None:
-        self._process = None
-        if self._record is not None:
-            self._record.remove()
-            self._record = None
-        self.url = ""
-        self.api_key = None
-        if self._log_path is not None and self.config.server_log_folder is None:
-            self._log_path.unlink(missing_ok=True)
-        self._log_path = None
 
 
 def free_port() -> int:

@@ -26,6 +26,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,32 +56,32 @@ class ServerSet:
     servers: list[InferenceServer]
     model: str = ""
 
-    def __str__(self) -> str:
-        of_model = f" of {self.model}" if self.model else ""
-        return (
-            f"the {'servers' if len(self.servers) > 1 else 'server'}{of_model} of task {self.rank}"
-        )
 
-
-class _State:
-    def __init__(self) -> None:
-        # A signal handler may close the servers while its thread holds the lock.
-        self.lock = threading.RLock()
-        self.warm: dict[str, ServerSet] = {}
-        self.ends_with_process = False
-
-
-_state = _State()
-_of_parents: list[_State] = []  # a process object that is collected complains that its process runs
+# A signal handler may close the servers while its thread holds the lock.
+_lock = threading.RLock()
+_warm: dict[str, ServerSet] = {}
+_of_parents: list[ServerSet] = []  # a collected process object complains that its process runs
 
 
 def _forget() -> None:
-    global _state
-    _of_parents.append(_state)
-    _state = _State()
+    global _lock
+    _lock = threading.RLock()
+    _of_parents.extend(_warm.values())
+    _warm.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
+
+
+@cache
+def _end_with_process(pid: int) -> None:
+    atexit.register(close_warm_servers)
+    # Processes of multiprocessing end without atexit.
+    for name in ("multiprocessing", "multiprocess"):
+        module = sys.modules.get(name)
+        util = sys.modules.get(f"{name}.util")
+        if module is not None and util is not None and module.parent_process() is not None:
+            util.Finalize(None, close_warm_servers, exitpriority=0)
 
 
 def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
@@ -107,19 +108,11 @@ def server_settings(config: InferenceConfig, gpus: Sequence[int]) -> str:
 
 def _keep(servers: ServerSet) -> bool:
     """Returns False if the servers cannot be kept: then the caller must stop them."""
-    with _state.lock:
-        if servers.model in _state.warm or not any(server.is_running for server in servers.servers):
+    with _lock:
+        if servers.model in _warm or not any(server.is_running for server in servers.servers):
             return False
-        _state.warm[servers.model] = servers
-        if not _state.ends_with_process:
-            _state.ends_with_process = True
-            atexit.register(close_warm_servers)
-            # Processes of multiprocessing end without atexit.
-            for name in ("multiprocessing", "multiprocess"):
-                module = sys.modules.get(name)
-                util = sys.modules.get(f"{name}.util")
-                if module is not None and util is not None and module.parent_process() is not None:
-                    util.Finalize(None, close_warm_servers, exitpriority=0)
+        _warm[servers.model] = servers
+        _end_with_process(os.getpid())
     return True
 
 
@@ -153,9 +146,9 @@ def _stop(sets: Collection[ServerSet]) -> None:
 
 
 def _take_all() -> dict[str, ServerSet]:
-    with _state.lock:
-        warm = _state.warm
-        _state.warm = {}
+    with _lock:
+        warm = dict(_warm)
+        _warm.clear()
         return warm
 
 
@@ -212,7 +205,10 @@ class RankModels:
                 self._warm[name] = warm
                 continue
             others.append(warm)
-            logger.info(f"Task {self._rank} needs other servers than {warm}, which is stopped.")
+            logger.info(
+                f"Task {self._rank} needs other servers than task {warm.rank}, whose servers are "
+                "stopped."
+            )
         await asyncio.to_thread(_stop, others)
         return await lease_gpus(self._configs, self._warm)
 

@@ -51,7 +51,6 @@ from datatrove_ckpt.inference.client.provider_batches import (
     RemoteBatch,
     Undecided,
 )
-from datatrove_ckpt.inference.client.urls import needs_proxy
 from datatrove_ckpt.inference.servers.host import ExternalServers
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -75,9 +74,8 @@ async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     """``path``: of the requests."""
     servers = ExternalServers(config)
     await servers.start()
-    url = servers.urls[0]
     kind = MessageBatches if path == MESSAGES else BatchProvider
-    return kind(url, servers.api_key, needs_proxy([url]))
+    return kind(servers.urls[0], servers.api_key)
 
 
 async def cancel(batch: Batch) -> str | None:

@@ -33,18 +33,10 @@ from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import Completion, RetryableError
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
-from datatrove_ckpt.inference.client.plain import PlainTransport
+from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.clients import Sleeps, client_of
-
-
-@pytest.fixture(params=["plain", pytest.param("aiohttp", marks=pytest.mark.slow)], autouse=True)
-def over(request, monkeypatch):
-    """Every test runs over both transports."""
-    if request.param == "aiohttp":
-        monkeypatch.setattr(transport, "_is_plain", lambda url, proxied: False)
-
 
 UNFINISHED_REASONS = [
     "",
@@ -149,11 +141,11 @@ class RawServer:
 
 
 @asynccontextmanager
-async def serving(*replies):
+async def serving(*replies, tls=None):
     raw = RawServer(*replies)
-    listener = await asyncio.start_server(raw.handle, "127.0.0.1", 0, backlog=1000)
+    listener = await asyncio.start_server(raw.handle, "127.0.0.1", 0, backlog=1000, ssl=tls)
     try:
-        yield raw, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        yield raw, f"http{'s' if tls else ''}://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     finally:
         raw.closing.set()
         listener.close()
@@ -408,7 +400,6 @@ def test_a_server_that_comes_back_costs_nothing(replies, settings):
     assert Outcome(*replies, GOOD, **settings).result == HI
 
 
-@pytest.mark.parametrize("over", ["plain", "aiohttp"], indirect=True)
 def test_what_may_pass_is_tried_again():
     for name, reply in UNFINISHED.items():
         outcome = Outcome(reply, GOOD)
@@ -675,7 +666,7 @@ async def test_an_outage_is_no_mark_against_the_requests_that_it_hit():
         assert (await client.complete(BODY)).text == "hi"
 
 
-class PatientlyConnecting(PlainTransport):
+class PatientlyConnecting(Transport):
     """Does not limit the time of the connect by ``timeout``, because a busy machine may need longer
     than that.
     """
@@ -687,7 +678,7 @@ class PatientlyConnecting(PlainTransport):
 
 @pytest.mark.parametrize("reply", [never, answer(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")])
 def test_an_answer_that_never_comes_is_given_up(reply, monkeypatch):
-    monkeypatch.setattr(transport, "PlainTransport", PatientlyConnecting)
+    monkeypatch.setattr("datatrove_ckpt.inference.client.client.Transport", PatientlyConnecting)
     outcome = Outcome(reply, request_timeout=0.1, server_patience_seconds=0.4)
     assert isinstance(outcome.result, ServerUnavailable)
     assert "no answer in time" in str(outcome.result)
@@ -982,9 +973,7 @@ async def test_a_cancelled_request_gives_its_slot_back():
         assert (await client.complete(BODY)).text == "hi"
 
 
-async def test_proxies_of_the_environment_are_for_endpoints_only(
-    monkeypatch,
-):
+async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch):
     async with serving(GOOD) as (proxy, proxy_url), serving(GOOD) as (server, url):
         monkeypatch.setenv("http_proxy", proxy_url)
         monkeypatch.delenv("no_proxy", raising=False)
@@ -993,6 +982,7 @@ async def test_proxies_of_the_environment_are_for_endpoints_only(
             async with client_of(settings, [url], None) as client:
                 await client.complete(BODY)
         assert (len(server.requests), len(proxy.requests)) == (1, 1)
+        assert proxy.requests[0][0].startswith(f"POST {url}/v1/chat/completions HTTP".encode())
 
 
 async def test_an_answer_of_a_server_that_was_just_given_up_is_thrown_away():

@@ -114,14 +114,12 @@ class ProviderPasses:
     Args:
         configs: of the rank's models, by name.
         no_wait: end with ``WaitsForBatches`` once all batches are created.
-        watch: what runs beside a wait: progress, the job's time limit.
     """
 
     _configs: Mapping[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
     _shutdown: Shutdown
     _no_wait: bool
-    _watch: Callable[[], list[asyncio.Task[None]]]
 
     def __post_init__(self) -> None:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
@@ -142,7 +140,7 @@ class ProviderPasses:
             return False
         working = asyncio.create_task(self._settle())
         stopping = asyncio.create_task(self._shutdown.requested())
-        tasks = [working, stopping, *self._watch()]
+        tasks = [working, stopping]
         try:
             await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():

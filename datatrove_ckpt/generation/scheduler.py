@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -43,16 +43,14 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import Failures, RetriedDocument
 from datatrove_ckpt.generation.generate import Answers, Model, Parked, Requests
-from datatrove_ckpt.generation.named_answer import check_answer, put_answer
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
-from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import check_first, exit_error, name_of
-from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
+from datatrove_ckpt.generation.results import Results
+from datatrove_ckpt.generation.user_code import exit_error, name_of
+from datatrove_ckpt.inference.client.client import usual_way
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
-from datatrove_ckpt.output.documents import encode_finished, is_plain
-from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
@@ -161,11 +159,6 @@ class DocumentLimit:
             self._room.set_result(None)
 
 
-Served = tuple[CompletionClient, Callable[[], Awaitable[None]]]
-Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
-"""Starts a model's servers; yields a client, and a coroutine function that raises when they die."""
-
-
 # How often the loop looks at what other threads do for the rank. Being told of each change would
 # cost more: the disk writes hundreds of groups in a second.
 _LOOK_SECONDS = 0.01
@@ -177,32 +170,34 @@ _MANY = 100  # documents of which one at least should be kept
 class Scheduler:
     """Runs the rollout function on one rank's documents.
 
-    Must be made on the event loop that runs it. ``rollout_fn``: the step's, bound.
+    Must be made on the event loop that runs it.
+
+    Attributes:
+        configs: of the models, by their names.
+        rollout_fn: the step's, bound.
+        has_batches: requests may be parked for a batch.
     """
 
-    step: Step
+    rank: int
+    configs: Mapping[str, InferenceConfig]
     rollout_fn: Rollout
     checkpoint: OpenCheckpoint
-    connect: Connect
+    servers: ServerHost
     observer: RankReporter
     failures: Failures
+    results: Results
     shutdown: Shutdown
-    check_document: Callable[[Document, int], None]
-    media: ByteBudget
-    has_batches: bool = False
-    trial: WriterTrial | None = None
-    drop_media: Callable[[Document], None] | None = None
+    has_batches: bool
 
     def __post_init__(self) -> None:
-        first, *others = self.step.models.values()
+        first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
         self.all_started = False
         self.has_ended = False
         self.quality = Quality()
         self.parked = 0
         self._dropped = 0
-        self._takes_usual = False  # not known yet
-        self._document_limit = DocumentLimit(first, *others, media=self.media)
+        self._document_limit = DocumentLimit(first, *others, media=self.servers.media)
         self._server_needed = asyncio.Event()
         self.documents = DocumentTasks()
         self.waiting = 0  # documents that wait for an answer
@@ -215,7 +210,7 @@ class Scheduler:
                 usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
             )
-            for name, config in self.step.models.items()
+            for name, config in self.configs.items()
         }
         self.model = next(iter(self.models.values()))
         self._storage_free = asyncio.Event()
@@ -286,7 +281,7 @@ class Scheduler:
                 if slot is None:
                     continue
                 if source.finished is None and not self._server_needed.is_set():
-                    self._look_at_first(source.document)
+                    self.results.look_at_first(source.document)
                     self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_look()
@@ -297,26 +292,23 @@ class Scheduler:
                 work = self._process(source, slot)
                 self.documents[slot.ordinal] = self._loop.create_task(work)
 
-    def _look_at_first(self, document: Document) -> None:
-        check_answer(self.step, document)
-        if self.step.metadata_key in document.metadata:
-            logger.warning(
-                f"The documents have {self.step.metadata_key!r} in their metadata already, perhaps "
-                "of an earlier run; the new results replace it. To keep both, give another "
-                "metadata_key."
-            )
-        if self.step.on_document_error == "stop":
-            check_first(self.step.rollout_fn, document)
-
     # background ----------------------------------------------------------------------------------
 
     async def _serve(self, model: Model) -> None:
         # A finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
+        observer = self.observer
+        host = host_loop()
+        order = 0 if host is None else host.order
+        sender = Sender(self.shutdown, order, observer.server, observer.own)
+        configs = [*self.configs.values()]
+        served = self.servers.lend(
+            model.config, configs, self.rank, sender, observer.outages.append
+        )
         try:
-            async with self.connect(model.config) as (client, watch):
-                self.observer.serving(client)
-                self._document_limit.follow(model.config, client.servers.router, client.sender)
+            async with served as (client, watch):
+                observer.serving(client)
+                self._document_limit.follow(model.config, client.servers.router, sender)
                 model.client.set_result(client)
                 await watch()  # raises when they die
         except CkptError as error:
@@ -378,10 +370,11 @@ class Scheduler:
         if taken is not None:
             return answers.finished("dead", source.fingerprint, taken)
         try:
-            check_answer(self.step, document)
+            self.results.check(document)
+            results: Sequence[object]
             if source.finished is not None:
                 document.metadata = source.finished
-                results = source.finished[self.step.metadata_key]
+                results = self.results.of_finished(document)
                 for request, result in zip(requests, results, strict=False):
                     request.count_finished(result)
             elif len(requests) == 1:
@@ -392,21 +385,8 @@ class Scheduler:
             if answers.parked:
                 raise self._not_repeatable()
             kept = [result for result in results if result is not None]
-            if self.drop_media is not None:
-                self.drop_media(document)
-            document.metadata[self.step.metadata_key] = kept
-            data = b"null"
-            if kept:
-                put_answer(self.step, document, kept)
-                self.check_document(document, slot.chunk.index)
-                data = encode_finished(document, self.step.metadata_key)
-            trial = self.trial
-            if trial is not None and not is_plain(data, self._takes_usual):
-                if trial.is_quick:
-                    self._takes_usual = trial(data, source.id)
-                else:
-                    self._takes_usual = await asyncio.to_thread(trial, data, source.id)
-                    self._raise_if_stopping(answers)
+            data = await self.results.encode(document, kept, slot.chunk.index, source.id)
+            self._raise_if_stopping(answers)
         except (Exception, asyncio.CancelledError) as raised:
             self._raise_if_stopping(answers)
             error: BaseException = raised

@@ -720,7 +720,7 @@ def test_what_a_provider_writes_is_one_line_without_the_key(
 
 
 async def test_values_of_any_type_are_no_traceback():
-    provider = BatchProvider(HiddenUrl("http://a"), None, False)
+    provider = BatchProvider(HiddenUrl("http://a"), None)
     odd = [None, 7, "text", True, [], ["a"], {}, {"a": [1]}, [[{"b": None}]]]
     names = ("id", "status", "errors", "request_counts", "output_file_id", "error", "response")
     for name, value in itertools.product(names, odd):
@@ -919,7 +919,7 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
 
 
 async def test_another_batch_of_this_task_is_not_waited_for():
-    provider = MessageBatches(HiddenUrl("http://a"), None, False)
+    provider = MessageBatches(HiddenUrl("http://a"), None)
     await provider._is({"id": "a"}, Mock(requests=0), {"a"})
     assert not provider._undecided
     await provider.close()

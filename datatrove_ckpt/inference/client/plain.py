@@ -50,10 +50,6 @@ SHORT = 0.1  # seconds
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d+")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
-# Framing is everything except the body: status line, header, trailer, chunk sizes.
-_MAX_FRAMING_BYTES = 1 << 16
-# A size line takes 5 to 20 bytes; servers do not send extensions.
-_MAX_FRAMING_BYTES_PER_CHUNK = 32
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FORM = (b"content-type", b"content-encoding")
@@ -95,8 +91,6 @@ class ResponseParser:
     """Parses one response, in pieces of any size. Its public methods are ``feed``, ``end``,
     ``response`` and ``close``; llhttp calls the others.
 
-    Only the limit on framing depends on how the bytes are split.
-
     Attributes:
         status: 0 until the header is complete.
         reusable: the connection may carry another request.
@@ -109,8 +103,6 @@ class ResponseParser:
         self._form = ""
         self._quotas: tuple[Quota, ...] = ()
         self._body = bytearray()
-        self._chunks = 0
-        self._received_bytes = 0
         self._ends_at_close = False
         self._complete = False
         self._refusal = ""
@@ -134,7 +126,6 @@ class ResponseParser:
         """
         if self._complete:
             raise UnaskedBytes
-        self._received_bytes += len(data)
         try:
             self._llhttp.feed_data(data)
         except HttpParserError as error:
@@ -145,11 +136,6 @@ class ResponseParser:
             if isinstance(error, HttpParserCallbackError):
                 raise  # a bug in a callback of ours
             raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
-        framing = self._received_bytes - len(self._body)
-        if framing > _MAX_FRAMING_BYTES + _MAX_FRAMING_BYTES_PER_CHUNK * self._chunks:
-            raise RemoteProtocolError(
-                f"header and trailer are longer than {_MAX_FRAMING_BYTES} bytes"
-            )
         return self._complete
 
     def end(self, properly: bool = True) -> bool:
@@ -213,9 +199,6 @@ class ResponseParser:
             if status >= 300:
                 self._wait = asked_wait(texts)
         self.status = status
-
-    def on_chunk_header(self) -> None:
-        self._chunks += 1
 
     def on_body(self, data: bytes) -> None:
         if refusal := self._large.append(self._body, data):

@@ -469,12 +469,12 @@ class CompletionClient:
     def __init__(
         self,
         servers: ModelServers,
-        sender: Sender | None = None,
+        sender: Sender,
         *,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.servers = servers
-        self.sender = sender or Sender()
+        self.sender = sender
         self.answers = self.without_reason = self.in_flight = self.pausing = self.cancelled = 0
         self.outage = servers.outage
         self.way = usual_way(servers.config)

@@ -98,8 +98,6 @@ _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"
 _GENERATING = (CHAT.path, COMPLETIONS.path)
 _IN_TIERS = (*_GENERATING, "responses")
 _MOST_SIZES = 1000  # params may be others for each document
-# The field of an answer that has one size for each set of params.
-_MEASURED = {"embed()": "embeddings", "classify()": "probabilities"}
 # Keys of what is hashed, never sent.
 _WAY = "$way"
 _MODEL = "$model"
@@ -114,7 +112,7 @@ class Model:
         client: ready once its servers are.
         usual: the way of a payload without a path.
         batches: None: texts share no requests.
-        sizes: length of the first vector, or number of the first classes, for each set of params.
+        sizes: length of the first vector for each set of params.
         is_dead: a drain does not wait for its requests in flight.
     """
 
@@ -618,24 +616,21 @@ class Requests:
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank if an answer, not yet cached, differs in size from the first answer."""
-        if way.name not in _MEASURED:
+        """Stops the rank if a vector, not yet cached, has another size than the first one."""
+        if not way.is_shared:
             return
         assert answered.answer is not None
-        numbers = answered.answer[_MEASURED[way.name]]
-        size = len(numbers)
-        if way.name == "embed()":
-            size = len(numbers[0]) * 3 // 16  # base64 of float32
+        size = len(answered.answer["embeddings"][0]) * 3 // 16  # base64 of float32
         sizes = self._model.sizes
         if len(sizes) >= _MOST_SIZES:
             sizes.clear()
         first = sizes.setdefault(
-            orjson.dumps([way.name, {**payload, "input": None}], option=PAYLOAD_JSON), size
+            orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), size
         )
         if first != size:
             name = answered.model or self._config.model_name_or_path
             error = ServerRefused(
-                f"{name!r} has answered {way.name} with {plural(size, 'number')}, and before with "
+                f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
                 f"{first}, for the same params. So its servers have, or had, different models. "
                 "This answer is not kept; when all servers have the model of the first one, run "
                 "the same command again. If that is the wrong one, start over.",

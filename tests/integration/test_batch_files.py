@@ -89,21 +89,6 @@ def test_two_files_may_not_have_a_line_of_one_custom_id(server, command):
     assert not server.asked
 
 
-def test_an_answer_that_may_be_cut_off_is_no_line(command):
-    def seconds(payload, times):
-        """The first answers are cut off; later ones are whole."""
-        server.finish_reason = "stop" if server.asked.total() > 3 else None
-        return 0.0
-
-    write(*(request(name, model="m") for name in "abc"))
-    with FakeServer(delay=seconds) as server:
-        command(*flags(server, "--max-concurrent-generations", "1"))
-    assert server.asked.total() > 3
-    assert [line["response"]["body"]["choices"][0]["finish_reason"] for line in results()] == [
-        "stop"
-    ] * 3
-
-
 def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command):
     def status(payload, times):
         return 400 if "bad" in str(payload) else None

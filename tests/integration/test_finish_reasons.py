@@ -64,17 +64,6 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
             run_job(tmp_path, server, 4, config=ONE_BY_ONE)
 
 
-def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
-    tmp_path,
-):
-    with Server({}, refuses="text 2") as server:
-        with pytest.raises(ServerRefused, match="401"):
-            run_job(tmp_path, server, 4, config=ONE_BY_ONE)
-        server.refuses = ""
-        with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
-            run_job(tmp_path, server, 4, config=ACCEPTS)
-
-
 def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_attempts(tmp_path):
     reasons = ["xyz", "xyz", "repetition", "content_filter", "End_Turn"]
     reasons += ["MAX_TOKENS", "max_tokens", "Length", "model_context_window_exceeded"]

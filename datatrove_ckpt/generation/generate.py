@@ -372,8 +372,8 @@ class Requests:
             sent, extras = merged(payload)
             if extras:
                 way = way._replace(extras=extras)
-            if "service_tier" in sent:
-                way = _in_tiers(way, sent)
+            if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
+                way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
             digest = self._digest(sent, way)
         except ConfigError as error:
             raise _failed(error, payload) from error
@@ -775,13 +775,6 @@ def _digest(payload: Payload) -> str:
     if data.find(b"null") >= 0 and has_nan(payload):  # orjson writes null for NaN
         refuse_unsendable(payload, default=media_key)
     return payload_hash(data)
-
-
-def _in_tiers(way: Way, sent: Payload) -> Way:
-    """Takes a list of tiers out of what is sent: the client adds the tier of each attempt."""
-    if type(sent["service_tier"]) is list and way.path in _IN_TIERS:
-        return way._replace(tiers=sent.pop("service_tier"))
-    return way
 
 
 def _body(payload: Payload) -> AnyBody:

@@ -166,7 +166,12 @@ class ProviderPasses:
                     has_advanced |= await self._advance(batch)
                     self._outage = None
                 except RetryableError as error:
-                    await self._failed(error, batch)
+                    if self._outage is None:
+                        patience = self._configs[batch.model].server_patience_seconds
+                        self._outage = Outage(patience, time.monotonic, batch.model)
+                    # A provider that takes no more batches takes them when others have ended.
+                    self._outage.failed(error, lambda: math.inf)
+                    await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
             if has_advanced:
                 continue
             created = all(batch.id or batch.number in self._undecided for batch in batches)
@@ -175,14 +180,6 @@ class ProviderPasses:
                     f"{_said(batches)} The same command collects the answers (--no-wait)."
                 )
             await asyncio.sleep(POLL_SECONDS if created else min(POLL_SECONDS, LOOK_SECONDS))
-
-    async def _failed(self, error: RetryableError, batch: Batch) -> None:
-        if self._outage is None:
-            patience = self._configs[batch.model].server_patience_seconds
-            self._outage = Outage(patience, time.monotonic, batch.model)
-        # A provider that takes no more batches takes them when others have ended.
-        self._outage.failed(error, lambda: math.inf)
-        await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
 
     async def _provider(self, batch: Batch) -> BatchProvider:
         form = batch.model, batch.path == MESSAGES

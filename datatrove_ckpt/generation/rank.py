@@ -29,7 +29,6 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
-from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import Nodes
@@ -226,8 +225,10 @@ class _Run:
             with preemption.interruptible():
                 if found.is_first and is_kept:
                     output_folder.refuse_existing()
-                if not found.is_finished:
-                    old = self._open_old(identity)
+                # Dead letters have other numbers.
+                if step.answers_from and not found.is_finished and not step.retry_dead_letters:
+                    place = expand_path("answers_from", step.answers_from)
+                    old = open_old_answers(place, rank, identity)
             check_moved = preemption.interruptible()(output_folder.check_moved)
             lease = found.take(check_moved, old)
         output = ChunkOutput(output_folder, lease, step.hub_pace)
@@ -255,16 +256,6 @@ class _Run:
                 job = join_mirrored_job(remote, root, self.rank, identity, step.accept_changes)
         url = f"{remote}/{folder.relative_to(root)}"
         return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)
-
-    def _open_old(self, identity: RunIdentity) -> RequestCache | None:
-        """Returns the answers of ``answers_from``; None without the setting.
-
-        Dead letters have other numbers.
-        """
-        step = self.step
-        if not step.answers_from or step.retry_dead_letters:
-            return None
-        return open_old_answers(expand_path("answers_from", step.answers_from), self.rank, identity)
 
     def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
         step = self.step

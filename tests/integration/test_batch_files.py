@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -177,24 +176,6 @@ def test_the_model_of_the_first_line_is_that_of_the_run_and_what_is_set_fills_wh
     said = command("show", "runs/x", "--id", "1")
     assert "answer " in said
     assert "2 of 2 documents" in command(*flags(server, "--max-tokens", "9"))
-
-
-def test_a_model_that_the_server_lacks_stops_the_run_which_goes_on_when_the_line_is_corrected(
-    command,
-):
-    lines = [request(str(number), model="fake") for number in range(5)]
-    write(*lines[:3], request("3", model="missing"), lines[4])
-    with FakeServer(
-        status=lambda body, times: 404 * (body["model"] == "missing") or None
-    ) as server:
-        more = ["--records-per-chunk", "2", "--max-concurrent-generations", "1"]
-        said = command(*flags(server, *more), code=1).error
-        assert "answered HTTP 404 for model 'missing'" in said
-        write(*lines)
-        command(*flags(server, *more))
-        assert [line["custom_id"] for line in results()] == list("01234")
-        asked = Counter(body["messages"][0]["content"] for body in server.payloads)
-    assert asked == {f"ask {number}": 1 + (number == 3) for number in range(5)}
 
 
 def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(server, command):

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import orjson
@@ -79,7 +79,7 @@ from datatrove_ckpt.inference.client.answers import (
     way_to,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -124,24 +124,49 @@ class Model:
     is_dead: bool = False
 
 
-class RankContext(Protocol):
-    """The ``Scheduler``, for a request."""
+@dataclass(eq=False)
+class RankRequests:
+    """What the requests of a rank share. The ``Scheduler`` adds its documents.
 
-    models: dict[str, Model]
-    model: Model
+    Must be made on the event loop that runs it.
+
+    Attributes:
+        configs: of the models, by their names.
+        has_batches: requests may be parked for a batch.
+        waiting: documents that wait for an answer.
+        documents: the documents in work, by ordinal. They handle their errors themselves.
+    """
+
+    configs: Mapping[str, InferenceConfig]
     checkpoint: OpenCheckpoint
     observer: RankReporter
-    waiting: int
-    has_batches: bool
     shutdown: Shutdown
-    all_started: bool
-    has_ended: bool
-    quality: Quality
+    has_batches: bool
 
-    @property
-    def documents(self) -> Mapping[int, asyncio.Task[None]]: ...
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.models = {
+            name: Model(
+                config,
+                loop.create_future(),
+                usual_way(config),
+                Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
+            )
+            for name, config in self.configs.items()
+        }
+        self.model = next(iter(self.models.values()))
+        self.quality = Quality()
+        self.waiting = 0
+        self.documents: dict[int, asyncio.Task[None]] = {}
+        self.all_started = False
+        self.has_ended = False
+        self.storage_free = asyncio.Event()
 
-    async def wait_for_storage(self) -> None: ...
+    async def wait_for_storage(self) -> None:
+        # Looks at short intervals would wake thousands of waiting requests each time.
+        while self.checkpoint.congested:
+            self.storage_free.clear()
+            await self.storage_free.wait()
 
 
 class Parked(Exception):
@@ -173,7 +198,7 @@ class Answers:
     _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
     _pending = 0
 
-    def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
+    def __init__(self, rank: RankRequests, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
         self.order = slot.ordinal
         self.doc_id = doc_id
@@ -289,7 +314,7 @@ class Requests:
 
     def __init__(
         self,
-        rank: RankContext,
+        rank: RankRequests,
         answers: Answers,
         rollout_idx: int,
         model: Model | None = None,

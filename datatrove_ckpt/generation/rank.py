@@ -389,16 +389,16 @@ class _Run:
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
                 scheduler = Scheduler(
-                    self.rank,
                     step.models,
-                    bind_shared(step.rollout_fn, shared),
                     checkpoint,
-                    servers,
                     progress,
-                    failures,
-                    Results(step, names, trial if failures.are_kept else None),
                     preemption.shutdown,
                     self.has_batches,
+                    self.rank,
+                    bind_shared(step.rollout_fn, shared),
+                    servers,
+                    failures,
+                    Results(step, names, trial if failures.are_kept else None),
                 )
                 await scheduler.run(documents)
                 ends_well = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,6 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
@@ -40,21 +39,17 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import Failures, RetriedDocument
-from datatrove_ckpt.generation.generate import Answers, Model, Parked, Requests
+from datatrove_ckpt.generation.generate import Answers, Model, Parked, RankRequests, Requests
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
-from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.user_code import exit_error, name_of
-from datatrove_ckpt.inference.client.client import usual_way
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
 
 # How many documents may be in work at once: as many as have places for their requests, and a few
@@ -148,9 +143,7 @@ class DocumentLimit:
         if any(len(each.targets) > 1 for _, each in self._models):
             places += WINDOW
         self._size = min(self._most, max(1, places) + self._elsewhere)
-        sender.on_free = None
-        if self._size < self._most:
-            sender.on_free = sender.on_change
+        sender.may_grow = self._size < self._most
         if self._in_work < self._size:
             self._wake()
 
@@ -167,53 +160,26 @@ _MANY = 100  # documents of which one at least should be kept
 
 
 @dataclass(eq=False)
-class Scheduler:
-    """Runs the rollout function on one rank's documents.
-
-    Must be made on the event loop that runs it.
-
-    Attributes:
-        configs: of the models, by their names.
-        rollout_fn: the step's, bound.
-        has_batches: requests may be parked for a batch.
-    """
+class Scheduler(RankRequests):
+    """Runs the rollout function on one rank's documents. ``rollout_fn``: the step's, bound."""
 
     rank: int
-    configs: Mapping[str, InferenceConfig]
     rollout_fn: Rollout
-    checkpoint: OpenCheckpoint
     servers: ServerHost
-    observer: RankReporter
     failures: Failures
     results: Results
-    shutdown: Shutdown
-    has_batches: bool
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
-        self.all_started = False
-        self.has_ended = False
-        self.quality = Quality()
         self.parked = 0
         self._dropped = 0
         self._document_limit = DocumentLimit(first, *others, media=self.servers.media)
         self._server_needed = asyncio.Event()
-        self.documents = DocumentTasks()
-        self.waiting = 0  # documents that wait for an answer
+        self._is_ending = False
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self.models = {
-            name: Model(
-                config,
-                self._loop.create_future(),
-                usual_way(config),
-                Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
-            )
-            for name, config in self.configs.items()
-        }
-        self.model = next(iter(self.models.values()))
-        self._storage_free = asyncio.Event()
 
     async def run(self, documents: DocumentSource) -> None:
         """Returns when every document is committed, or ``parked``.
@@ -257,7 +223,33 @@ class Scheduler:
             self.shutdown.abort()
             raise
         finally:
-            await self.documents.end(self.shutdown.is_fast)
+            await self.end_documents()
+
+    async def end_documents(self) -> None:
+        """Cancels the remaining documents, repeatedly if needed, for five seconds, and in a fast
+        stop for one.
+
+        ``asyncio.TaskGroup`` waits forever for a task that swallows its cancellation; a rank leaves
+        it behind.
+        """
+        if self._is_ending:
+            return
+        self._is_ending = True
+        patience = _PATIENCE_FAST if self.shutdown.is_fast else _PATIENCE
+        left = [*self.documents.values()]
+        for seconds in patience:
+            left = [task for task in left if not task.done()]
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=seconds)
+        number = sum(not task.done() for task in left)
+        if number:
+            logger.error(
+                f"{number} rollouts ignored their cancellation for {sum(patience):g} s and are "
+                "left behind. A rollout must let asyncio.CancelledError out: write `except "
+                "Exception`, not `except BaseException`."
+            )
 
     async def _save(self, documents: DocumentSource) -> None:
         if self.parked:
@@ -326,17 +318,11 @@ class Scheduler:
             if self.shutdown.aborted and self.shutdown.failure is not None:
                 raise self.shutdown.failure
             if not self.checkpoint.congested:
-                self._storage_free.set()
+                self.storage_free.set()
             await self.next_look()
 
     async def next_look(self) -> None:
         await asyncio.sleep(_LOOK_SECONDS)
-
-    async def wait_for_storage(self) -> None:
-        # next_look would wake thousands of waiting requests every few milliseconds.
-        while self.checkpoint.congested:
-            self._storage_free.clear()
-            await self._storage_free.wait()
 
     # one document --------------------------------------------------------------------------------
 
@@ -457,42 +443,9 @@ class Scheduler:
         return result
 
 
-# ``asyncio.TaskGroup`` waits forever for a task that swallows its cancellation; a rank leaves it
-# behind.
-
 # Seconds between two cancellations. A rollout has their sum for its clean-up.
 _PATIENCE = (0.2, 0.8, 2.0, 2.0)
 _PATIENCE_FAST = (0.2, 0.8)
-
-
-class DocumentTasks(dict[int, asyncio.Task[None]]):
-    """By ordinal. They handle their errors themselves."""
-
-    _ended = False
-
-    async def end(self, fast: bool) -> None:
-        """Cancels the remaining tasks, repeatedly if needed, for five seconds; ``fast``: for
-        one.
-        """
-        if self._ended:
-            return
-        self._ended = True
-        patience = _PATIENCE_FAST if fast else _PATIENCE
-        for seconds in patience:
-            for task in self._left():
-                task.cancel()
-            if left := self._left():
-                await asyncio.wait(left, timeout=seconds)
-        if left := self._left():
-            logger.error(
-                f"{len(left)} rollouts ignored their cancellation for {sum(patience):g} s and are "
-                "left behind. A rollout must let asyncio.CancelledError out: write `except "
-                "Exception`, not `except BaseException`."
-            )
-
-    def _left(self) -> list[asyncio.Task[None]]:
-        return [task for task in self.values() if not task.done()]
-
 
 # An early stop, in order -------------------------------------------------------------------------
 #
@@ -546,7 +499,7 @@ async def stop_when_requested(
         raise shutdown.failure
     for task in serving:
         task.cancel()
-    await rank.documents.end(shutdown.is_fast)
+    await rank.end_documents()
     # 3. Everything handed over is written, the mirror gets its last version, and the rank is
     # released.
     with shutdown.closing():

@@ -113,7 +113,7 @@ class Sender:
     Attributes:
         at_fault: numbers of documents whose requests fail while others are answered.
         on_change: called when targets may have more or fewer places than before.
-        on_free: called when a target could take a request, and none waits.
+        may_grow: it is also called when a target could take a request, and none waits.
     """
 
     shutdown: Shutdown = field(default_factory=Shutdown)
@@ -122,7 +122,7 @@ class Sender:
     work: WorkCounts = field(default_factory=WorkCounts)
     at_fault: set[int] = field(default_factory=set)
     on_change: Callable[[], None] | None = None
-    on_free: Callable[[], None] | None = None
+    may_grow: bool = False
 
     @property
     def most_at_fault(self) -> int:
@@ -583,10 +583,9 @@ class Router:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
         for sender in self.senders:
-            if resized and sender.on_change is not None:
+            is_due = resized or (sender.may_grow and not waiting)
+            if is_due and sender.on_change is not None:
                 sender.on_change()
-            elif not waiting and sender.on_free is not None:
-                sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""

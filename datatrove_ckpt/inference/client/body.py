@@ -85,8 +85,8 @@ class LargeAnswer:
     _sizes: ClassVar[dict[int, int]] = {}
     _stream: zlib._Decompress | None = None
 
-    def __init__(self, coding: str = "") -> None:
-        self._is_compressed = coding.lower() in ("gzip", "x-gzip", "deflate")
+    def __init__(self, coding: bytes = b"") -> None:
+        self._is_compressed = coding.lower() in (b"gzip", b"x-gzip", b"deflate")
 
     def __del__(self) -> None:
         self._sizes.pop(id(self), None)

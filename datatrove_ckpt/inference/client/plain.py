@@ -52,8 +52,13 @@ _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
-_FORM = (b"content-type", b"content-encoding")
-_FIELDS = frozenset((b"connection", b"content-length", b"transfer-encoding", *_FORM, *_WAIT_FIELDS))
+_FIELDS = _WAIT_FIELDS | {
+    b"connection",
+    b"content-encoding",
+    b"content-length",
+    b"content-type",
+    b"transfer-encoding",
+}
 
 _INTERIM = (100, 102, 103)  # come before the answer, and have no body
 
@@ -170,9 +175,10 @@ class ResponseParser:
             return
         if version not in ("1.1", "1.0") or status < 200:
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
-        kinds = [fields.get(name, b"").decode("latin-1") for name in _FORM]
-        self._form = " ".join(kinds).strip()
-        self._large = LargeAnswer(kinds[1])
+        packing = fields.get(b"content-encoding", b"")
+        form = b"%b %b" % (fields.get(b"content-type", b""), packing)
+        self._form = form.decode("latin-1").strip()
+        self._large = LargeAnswer(packing)
         coding = fields.get(b"transfer-encoding")
         length = fields.get(b"content-length")
         if status in (204, 304):
@@ -191,8 +197,8 @@ class ResponseParser:
         # A proxy may disagree with us about where such a response ends.
         ambiguous = coding is not None and length is not None
         # llhttp checks for "close" in HTTP/1.1 only.
-        options = [option.strip() for option in fields.get(b"connection", b"").lower().split(b",")]
-        self.reusable = llhttp.should_keep_alive() and b"close" not in options and not ambiguous
+        closes = b"close" in fields.get(b"connection", b"").lower()
+        self.reusable = llhttp.should_keep_alive() and not closes and not ambiguous
         if not _WAIT_FIELDS.isdisjoint(fields):
             texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
             self._quotas = quotas(texts)

@@ -666,19 +666,14 @@ class Requests:
     def _stopped(self, error: CkptError) -> RolloutServerError:
         named(error, self._model.config.name)
         answers = self._answers
-        answers.fail(unanswered(answers.doc_id, answers.slot, error, self._others_answered))
-        return RolloutServerError(error)
-
-    @property
-    def _others_answered(self) -> int:
-        """How many requests were answered, if only documents that may be at fault are left."""
         rank = self._rank
-        if not (self._model.client.done() and rank.all_started):
-            return 0
-        client = self._model.client.result()
-        if len(rank.documents) > client.sender.most_at_fault:
-            return 0
-        return client.answers
+        others = 0  # requests that were answered, if only documents that may be at fault are left
+        if rank.all_started and self._model.client.done():
+            client = self._model.client.result()
+            if len(rank.documents) <= client.sender.most_at_fault:
+                others = client.answers
+        answers.fail(unanswered(answers.doc_id, answers.slot, error, others))
+        return RolloutServerError(error)
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         rank = self._rank

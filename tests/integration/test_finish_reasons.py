@@ -41,13 +41,6 @@ def texts(folder):
     return [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
 
 
-def test_with_the_setting_each_document_is_asked_once(tmp_path):
-    with Server({f"text {index}": [None] for index in range(4)}) as server:
-        run_job(tmp_path, server, 4, config=ACCEPTS)
-        assert set(server.asked.values()) == {1}
-    assert texts(tmp_path) == ["half"] * 4
-
-
 def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and_each_further_one(
     tmp_path,
 ):

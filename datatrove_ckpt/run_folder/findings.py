@@ -60,8 +60,8 @@ from datatrove_ckpt.errors.names import name_copy, setting_name, use
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
-from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.noted_requests import unsent_prompts
+from datatrove_ckpt.generation.results import check_answer
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job

@@ -254,15 +254,3 @@ def test_a_yaml_file_names_models(job, command):
     other = "--pipeline.1.config.judge.model_name_or_path"
     assert 'judge.model: "j" -> "other"' in command("run", "job.yaml", other, "other", code=None)
     assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("judge.tpp=2", 'pipeline[1] InferenceRunner.config.judge: unknown key "tpp"'),
-        ("judge.gpus=-1", "gpus: -1 is not a whole number >= 0"),
-    ],
-)
-def test_a_mistake_in_a_model_is_one_line(job, command, override, said):
-    done = command("run", "job.yaml", f"--pipeline.1.config.{override}", code=2)
-    assert said in done

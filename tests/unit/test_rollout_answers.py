@@ -13,7 +13,7 @@ from datatrove.pipeline.inference.types import InferenceResult
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config import generation_params
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.named_answer import put_answer
+from datatrove_ckpt.generation.results import put_answer
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.output.documents import PathResult
 from datatrove_ckpt.rollouts import (

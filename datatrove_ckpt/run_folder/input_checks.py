@@ -19,6 +19,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import check_shard, recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.ledger import JobSums
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
@@ -423,6 +424,19 @@ def _difference(then: FileRecord, now: FileRecord | None) -> str:
     if then.sample and now.sample and then.sample != now.sample:
         return _OTHER_CONTENT
     return ""
+
+
+def refuse_vanished_input(root: Path, job: JobSums) -> None:
+    """Raises InputError if a rank without a file had one when another rank listed the input."""
+    for rank in sorted({*range(job.with_input)} - job.known):
+        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
+        if record is None or not record.readers:
+            continue
+        if not any(reader.files for reader in record.readers):
+            raise InputError(
+                f"The input file of task {rank} was gone before the task started. Put it back, and "
+                "process it as another run."
+            )
 
 
 def rows_without_document(root: Path) -> SkippedLines:

@@ -151,5 +151,7 @@ def test_a_file_that_is_gone_before_its_task_starts_is_named(here, command):
     with FakeServer(answer) as server:
         job = f"run --input documents --prompt {{text}} --model m --endpoint {server.url} --run-folder runs/x --tasks 3"
         said = command(*job.split(), code=1).error
+        again = command(*job.split(), code=1).error
     assert "The input file 'b.jsonl'" in said
     assert "is gone since this run began" in said
+    assert "The input file of task 2 was gone before the task started." in again

@@ -91,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             commands = [name for name, _, _, _ in _COMMANDS if flag in _own_flags([name])]
             if commands:
                 hint = f"; it is one of {', '.join(commands)}."
+            if flag.removeprefix("--") in _own_flags(given):
+                hint = "; give its value alone."
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
         if not equals:
             hint = ""

@@ -25,6 +25,7 @@ run --input documents --rollout mine.one --endpoint URL --model m --run-folder r
 run --input documents --rollout mine --endpoint URL --model m --run-folder runs/y
 run --input documents --endpoint URL --model m --run-folder runs/y
 run --prompt 'Say {text}' --endpoint URL --model m --run-folder runs/y
+run --config job.yaml
 run job.yaml --json
 run job.yaml --full
 run job.yaml --resume

@@ -39,8 +39,8 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import (
     PAYLOAD_JSON,
     merged,
+    refuse_near_misses,
     refuse_unsendable,
-    warn_of_unknown,
 )
 from datatrove_ckpt.errors import (
     CkptError,
@@ -353,11 +353,14 @@ class Requests:
             )
         elif payload.get("stream"):
             wrong = "the payload asks for a stream, and answers are read as a whole: remove stream"
-        elif path is not None:
+        else:
             try:
-                way = way_to(path)
+                if path is not None:
+                    way = way_to(path)
+                if way.path in _GENERATING and not whole:
+                    refuse_near_misses(payload, "payload")
             except ValueError as problem:
-                wrong = str(problem)
+                wrong = str(problem).rstrip(".")
         if wrong:
             return self._refused(wrong)
         if whole:
@@ -402,8 +405,6 @@ class Requests:
             digest = self._digest(sent, way)
         except ConfigError as error:
             raise _failed(error, payload) from error
-        if generates:
-            warn_of_unknown(sent)
         request = rollout_idx, digest
         key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
         answers.occurrences[request] = key.occurrence + 1

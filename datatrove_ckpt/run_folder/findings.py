@@ -101,6 +101,7 @@ from datatrove_ckpt.run_folder.input_checks import (
     check_inputs_unchanged,
     note_steps,
     refuse_input,
+    refuse_vanished_input,
 )
 from datatrove_ckpt.run_folder.prompts import check_prompts
 from datatrove_ckpt.run_folder.run_plan import (
@@ -860,6 +861,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     jobs = {}
     for runner, root in plan.kept:
         job = jobs[root] = check_output_of_run(runner, root, want=want)
+        refuse_vanished_input(root, job)
         counts = job.counts
         if 0 < counts.read == counts.dead:
             often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))

@@ -130,6 +130,8 @@ def test_every_setting_goes_where_it_belongs():
         ("mixed", "TextReader", {"data_folder": "mixed", "glob_pattern": "**/*"}),
         ("mixed/*.txt", "TextReader", {"data_folder": "mixed", "glob_pattern": "*.txt"}),
         ("notes/a.md", "TextReader", {"data_folder": "notes", "glob_pattern": "a.m[d]"}),
+        ("old", "CSVReader", {"data_folder": "old", "glob_pattern": "**/*.CSV*"}),
+        ("old/A.CSV", "CSVReader", {"data_folder": "old", "glob_pattern": "A.CS[V]"}),
         ("saved", "HuggingFaceDatasetReader", {"dataset": "saved", "load_from_disk": True}),
         ("hf://datasets/o/n", "HuggingFaceDatasetReader", {"dataset": "o/n", "streaming": True}),
     ],
@@ -146,6 +148,7 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
         "notes/picture.png",
         "mixed/a.md",
         "mixed/b.txt",
+        "old/A.CSV",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -749,13 +752,6 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
         assert len(server.payloads) == 4
     assert len(outputs(Path("runs/x/output"))) == 3
     assert "no problem" in command("verify", "runs/x", "--full")
-
-
-def test_a_parameter_with_a_typing_error_is_named_before_a_request(command, log):
-    write(endpoint=None, server_type="dummy")
-    command("run", "job.yaml", "--dry-run", "--generation-params={max_tokenz: 5}")
-    (warning,) = [line for line in log if line.startswith("WARNING")]
-    assert "'max_tokenz' is not one that we know, did you mean \"max_tokens\"?" in warning
 
 
 @pytest.mark.parametrize("prompt", ["{text}", "{file_path}"])

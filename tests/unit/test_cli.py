@@ -324,7 +324,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
         (
             ["run", "job.yaml", "--dyr-run"],
             2,
-            '--dyr-run: its value is missing, did you mean "--dry-run"?',
+            '--dyr-run: there is no such flag, did you mean "--dry-run"?',
         ),
         (["run", "job.yaml", "--sampel", "5"], 2, 'no such flag, did you mean "--sample"?'),
         (["run", "--help"], 0, "--max-tokens    longest answer, in tokens."),

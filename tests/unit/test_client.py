@@ -522,6 +522,19 @@ def test_an_endpoint_that_hangs_is_told_once(log):
     assert "wait for 3600 s each (request_timeout), because they may be paid for." in log[0]
 
 
+def test_an_address_where_nothing_has_answered_yet_may_be_wrong(log):
+    outage = Outage(600, lambda: 9.0)
+    outage.begun(True, 0.0)
+    outage.show("refused")
+    outage.answered()
+    outage.begun(True, 0.0)
+    outage.show("refused")
+    first, _, second = log
+    assert "Nothing has answered there yet: is the address right" in first
+    assert "refused" in second
+    assert "yet" not in second
+
+
 async def test_a_page_in_place_of_answers_is_waited_for_once_there_were_answers():
     """A proxy answers while the server is away."""
     page = answer(http(200, b"<!DOCTYPE html>"))

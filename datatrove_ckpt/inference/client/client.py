@@ -228,12 +228,15 @@ class Outage:
             return
         self._said_at = self.clock()
         what = "is unreachable" if self.unreachable else "gives no answers"
+        first = ""
+        if self.unreachable and not self.answers:
+            first = " Nothing has answered there yet: is the address right, and the server started?"
         if len(cause) > _SHOWN_CAUSE:
             cause = f"{cause[:_SHOWN_CAUSE]}..."
         self._log(
             "WARNING",
             f"The server {what} ({cause}); waiting, {self.seconds:.0f} s of {self.patience:g} s "
-            "(server_patience_seconds). Then the task stops; finished work is saved.",
+            f"(server_patience_seconds). Then the task stops; finished work is saved.{first}",
         )
 
     def _log(self, level: str, line: str) -> None:

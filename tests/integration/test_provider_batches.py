@@ -32,9 +32,9 @@ from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.crashes import CrashReport, disk_in_place
-from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
+from datatrove_ckpt.testing.crashes import CopyingDisk, CrashReport, disk_in_place
 from tests.jobs import ask, documents, letters, rows, run_job, runner
+from tests.power_loss import CopyingPowerLossDisk
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
 BATCHES = {"provider_batches": True}

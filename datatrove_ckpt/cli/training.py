@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.training_steps import StepName
 from datatrove_ckpt.cli.printing import as_json, say, takes_unicode
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.run_folder.training import (
@@ -116,8 +115,5 @@ def _row(step: SavedStep, is_restored: bool) -> str:
         notes += "  <- a restore takes it"
     if step.damage:
         notes += f"  damaged: {step.damage}"
-    name = StepName.parse(step.folder)
-    number = str(step.step)
-    if name is not None and name.rollbacks:
-        number += f".{name.rollbacks}"
+    number = f"{step.step}{''.join(step.folder.partition('.')[1:])}"
     return f"{number:>12}  {at:<19}  {byte_size(step.bytes):>9}  {notes.strip()}".rstrip()

@@ -199,17 +199,15 @@ class BlockInput:
         full = [number for number, index in enumerate(self._index) if index.rows]
         if isinstance(self._reader, JsonlReader) or not full:  # dicts are counted elsewhere
             return 4
-        sampled = {full[0], full[len(full) // 2], full[-1]}
-        return max(4, *map(self._size_in_file, sampled))
-
-    def _size_in_file(self, number: int) -> int:
-        group = next(group for group in self._index[number].groups if group.rows)
-        in_file = max(1, group.bytes)
-        with closing(self._open(number)) as file:
-            rows = file.read(
-                0, min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file))
-            )
-        return -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows)))
+        size = 4
+        for number in {full[0], full[len(full) // 2], full[-1]}:
+            group = next(group for group in self._index[number].groups if group.rows)
+            in_file = max(1, group.bytes)
+            sampled = max(1, _SAMPLED_BYTES * group.rows // in_file)
+            with closing(self._open(number)) as file:
+                rows = file.read(0, min(group.rows, _SAMPLED_ROWS, sampled))
+            size = max(size, -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows))))
+        return size
 
     def _file(self, number: int) -> BlockFile:
         if self._process != os.getpid():  # a fork shares the offsets of these files with its parent

@@ -143,7 +143,7 @@ class TrainingCheckpoints:
         metrics: those of the restored step.
 
     Raises:
-        ConfigError: an argument is not allowed.
+        ConfigError: an argument is not allowed, or differs between the ranks.
         StorageFailed: the folder cannot be made.
     """
 
@@ -172,7 +172,12 @@ class TrainingCheckpoints:
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
-        self._check_policy()
+        # Else ranks would wait for each other at different steps.
+        timed = (EverySteps, EverySeconds)
+        own = [part for part in self._save_policy.parts if type(part) in timed]
+        found = sorted(set(self._ranks.gather(str(own))))
+        if len(found) > 1:
+            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
         if remote is not None:
             check_mirror(remote, "remote")
         self._steps = Steps(Path(folder).absolute(), remote)
@@ -207,15 +212,6 @@ class TrainingCheckpoints:
     def _begin_counting(self) -> None:
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
-
-    def _check_policy(self) -> None:
-        """Raises ConfigError if ranks would wait for each other at different steps."""
-        parts = [
-            part for part in self._save_policy.parts if type(part) in (EverySteps, EverySeconds)
-        ]
-        found = sorted(set(self._ranks.gather(str(parts))))
-        if len(found) > 1:
-            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
 
     @property
     def failure(self) -> Exception | None:
@@ -612,17 +608,17 @@ class TrainingCheckpoints:
             return
         with suppress(Exception):  # of no step, max raises
             there = self._manifests
-            newest = max(there)
-            if shutil.disk_usage(self._steps.folder).free < size_of(there[newest]):
-                self._remove_old({name: {"metrics": {}}}, newest)
+            if shutil.disk_usage(self._steps.folder).free < size_of(there[max(there)]):
+                self._remove_old(name)
         self._steps.begin(name)
 
-    def _remove_old(
-        self, coming: Mapping[StepName, Manifest] | None = None, newest: StepName | None = None
-    ) -> None:
-        there = self._manifests
-        manifests = {**there, **(coming or {})}
-        kept = self._keep.kept(_metrics(manifests)) | {max(manifests), self._copied, newest}
+    def _remove_old(self, coming: StepName | None = None) -> None:
+        there = _metrics(self._manifests)
+        kept = {max(there), self._copied}
+        if coming is None:
+            kept |= self._keep.kept(there)
+        else:
+            kept |= self._keep.kept({**there, coming: {}})
         for name in there.keys() - kept:
             self._steps.remove(name)
 
@@ -741,16 +737,6 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
-    def _best_last(self) -> list[StepName]:
-        if self._best is None:
-            raise ConfigError('"best": keep= has no Best(...), which names the metric.')
-        manifests = self._manifests
-        if self._copies:
-            manifests = self._steps.remote_manifests()[0] | manifests
-        for name in left_behind(manifests):
-            del manifests[name]
-        return self._best.ordered(_metrics(manifests))[::-1]
-
     def _unlock_unless_claimed(self) -> None:
         """Unlocks before the first save: a process that only reads locks no training out."""
         if not self._has_claimed:
@@ -760,6 +746,16 @@ class TrainingCheckpoints:
         with suppress(Exception):
             is_owner = self._steps.is_locked
             self._history.note(is_owner, event, name.step, rollbacks=name.rollbacks, **others)
+
+    def _best_last(self) -> list[StepName]:
+        if self._best is None:
+            raise ConfigError('"best": keep= has no Best(...), which names the metric.')
+        manifests = self._manifests
+        if self._copies:
+            manifests = self._steps.remote_manifests()[0] | manifests
+        for name in left_behind(manifests):
+            del manifests[name]
+        return self._best.ordered(_metrics(manifests))[::-1]
 
     def _choose(
         self, step: int | str | None, before: int | None = None
@@ -895,11 +891,6 @@ class TrainingCheckpoints:
         generators = self._steps.load(name, _RANDOM, self._only_plain)
         if len(generators) == self._ranks.size:
             set_random_state(generators[self._ranks.rank])
-        else:
-            logger.info(
-                f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random "
-                "states stay."
-            )
 
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:

@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sharding
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from xxhash import xxh3_64_hexdigest
@@ -47,26 +46,21 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
     """Returns the states that are alike in all ranks, and the states of which each rank has a part.
 
     Raises:
-        ConfigError: a state is FSDP1's, which differs with its settings; or the model of an
-            optimizer is missing.
+        ConfigError: the model of an optimizer is missing.
     """
     alike: dict[str, object] = {}
     parts: dict[str, object] = {}
     for key, state in states.items():
-        if isinstance(state, nn.Module) and any(
-            isinstance(each, FullyShardedDataParallel) for each in state.modules()
-        ):
-            raise ConfigError(
-                f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer."
-            )
         content = _content(state)
         found = [leaf for _, leaf in leaves(content, "")]
         if isinstance(state, Optimizer):  # before its first step it has no state
             found += [each for group in state.param_groups for each in group["params"]]
         if not any(isinstance(each, DTensor) for each in found):
             alike[key] = content
-        else:
+        elif isinstance(state, nn.Module | Optimizer):
             parts[key] = state_of(key, states)
+        else:  # state_dict() is called once
+            parts[key] = content
     return alike, parts
 
 
@@ -294,8 +288,7 @@ def hashes(states: States) -> dict[str, str]:
 
 
 def random_state() -> JsonObject:
-    version, numbers, gauss = random.getstate()
-    state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     name, keys, *others = np.random.get_state(legacy=True)

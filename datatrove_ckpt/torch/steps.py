@@ -94,19 +94,16 @@ class Steps:
                 f"{self.folder}: another training, or an earlier process of this one, saves into "
                 f"it: {holder}. Stop it, or choose another folder."
             ) from None
-        self._clean()
-
-    def unlock(self) -> None:
-        if self._unlock is not None:
-            self._unlock()
-
-    def _clean(self) -> None:
         for path in self.folder.iterdir():
             replaced = self.folder / path.name.removeprefix(".old-")
             if replaced != path and not replaced.exists():  # the new step never took its place
                 files.disk.rename(path, replaced)
             elif path.name.startswith((".saving-", ".old-", ".removed-")):
                 files.disk.remove_tree(path)
+
+    def unlock(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
 
     # write ---------------------------------------------------------------------------------------
 

@@ -71,9 +71,12 @@ def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ([["a"], ["b"], [1]], "'x' is .* file '2.parquet' and .* in files before it.*shuffle_seed"),
-        ([[True], [1]], "'x' is .* in the input file '1.parquet'"),
-        ([pa.array([1], pa.timestamp("us", zone)) for zone in (None, "UTC")], "'x' is timestamp"),
+        ([["a"], ["b"], [1]], "'2.parquet' and files before it .*Field x .*shuffle_seed"),
+        ([[True], [1]], "Field x .* bool vs int64"),
+        (
+            [pa.array([1], pa.timestamp("us", zone)) for zone in (None, "UTC")],
+            "Field x .* timestamp",
+        ),
         ([[1], None], "'1.parquet' has no column 'x'"),
     ],
 )

@@ -59,20 +59,15 @@ class Unified:
         schema = self._schema
         if table.column_names == schema.names and table.schema.types == schema.types:
             return table
-        columns = []
-        for field in schema:
-            if field.name not in table.column_names:
-                columns.append(pa.nulls(table.num_rows, field.type))
-                continue
-            try:
-                columns.append(_cast(table[field.name], field.type))
-            except pa.ArrowException as error:
-                raise InputError(
-                    f"The input file {name!r} has {field.name!r} as {table[field.name].type}, "
-                    f"other files have it in types that make it {field.type}, and a value does not "
-                    f"fit: {error}. Write the files with one type, or read without shuffle_seed."
-                ) from error
-        return pa.table(columns, schema=schema)
+        # Casts do not add the fields of a struct, as this does.
+        tables = [table.cast(_plain_schema(table.schema)), schema.empty_table()]
+        try:
+            return pa.concat_tables(tables, promote_options="permissive").select(schema.names)
+        except pa.ArrowException as error:
+            raise InputError(
+                f"The input file {name!r} has a value that does not fit the types of all files: "
+                f"{error}. Write the files with one type, or read without shuffle_seed."
+            ) from error
 
 
 def _plain_schema(schema: pa.Schema) -> pa.Schema:
@@ -89,14 +84,3 @@ def _plain(kind: pa.DataType) -> pa.DataType:
         kind = kind.value_type
     views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
     return views.get(kind, kind)
-
-
-def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    import pyarrow as pa
-
-    if column.type == kind:
-        return column
-    # Casts do not add the fields of a struct, as this does.
-    tables = [pa.table({"": column.cast(_plain(column.type))}), pa.table({"": pa.array([], kind)})]
-    unified = pa.concat_tables(tables, promote_options="permissive").column(0)
-    return pa.chunked_array([chunk for chunk in unified.chunks if len(chunk)], kind)

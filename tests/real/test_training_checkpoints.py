@@ -250,17 +250,17 @@ def test_of_two_trainings_in_one_folder_the_second_stops_and_who_only_restores_d
     assert restored(run) == 2
 
 
-def test_two_trainings_share_no_remote(documents, tmp_path, warned, remote):
-    trained(documents, tmp_path / "one", 24, remote=remote)
+def test_two_trainings_share_no_remote(tmp_path, warned, remote):
+    save(tmp_path / "one", 20, 24, remote=remote)
+    two = tmp_path / "two"
     with pytest.raises(ConfigError, match="remote, holds step-00000024 of an earlier training"):
-        checkpoints(tmp_path / "two", remote=remote).save(1, **Training(documents).states)
-    trained(documents, tmp_path / "two", 5)
+        save(two, 1, remote=remote)
+    save(two, 4)
     refused = pytest.raises(ConfigError, match="remote holds step-00000024 of another training")
-    with refused, checkpoints(tmp_path / "two", remote=remote) as saved:
+    with refused, checkpoints(two, remote=remote) as saved:
         assert saved.restore() == 4
         assert re.search("step-00000024 is passed over: .*is of another training", warned[0])
-        assert not any("step-00000012" in line for line in warned)
-        saved.save(5, **Training(documents).states)
+        saved.save(5, model=LAYER)
     assert "24" in steps_in(remote)
 
 
@@ -388,14 +388,11 @@ def test_a_new_process_rolls_back_at_once(tmp_path, run, remote):
 
 def test_conjugate_views_are_saved_as_they_are(tmp_path):
     value = torch.tensor([1 + 2j])
-    holder = SimpleNamespace(
-        state_dict=lambda: {"one": value, "other": value.conj()}, load_state_dict=dict
-    )
     with checkpoints(tmp_path, asynchronous=True) as saved:
-        saved.save(1, holder=holder)
+        saved.save(1, views={"one": value, "other": value.conj()})
     found = {}
-    checkpoints(tmp_path).restore(holder=SimpleNamespace(load_state_dict=found.update))
-    assert (found["one"], found["other"]) == (value, value.conj())
+    checkpoints(tmp_path).restore(views=found)
+    assert found == {"one": value, "other": value.conj()}
 
 
 class Wrapped:
@@ -579,13 +576,13 @@ class Custom:
 def test_a_state_that_no_restore_would_take_ends_the_first_save(asynchronous, run):
     with checkpoints(run, asynchronous=asynchronous) as saved:
         saved.save(1, model=LAYER)
-        with pytest.raises(ConfigError, match=r"custom/path holds pathlib\.PosixPath"):
-            saved.save(2, custom=Custom())
-        group = SimpleNamespace(state_dict=lambda: {"groups": [{"lr": np.float64(0.1)}]})
-        with pytest.raises(ConfigError, match="group/groups/0/lr holds numpy"):
-            saved.save(2, group=group)
-        with pytest.raises(ConfigError, match=r"group/key holds what cannot be pickled"):
-            saved.save(2, group=SimpleNamespace(state_dict=lambda: {"key": lambda: None}))
+        for state, message in (
+            (Custom(), r"custom/path holds pathlib\.PosixPath"),
+            ({"groups": [{"lr": np.float64(0.1)}]}, "custom/groups/0/lr holds numpy"),
+            ({"key": lambda: None}, "custom/key holds what cannot be pickled"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                saved.save(2, custom=state)
     assert steps_in(run) == {"1"}
 
 

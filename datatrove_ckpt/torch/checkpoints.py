@@ -713,9 +713,11 @@ class TrainingCheckpoints:
             if not weights_only:
                 self._has_looked = True
             chosen = self._choose(step)
-            if chosen is None and step != "latest":
-                raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
+                if step != "latest":
+                    raise ConfigError(
+                        f"restore: there is no step {step}; there are {self.steps()}."
+                    )
                 self._prepare(loader, 0)
                 return None
             name, passed = chosen

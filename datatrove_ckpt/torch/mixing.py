@@ -208,7 +208,6 @@ class Mixing(Iterator[object]):
             source.iterable = None
             source.iterator = iter(())
             self._weigh()
-            self.finished = not self._live
         if all(one.has_ended for one in self._sources):
             self.finished = True
         elif source.is_live and not self.finished:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -230,9 +230,6 @@ def not_plain(contents: Mapping[str, object]) -> str:
     return ""
 
 
-_T = TypeVar("_T")
-
-
 class StateSnapshot:
     """Copies in the host's memory, by the stager of torch.distributed.checkpoint.
 
@@ -250,17 +247,15 @@ class StateSnapshot:
         )
         return DefaultStager(options)
 
-    def take(self, value: _T) -> _T:
+    def take(self, value: list[dict[str, object]]) -> list[dict[str, object]]:
         if any(map(_is_view_or_sparse, (leaf for _, leaf in leaves(value, "")))):
             return copy.deepcopy(value)  # the stager would copy what lies below
-        staged: _T
         try:
-            staged = self._stager.stage(value)
+            return list(self._stager.stage(value))
         # A tensor has another size than its buffer; torch 2.11 uses no stager twice.
         except (AssertionError, KeyError):
             del self._stager
-            staged = self._stager.stage(value)
-        return staged
+            return list(self._stager.stage(value))
 
 
 def _is_view_or_sparse(value: object) -> bool:

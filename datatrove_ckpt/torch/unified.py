@@ -60,7 +60,7 @@ class Unified:
         if table.column_names == schema.names and table.schema.types == schema.types:
             return table
         # Casts do not add the fields of a struct, as this does.
-        tables = [table.cast(_plain_schema(table.schema)), schema.empty_table()]
+        tables = [plain(table), schema.empty_table()]
         try:
             return pa.concat_tables(tables, promote_options="permissive").select(schema.names)
         except pa.ArrowException as error:
@@ -68,6 +68,11 @@ class Unified:
                 f"The input file {name!r} has a value that does not fit the types of all files: "
                 f"{error}. Write the files with one type, or read without shuffle_seed."
             ) from error
+
+
+def plain(table: pa.Table) -> pa.Table:
+    """Decodes dictionaries and views."""
+    return table.cast(_plain_schema(table.schema))
 
 
 def _plain_schema(schema: pa.Schema) -> pa.Schema:

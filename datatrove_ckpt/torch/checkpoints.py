@@ -180,7 +180,7 @@ class TrainingCheckpoints:
             raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
         if remote is not None:
             check_mirror(remote, "remote")
-        self._steps = Steps(Path(folder).absolute(), remote)
+        self._steps = Steps(Path(folder).absolute(), remote, only_plain)
         self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
@@ -472,7 +472,19 @@ class TrainingCheckpoints:
         own = (random_state(), own_input, outlines, problem, uuid.uuid4().hex)
         gathered = [list(each) for each in zip(*self._ranks.gather(own), strict=True)]
         generators, inputs, others, problems, saves = gathered
-        _check_alike(outlines, others, problems)
+        problem = next(filter(None, problems), "")
+        if problem:
+            raise ConfigError(
+                f"save: {problem}: no restore would take it, as such a file may run any code. "
+                "Save plain values and tensors, or set only_plain=False."
+            )
+        for key in sorted({key for other in others for key in other}):
+            if len({other.get(key) for other in others}) > 1:
+                raise ConfigError(
+                    f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
+                    "text or the values of a parameter, and rank 0's alone would be kept. Make "
+                    "DTensors of the parts of a tensor, or give what belongs to one to a writer."
+                )
         self._has_compared = True
         return generators, inputs, saves[0]
 
@@ -874,7 +886,7 @@ class TrainingCheckpoints:
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    give(state, self._steps.load(name, f"{folder}.pt", self._only_plain))
+                    give(state, self._steps.load(name, f"{folder}.pt"))
             except CkptError:
                 raise
             except Exception as error:
@@ -890,7 +902,7 @@ class TrainingCheckpoints:
         self.metrics = self._steps.manifest(name)["metrics"]
         if weights_only:
             return
-        generators = self._steps.load(name, _RANDOM, self._only_plain)
+        generators = self._steps.load(name, _RANDOM)
         if len(generators) == self._ranks.size:
             set_random_state(generators[self._ranks.rank])
 
@@ -901,7 +913,7 @@ class TrainingCheckpoints:
             keep_workers(loader, xxh3_64_intdigest(seed.encode()))
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
-        found = self._steps.load(name, _INPUT, self._only_plain)
+        found = self._steps.load(name, _INPUT)
         if loader is None:
             if found[0] is not None and self._ranks.rank == 0:
                 logger.warning(
@@ -1060,26 +1072,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         return {key: float(value) for key, value in metrics.items()}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"metrics must be numbers: {error}.") from error
-
-
-def _check_alike(
-    own: Mapping[str, str], others: Iterable[Mapping[str, str]], problems: Iterable[str]
-) -> None:
-    """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
-    problem = next(filter(None, problems), "")
-    if problem:
-        raise ConfigError(
-            f"save: {problem}: no restore would take it, as such a file may run any code. "
-            "Save plain values and tensors, or set only_plain=False."
-        )
-    for other in others:
-        for key in {**own, **other}:
-            if other.get(key) != own.get(key):
-                raise ConfigError(
-                    f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
-                    "text or the values of a parameter, and rank 0's alone would be kept. Make "
-                    "DTensors of the parts of a tensor, or give what belongs to one to a writer."
-                )
 
 
 @dataclass(eq=False)

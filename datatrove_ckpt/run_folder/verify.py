@@ -7,7 +7,7 @@ chunk that a run finishes in between never counts as missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -40,7 +40,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
+from datatrove_ckpt.common.retrying import RetryPolicy, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.chunk_writing import misfits, read_schema
@@ -54,7 +54,7 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubReads
+from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
@@ -391,7 +391,15 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
             committed[plain(file.path)] = file
     try:
         is_owned(report)
-        found = _list(report, committed, folder_is_given)
+        look = partial(list_files, report.folder, committed)
+        found = listed(report.output, report.folder, look, committed.values())
+        is_there = folder_is_given or not committed or found.sizes or report.hub is not None
+        if not (is_there or report.folder.exists("")):
+            raise OutputFailed(
+                f"the output folder {report.output} does not exist. If it was moved, give its "
+                "place with --output; if it is lost, give the same folder with --output, and all "
+                "its files count as missing."
+            )
     except (OutputMismatch, OutputFailed) as refusal:
         kind = "owner" if isinstance(refusal, OutputMismatch) else "output"
         yield Problem(kind, str(refusal), path=report.output)
@@ -411,28 +419,31 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
         yield from uncommitted.check(path)
 
 
-def _list(report: Report, committed: dict[str, OutputFile], folder_is_given: bool) -> FoundFiles:
-    """Raises:
-    OutputFailed: the folder cannot be listed, or is gone.
+def listed(
+    where: str,
+    folder: DataFolder,
+    look: Callable[[], FoundFiles],
+    files: Iterable[OutputFile],
+    policy: RetryPolicy | None = None,
+) -> FoundFiles:
+    """Lists an output folder.
+
+    Args:
+        files: that are committed.
+        policy: see ``HubReads.looked``.
+
+    Raises:
+        OutputFailed: the folder cannot be listed.
     """
-    look = partial(list_files, report.folder, committed)
+    hub = HubFolder.of(folder)
+    if hub is not None:
+        return HubReads(hub, StoppableCalls()).listed(look, files, policy)
     try:
-        with file_system_call():
-            if report.hub is not None:
-                return HubReads(report.hub, StoppableCalls()).listed(look, committed.values())
-            found = look()
-            is_there = folder_is_given or not committed or found.sizes or report.folder.exists("")
+        return StoppableCalls().run(look, ANSWER_SECONDS)
     except OSError as error:
         raise OutputFailed(
-            f"{report.output} cannot be listed: {failure_line(error)}. {storage_advice(error)}"
+            f"{where} cannot be listed: {failure_line(error)}. {storage_advice(error)}"
         ) from error
-    if not is_there:
-        raise OutputFailed(
-            f"the output folder {report.output} does not exist. If it was moved, give its place "
-            "with --output; if it is lost, give the same folder with --output, and all its files "
-            "count as missing."
-        )
-    return found
 
 
 def is_owned(report: Report) -> bool:

@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     read_events,
     read_manifest,
     size_of,
-    step_names,
+    steps_in,
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
@@ -76,9 +76,8 @@ class TrainingState:
 
 def read_training(folder: Path, full: bool) -> TrainingState:
     """Reads the folder; with ``full`` each file of each step, else only file sizes."""
-    names = step_names(path.name for path in folder.iterdir())
-    found = [(name, *_read(folder, name, full)) for name in names]
-    left = set(step_names(path.name for path in folder.iterdir()))  # a training removes steps
+    found = [(name, *_read(folder, name, full)) for name in steps_in(folder)]
+    left = set(steps_in(folder))  # a training removes steps
     training = ""
     steps = []
     for name, manifest, damage in reversed(found):

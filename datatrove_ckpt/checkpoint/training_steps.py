@@ -175,7 +175,6 @@ def is_training(what: str | None) -> bool:
 
 
 HISTORY = "history.jsonl"
-CURVE = "metrics.csv"
 
 Row = tuple[int, dict[str, float]]
 """A step and its metrics."""
@@ -239,4 +238,6 @@ class TrainingHistory:
         for step, metrics in rows:
             metrics |= {name: math.nan for name, value in metrics.items() if value is None}
             table.writerow({"step": step, **metrics})
-        files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)
+        files.disk.replace(
+            self._folder / "metrics.csv", text.getvalue().encode(), files.PUBLIC_FILE
+        )

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
@@ -226,7 +225,7 @@ class Index:
         self.blocks = BlockInput(reader)
         self._inputs = self.blocks._inputs
         size = 1
-        if isinstance(reader, JsonlReader):
+        if self.blocks.gives_dicts:
             size = _OF_DICTS
         self.table = BlockTable(
             self.blocks, self.blocks.sequential, reader.skip, reader.limit, size

@@ -22,8 +22,6 @@ from datatrove_ckpt.checkpoint.training_steps import StepName
 from datatrove_ckpt.common.declared import Count, CountFromZero, Seconds, check
 from datatrove_ckpt.errors import ConfigError
 
-_FIRST_SECONDS = 60.0  # of "auto", before a save was timed
-
 Metrics = Mapping[StepName, Mapping[str, float | None]]
 """The metrics of the steps."""
 
@@ -123,7 +121,7 @@ class EverySeconds(SavePolicy):
         if self.seconds != "auto":
             return self.seconds
         if not moment.pause_seconds:
-            return _FIRST_SECONDS
+            return 60.0  # before a save was timed
         return max(daly(moment.pause_seconds, self.mtbf_seconds), moment.write_seconds)
 
 

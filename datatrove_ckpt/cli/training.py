@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from datatrove_ckpt.cli.printing import as_json, say, takes_unicode
@@ -57,7 +56,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     problems = sum(finding.state == "problem" for finding in findings)
     lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]
     lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
-    content = {"exit_code": int(problems > 0), "checks": [asdict(each) for each in findings]}
+    content = {"exit_code": int(problems > 0), "checks": [each._asdict() for each in findings]}
     _print(arguments, content, lines)
     return int(problems > 0)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.training_steps import (
@@ -114,8 +115,7 @@ def _read(folder: Path, name: StepName, full: bool) -> tuple[Manifest | None, st
     return manifest, ""
 
 
-@dataclass(frozen=True)
-class TrainingFinding:
+class TrainingFinding(NamedTuple):
     """``state``: ok, warning or problem."""
 
     state: str

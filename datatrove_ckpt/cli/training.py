@@ -19,7 +19,6 @@ from datatrove_ckpt.run_folder.training import (
     read_training,
 )
 
-_CELLS = 48
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-=*#"
 
@@ -101,7 +100,7 @@ def _plot(state: TrainingState, name: str) -> Iterator[str]:
     if points:
         values = [value for _, value in points]
         bars = _BARS if takes_unicode() else _ASCII
-        drawn = plotted(values, _CELLS, bars)
+        drawn = plotted(values, bars)
         ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
         yield f"  {name:<10} {drawn} {ends}; least {figure(min(values))}"
 

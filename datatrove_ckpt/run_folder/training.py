@@ -143,9 +143,9 @@ def examine_training(state: TrainingState) -> Iterator[TrainingFinding]:
         yield TrainingFinding("warning", "lock", message)
 
 
-def plotted(values: Sequence[float], cells: int, bars: str) -> str:
-    """Draws a curve in one line: the mean of each cell, between the least and the greatest."""
-    count = min(cells, len(values))
+def plotted(values: Sequence[float], bars: str) -> str:
+    """Draws a curve in 48 cells: the mean of each, between the least and the greatest."""
+    count = min(48, len(values))
     edges = [number * len(values) // count for number in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     least = min(means)

@@ -97,19 +97,16 @@ def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
-    number, monkeypatch, policy, log
-):
+def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(number, monkeypatch, log):
     kill = server.InferenceServer.kill
 
     async def kill_and_have_patience(self):
-        monkeypatch.setattr(server, "_PROBE_TIMEOUT", 300.0)
+        monkeypatch.setattr(server, "_TAKE_OVER_TIMEOUT", 300.0)
         await kill(self)
 
     run(0)
     monkeypatch.setattr(server.InferenceServer, "kill", kill_and_have_patience)
-    monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.2)
-    policy("RELAUNCH", first=0.0)
+    monkeypatch.setattr(server, "_TAKE_OVER_TIMEOUT", 0.2)
     (guardian,) = [each.parent for each in process_table() if each.pid == engines()[0]]
     os.kill(engines()[0], number)
     if number == signal.SIGKILL:

@@ -74,7 +74,6 @@ _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
 _MOST_SHOWN = 5
-_CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # a code of ``code_of_rank``
 
 T = TypeVar("T")
@@ -263,17 +262,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no
-        others.
+        """Cancels the jobs of this run. Returns how many there were. A coordinator that waits for
+        one ends.
 
         Raises:
             CkptError: some could not be canceled; the message names them.
         """
         from huggingface_hub import cancel_job
 
-        # Between two jobs there is nothing to cancel.
-        with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
-            file.write(str(time.time()))
         jobs = self._alive()
         left = []
         why = ""
@@ -314,7 +310,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         GivenUp: some ranks were given up.
         CkptError: no other job would help.
         """
-        self._began = time.time()
         with (
             Interruption([signal.SIGTERM]),
             self._as_worker()._open_claims(runs_all=False) as claims,
@@ -427,11 +422,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return code, said
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
-        if self._is_canceled():
-            raise CkptError(
-                f"This run was canceled. {plural(len(alive), 'job')} of it may still end: "
-                f"{_shown([*alive.values()])}. Run the same command again to resume."
-            )
         reached = self._progress()
         for _ in range(number):
             try:
@@ -451,13 +441,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
                 return  # if only the answer was lost, the job is found in the list
             alive[job.id] = job
-
-    def _is_canceled(self) -> bool:
-        try:
-            with self.logging_dir.open(_CANCELED, "r") as file:
-                return float(file.read()) > self._began
-        except (OSError, ValueError):  # there is none
-            return False
 
     def _submit(self, reached: dict[int, Progress], retries: int) -> _Job:
         from huggingface_hub import run_uv_job

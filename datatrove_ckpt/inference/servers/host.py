@@ -40,7 +40,6 @@ from datatrove_ckpt.inference.client.client import (
     Outage,
     hang_after,
 )
-from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Death, Router, Sender, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -195,10 +194,10 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
     below = url.api("/v1")
     api = None if url.may_lack_version else url
     try:
-        response = await _get(target, api_key)
-        if api is None and response.status != 200:
-            found = await _get(below.api("models"), api_key)
-            if found.status == 200:
+        response = await get(target, api_key, _PROBE_TIMEOUT)
+        if api is None and response.status not in (200, *retrying.SERVER.retried):
+            found = await get(below.api("models"), api_key, _PROBE_TIMEOUT)
+            if found.status in (200, *retrying.SERVER.retried):
                 response = found
                 url = below
                 target = below.api("models")
@@ -208,6 +207,9 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
             return EndpointAnswer(str(target), cause, True)
         return EndpointAnswer(str(target), str(error), api=api)
     status = response.status
+    if status in retrying.SERVER.retried:  # another answer may come later
+        cause = f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
+        return EndpointAnswer(str(target), cause, api=api)
     if status in (401, 403):
         return EndpointAnswer(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
     return EndpointAnswer(
@@ -225,16 +227,6 @@ async def _other_scheme(target: HiddenUrl) -> str:
         if error.kind != "SSLCertVerificationError":
             return ""
     return scheme
-
-
-async def _get(target: HiddenUrl, api_key: Secret | None) -> Response:
-    """Raises ExchangeFailed if there is no response, or if another one may come later."""
-    response = await get(target, api_key, _PROBE_TIMEOUT, proxied=True)
-    if (status := response.status) in retrying.SERVER.retried:
-        raise ExchangeFailed(
-            f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
-        )
-    return response
 
 
 def _listed(body: bytes) -> dict[str, object] | None:

@@ -20,7 +20,7 @@ import signal
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
@@ -73,7 +73,6 @@ _ALIVE = ("SCHEDULING", "RUNNING")
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
-_MOST_SHOWN = 5
 _ALL_RANKS = 2  # a code of ``code_of_rank``
 
 T = TypeVar("T")
@@ -624,12 +623,8 @@ def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
             yield key, str(name), str(value)
 
 
-def _shown(jobs: Sequence[_Job]) -> str:
-    if len(jobs) > _MOST_SHOWN:
-        more = f" and {len(jobs) - _MOST_SHOWN} more"
-    else:
-        more = ""
-    return ", ".join(job.url for job in jobs[:_MOST_SHOWN]) + more
+def _shown(jobs: Iterable[_Job]) -> str:
+    return ", ".join(job.url for job in jobs)
 
 
 def _note(launch: str) -> str:

@@ -221,7 +221,6 @@ def runtime_folder(part: str = "") -> Path:
 # Seconds. The server of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
 _LEASE_POLL = 0.2  # seconds
-_SILENT_WAIT = 5.0  # seconds
 
 
 @dataclass
@@ -310,19 +309,11 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
     # In Slurm a folder per job: another job's GPU 0 may be another GPU.
     folder = runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
     began = time.monotonic()
-    said = False
     while True:
         locked = _try_lock_gpus(folder, visible, needed)
         if locked is not None:
             return locked
-        waited = time.monotonic() - began
-        if waited > _SILENT_WAIT and not said:
-            said = True
-            logger.info(
-                f"Waiting for {needed} of the GPUs {','.join(visible)}, which other processes on "
-                f"this node hold (locks in {folder}), {_LEASE_TIMEOUT:g} s at most."
-            )
-        if waited > _LEASE_TIMEOUT:
+        if time.monotonic() - began > _LEASE_TIMEOUT:
             raise ConfigError(
                 f"workers: this task needs {needed} of the GPUs {','.join(visible)}, and other "
                 f"tasks on this node hold too many of them (locks in {folder}). Run fewer workers "

@@ -369,19 +369,15 @@ class InferenceServer:
             problem = await request_health(
                 self.url, self.api_key, config.engine, _TAKE_OVER_TIMEOUT
             )
-        whose = f"that task {self.started_by} started (log {self._log_path})"
-        if config.replicas > 1:
-            which = f"server {self.replica}"
-        else:
-            which = "the server"
+        server = f"server {self.replica} that task {self.started_by} started (log {self._log_path})"
         if problem is not None:
             logger.warning(
-                f"{config.said}Task {rank} cannot take over {which} {whose}: it {problem}. It is "
-                "started anew."
+                f"{config.said}Task {rank} cannot take over {server}: it {problem}. It is started "
+                "anew."
             )
             await self.kill()
             return False
-        logger.debug(f"{config.said}Task {rank} takes over {which} {whose}.")
+        logger.debug(f"{config.said}Task {rank} takes over {server}.")
         return True
 
     async def start(self) -> None:

@@ -405,11 +405,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if stage == "COMPLETED":
             logger.info(f"Job {job.url} has ended: no task was free.")
         else:
-            if retries:
-                again = f", without progress: {retries} of {self.max_retries}"
-            else:
-                again = ""
-            logger.warning(f"{what}. Its tasks go on in another job{again}.")
+            logger.warning(f"{what}. Its tasks go on in another job.")
         return retries
 
     def _failure(self, job: _Job) -> tuple[int, str]:

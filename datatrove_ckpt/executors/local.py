@@ -408,7 +408,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ):
                 free, are_left = claims.free()
                 if free and not claims.has_time:
-                    self._end_before_time_limit()
+                    logger.info(
+                        "Tasks are free, but would hardly end before the job's time limit: this "
+                        "process takes none of them."
+                    )
+                    with Preemption([], 0.0) as preemption:  # which requeues the job, and raises
+                        preemption.stop_for_time_limit()
                 if free:
                     worker._run_all(free, screen, done, may_overlap=not are_left)
                     line_at = 0.0
@@ -447,18 +452,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 raise given_up_error(given_up, self.world_size)
             if not self._is_worker:
                 claims.clear()
-
-    def _end_before_time_limit(self) -> None:
-        """Raises:
-        Preempted: no free task would end in time.
-        BaseException: of a signal handler, which requeues the job.
-        """
-        logger.info(
-            "Tasks are free, but would hardly end before the job's time limit: this process takes "
-            "none of them."
-        )
-        with Preemption([], 0.0) as preemption:
-            preemption.stop_for_time_limit()
 
     def _run_all(
         self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True

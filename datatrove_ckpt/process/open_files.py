@@ -43,7 +43,11 @@ def files_needed(requests: int, servers: int) -> int:
     Args:
         servers: those that the rank launches, or URLs that it sends requests to.
     """
-    return _open_now() + requests + servers * _PER_SERVER + _FILES
+    try:
+        opened = sum(1 for _ in os.scandir("/dev/fd"))
+    except OSError:
+        opened = 32  # a usual number
+    return opened + requests + servers * _PER_SERVER + _FILES
 
 
 def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
@@ -151,13 +155,6 @@ def enough_open_files(requests: int, servers: int) -> Iterator[None]:
                 name = f"{type(error).__name__}: "
             raise limit_reached(name + first) from error
         raise
-
-
-def _open_now() -> int:
-    try:
-        return sum(1 for _ in os.scandir("/dev/fd"))
-    except OSError:
-        return 32  # a usual number
 
 
 def _is_exhausted() -> bool:

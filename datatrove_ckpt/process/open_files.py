@@ -10,13 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Literal
 
 from loguru import logger
 
-from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles, causes
+from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 
 # The lifeline pipe, the log while it starts, one connection for health and one for metrics.
 _PER_SERVER = 4
@@ -132,29 +131,6 @@ def limit_reached(what: str) -> TooManyOpenFiles:
     return TooManyOpenFiles(
         f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}"
     )
-
-
-@contextmanager
-def enough_open_files(requests: int, servers: int) -> Iterator[None]:
-    """Raises the limit, and turns any error that the limit caused into ``TooManyOpenFiles``.
-
-    Raises:
-        ConfigError: see ``raise_limit``.
-    """
-    raise_limit(requests, servers)
-    try:
-        yield
-    except TooManyOpenFiles:
-        raise
-    except Exception as error:
-        if any(is_caused_by_limit(cause) for cause in causes(error)):
-            first = str(error).partition("\n")[0].rstrip(".")
-            if isinstance(error, CkptError):
-                name = ""
-            else:
-                name = f"{type(error).__name__}: "
-            raise limit_reached(name + first) from error
-        raise
 
 
 def _is_exhausted() -> bool:

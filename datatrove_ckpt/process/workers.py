@@ -99,12 +99,7 @@ class TaskList:
 
 def in_turn(run: Callable[[int], object], tasks: Tasks) -> None:
     for task in iter(tasks.next, None):
-        try:
-            result = run(task)
-        except BaseException as error:
-            tasks.failed(task, error)
-            raise
-        tasks.done(task, result)
+        tasks.done(task, run(task))
 
 
 # Seconds that workers have to end after a second signal, and once they have closed.
@@ -523,7 +518,10 @@ class _Worker:
         try:
             run(slot, self)
         except BaseException as error:
-            self.failed(None, error)
+            task = None
+            if len(self._at_work) == 1:
+                (task,) = self._at_work
+            self.failed(task, error)
         finally:
             if self._stop_signal is not None:
                 self._send(Message("stopped", value=self._stop_signal))

@@ -59,8 +59,7 @@ class Exports:
 
         try:
             port = metrics_port(config.metrics_host, config.metrics_port)
-            if port is not None:
-                self._stack.enter_context(port.shows(self._metrics))
+            self._stack.enter_context(port.shows(self._metrics))
         except Exception as error:  # such as too many open files
             logger.warning(
                 f"monitoring: could not be started: {error_text(error)}. The run goes on without "

@@ -396,8 +396,9 @@ class Scheduler:
                 self.drop_media(document)
             document.metadata[self.step.metadata_key] = kept
             data = b"null"
-            if kept:
-                put_answer(self.step, document, kept)
+            outcome: Outcome = "dropped"
+            if kept and put_answer(self.step, document, kept):
+                outcome = "written"
                 self.check_document(document, slot.chunk.index)
                 data = encode_finished(document, self.step.metadata_key)
             trial = self.trial
@@ -418,8 +419,7 @@ class Scheduler:
                 source, slot, error, answers.hashes, answers.rejections
             )
             return answers.finished("dead", source.fingerprint, letter)
-        outcome: Outcome = "written" if kept else "dropped"
-        self._dropped += not kept
+        self._dropped += outcome == "dropped"
         return answers.finished(outcome, source.fingerprint, data, len(kept))
 
     def _raise_if_stopping(self, answers: Answers) -> None:

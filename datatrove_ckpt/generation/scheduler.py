@@ -402,7 +402,7 @@ class Scheduler:
                 self.check_document(document, slot.chunk.index)
                 data = encode_finished(document, self.step.metadata_key)
             trial = self.trial
-            if trial is not None and not is_plain(data, self._takes_usual):
+            if trial is not None and not (trial.takes_json and is_plain(data, self._takes_usual)):
                 if trial.is_quick:
                     self._takes_usual = trial(data, source.id)
                 else:

@@ -72,7 +72,7 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.documents import RowsOf, decode, decode_for, one_row, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.formats import PARQUET
+from datatrove_ckpt.output.formats import CSV, PARQUET
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -120,12 +120,29 @@ class ChunkWriting:
         """
         before = self.columns.known
         try:
-            if infers_schema(self._writer):
+            if CSV.is_written_by(self._writer):
+                self._write_csv(staged, chunk_index, documents)
+            elif infers_schema(self._writer):
                 self._write_united(staged, chunk_index, documents)
             else:
                 self._write(staged, chunk_index, documents, self._copy(staged))
         except _NotWritten as error:
             raise self._failure(chunk_index, documents, error, before) from error.__cause__
+
+    def _write_csv(
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
+    ) -> None:
+        """Writes files that have the columns of the input, and of all documents of the chunk."""
+        writer = self._copy(staged)
+        columns = dict.fromkeys(self._given)
+        try:
+            for finished in documents:
+                for row in self._rows(finished.document):
+                    columns |= dict.fromkeys(writer.adapter(row))
+        except Exception as error:
+            raise _NotWritten from error
+        writer.columns = [*columns]
+        self._write(staged, chunk_index, documents, writer)
 
     def _write_united(
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]

@@ -271,8 +271,9 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.max_skipped is not None and self._damaged_rows > self.max_skipped:
             if begin:
                 begin = f", in {begin!r}"
+            problem = str(error).removesuffix(".")
             raise DamagedLine(
-                f"`{file}`, {where}: {error}{begin}. Correct or remove it, choose the reader of "
+                f"`{file}`, {where}: {problem}{begin}. Correct or remove it, choose the reader of "
                 "its format, or give max_skipped: so many may be left out (null: any number)."
             )
         self.stat_update("damaged_lines")

@@ -9,8 +9,8 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint.layout import COLUMNS
-from datatrove_ckpt.errors import DocumentNotSerializable, InputError
-from datatrove_ckpt.readers import IpcReader, ParquetReader
+from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.readers import DamagedLine, IpcReader, ParquetReader
 from tests.jobs import letters, rejects, rows, runner
 
 pa = pytest.importorskip("pyarrow")
@@ -275,7 +275,7 @@ def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, kin
 
 
 def test_a_text_of_bytes_is_refused_before_a_request(tmp_path, server):
-    with pytest.raises(DocumentNotSerializable, match="a text of type bytes"):
+    with pytest.raises(DamagedLine, match="a text of type bytes"):
         run(tmp_path, server, pa.table({"text": [b"t1"], "id": ["1"]}))
     assert not server.asked
 

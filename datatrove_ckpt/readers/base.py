@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import (
     DocumentNotSerializable,
     InputError,
 )
+from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
     Digest,
@@ -107,6 +108,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _position: Position | None = None
     _file_extent: FileExtent = FileExtent()
     _resolved: dict[str, str] | None = None
+    types: DeclaredTypes | None = None  # of formats that have none
     _damaged_rows = 0  # rows of the task so far
 
     def __init__(
@@ -210,6 +212,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.path_columns:
             for name, value in path_columns(source_file).items():
                 data.setdefault(name, value)
+        if self.types is not None:
+            self.types.convert(data)
         fields = self.adapter(data, source_file, id_in_file)
         if self.text_key is None and not fields.get("text"):
             metadata = fields.get("metadata", {})
@@ -293,8 +297,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 yield document
 
     def schemas(self) -> Iterable[tuple[str, Any]]:
-        """Yields the name and Arrow schema of each input file, if the format has schemas."""
-        return ()
+        """Yields the name and Arrow schema of each input file, if the format has schemas, or what
+        ``types`` declares.
+        """
+        if self.types is None:
+            return ()
+        return [("types", self.types.schema())]
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None, of_rank=True).names
@@ -484,6 +492,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if getattr(self, key) != usual
         }
         options["default_metadata"] = metadata_hash(self.default_metadata)
+        if self.types is not None:
+            options["types"] = metadata_hash(self.types.names)
         if self.path_columns:
             options["path_columns"] = True
         if self.shuffle_seed is not None:

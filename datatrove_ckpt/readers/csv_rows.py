@@ -12,15 +12,17 @@ import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import IO
+from typing import IO, Any
 
 from datatrove.data import Document
+from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
 from xxhash import xxh3_64
 
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.jsonl import JsonlReader
@@ -42,6 +44,8 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
             than there are names, or a ``media`` that is none. One more stops the task
             (``DamagedLine``). None: any number.
 
+        types: see ``JsonlReader``. An empty cell is null.
+
     Raises:
         InputError: two columns have one name, a quote is not closed, or another character than the
             comma is between cells.
@@ -52,6 +56,16 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     codec = JsonlReader.codec
     open_content = JsonlReader.open_content
     _may_grow = JsonlReader._may_grow
+
+    def __init__(
+        self,
+        data_folder: DataFolderLike,
+        *arguments: Any,
+        types: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(data_folder, *arguments, **options)
+        self.types = declared_types(types)
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         done, kept_hash = file_position or (0, 0)

@@ -39,6 +39,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
+from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
@@ -61,6 +62,9 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         path_columns: folders such as ``lang=en`` are columns.
         max_skipped: how many lines of a task may be left out because they cannot be read. One more
             stops the task (``DamagedLine``). None: any number.
+        types: of columns, by Arrow's names, such as ``{score: float64, day: date32}``: values are
+            converted, and Parquet output has these types. A value that does not fit makes its line
+            one that cannot be read.
         stop_on_bad_line: deprecated: false is ``max_skipped: null``.
     """
 
@@ -73,9 +77,11 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         data_folder: DataFolderLike,
         *arguments: Any,
         stop_on_bad_line: bool | None = None,
+        types: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
+        self.types = declared_types(types)
         if stop_on_bad_line is not None:
             logger.warning("stop_on_bad_line: write max_skipped: 0 for true, null for false.")
             self.max_skipped = 0 if stop_on_bad_line else None

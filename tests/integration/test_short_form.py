@@ -1058,3 +1058,13 @@ def test_csv_refuses_a_list_before_a_request_where_the_types_are_known(to_csv, s
     assert "'tags'" in said
     assert "which CSV cannot hold. Write output_format: " in said
     assert sent <= requests
+
+
+def test_declared_types_of_json_lines_are_those_of_a_table(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"id": "0", "text": "a", "day": "2026-01-02"}\n')
+    with FakeServer() as server:
+        job = f"run --input in.jsonl --prompt {{text}} --endpoint {server.url} --model m"
+        command(*job.split(), "--run-folder=x", "--output-format=parquet", "--types={day: date32}")
+    (file,) = Path("x/output").glob("*.parquet")
+    assert pq.read_schema(file).field("day").type == pa.date32()

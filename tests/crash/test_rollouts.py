@@ -9,6 +9,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.crash.test_every_effect import OF_FILES
 from tests.integration.test_typed_ways import PATHS
 from tests.jobs import chat
 
@@ -51,7 +52,10 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
         first.paths = second.paths = PATHS
         (ram / "job").mkdir()
         report = assert_same_output_after_crash(
-            attempt, ram / "job", recoveries=False, counted=("commit",)
+            attempt,
+            ram / "job",
+            recoveries=False,
+            counted=OF_FILES if rollout is pairs else ("commit",),
         )
     assert len(report.points) >= 2
 

@@ -96,3 +96,10 @@ def test_whole_documents_of_an_old_run_become_rows_and_rows_no_documents(job, gi
     assert names[:4] == ["0/0", "0/1", "0/2", "0/3"]
     said, _ = job(folder="x", more="--finished-from wanted/output", code=2)
     assert "rows do not say what their document was" in said
+
+
+def test_a_sample_shows_whole_answers(job):
+    said, requests = job(more="--sample 1")
+    assert requests == 1
+    assert '"word": "a"' in said
+    assert '"word": "b"' in said

@@ -65,7 +65,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         types: of columns, by Arrow's names, such as ``{score: float64, day: date32}``: values are
             converted, and Parquet output has these types. A value that does not fit makes its line
             one that cannot be read.
-        stop_on_bad_line: deprecated: false is ``max_skipped: null``.
+        stop_on_bad_line: true for a training, which else leaves such lines out. False is
+            deprecated: write ``max_skipped: null``.
     """
 
     format = "jsonl"
@@ -82,9 +83,10 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
         self.types = declared_types(types)
-        if stop_on_bad_line is not None:
-            logger.warning("stop_on_bad_line: write max_skipped: 0 for true, null for false.")
-            self.max_skipped = 0 if stop_on_bad_line else None
+        self.stop_on_bad_line = stop_on_bad_line
+        if stop_on_bad_line is False:
+            logger.warning("stop_on_bad_line: false is deprecated. Write max_skipped: null.")
+            self.max_skipped = None
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         offset, number = file_position[:2] or (0, 0)
@@ -178,8 +180,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         """Counts a damaged line, and returns its replacement."""
         if isinstance(id_in_file, int):
             return self.skip_damaged(name, f"line {id_in_file + 1}", error, begin)
-        if self.max_skipped:  # a training reads lines in any order, and again in each epoch
-            self._damaged_rows = 0
+        if not self.stop_on_bad_line:  # a training has no limit: it reads lines in each epoch
+            self._damaged_rows = -1
         where = f"the line at byte {id_in_file.removeprefix('@')}"
         return self.skip_damaged(name, where, error, begin)
 

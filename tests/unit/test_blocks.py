@@ -222,7 +222,7 @@ def test_a_row_is_a_line_that_is_not_blank(tmp_path, monkeypatch, size, lines):
     monkeypatch.setattr(jsonl, "PART_BYTES", size)
     lines = [line if line.endswith(b"\n") else line + b"\n" for line in lines[:-1]] + lines[-1:]
     (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-    found = BlockInput(JsonlReader(tmp_path.as_posix(), max_skipped=None))
+    found = BlockInput(JsonlReader(tmp_path.as_posix()))
     rows = [
         row and row.get("text", "no text") for block in found for row in rows_of(found.read(block))
     ]
@@ -240,12 +240,12 @@ def text_of(line):
 
 def test_damaged_lines_are_counted_as_the_reader_counts_them(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "to\n{"text": "b"}\n')
-    reader = JsonlReader(tmp_path.as_posix(), max_skipped=1)
+    reader = JsonlReader(tmp_path.as_posix())
     found = BlockInput(reader)
     for _ in range(2):  # epochs
         assert rows_of(found.read(found[0])) == [{"text": "a"}, None, {"text": "b"}]
     assert reader.stats["damaged_lines"].total == 2
-    strict = JsonlReader(tmp_path.as_posix())
+    strict = JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True)
     with pytest.raises(DamagedLine, match="the line at byte 14"):
         BlockInput(strict).read(found[0])
 

@@ -34,7 +34,7 @@ async def client_of(config, urls=(), api_key=None, *, sleep=asyncio.sleep, clock
     hidden = [HiddenUrl(url) if isinstance(url, str) else url for url in urls]
     servers.add_endpoints(hidden, Secret(api_key) if isinstance(api_key, str) else api_key)
     try:
-        yield CompletionClient(servers, sleep=sleep)
+        yield CompletionClient(servers, Sender(), sleep=sleep)
     finally:
         await servers.close()
 

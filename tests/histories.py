@@ -11,7 +11,6 @@ from datatrove_ckpt.checkpoint.history import (
     Record,
     ServerEvent,
     Silence,
-    Spread,
     Start,
     parse_line,
 )
@@ -52,9 +51,7 @@ class Attempt:
     start: Start | None = None
     servers: list[ServerEvent] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
-    spread: Spread | None = None
     end: End | None = None
-    first_at: float = 0.0
     last_at: float = 0.0
 
     @property
@@ -72,7 +69,7 @@ class History:
         """In ascending order of their numbers."""
         found = {}
         for record in self.records:
-            attempt = found.setdefault(record.attempt, Attempt(record.attempt, first_at=record.at))
+            attempt = found.setdefault(record.attempt, Attempt(record.attempt))
             attempt.last_at = max(attempt.last_at, record.at)
             match record:
                 case Start():
@@ -81,8 +78,6 @@ class History:
                     attempt.servers.append(record)
                 case Progress():
                     attempt.progress.append(record)
-                case Spread():
-                    attempt.spread = record
                 case End():
                     attempt.end = record
         return [found[number] for number in sorted(found)]

@@ -1,11 +1,12 @@
 """A disk that loses power: a subclass of ``files.Disk`` that stands in for it during a test."""
 
+import copy
 import os
 import shutil
 from pathlib import Path
 
 from datatrove_ckpt.checkpoint.layout import CACHE
-from datatrove_ckpt.testing.crashes import EFFECTS, CrashingDisk, path_of
+from datatrove_ckpt.testing.crashes import EFFECTS, CopyingDisk, CrashingDisk, path_of
 
 
 class _File:
@@ -118,3 +119,24 @@ class PowerLossDisk(CrashingDisk):
             kept = max(len(file.durable), len(file.content) - self.BLOCK)
             return file.content[:kept] + bytes(len(file.content) - kept)
         return file.content
+
+
+class CopyingPowerLossDisk(CopyingDisk, PowerLossDisk):
+    """A disk that keeps what a power loss before each effect would leave."""
+
+    def __init__(self, folder, torn=False, counted=EFFECTS):
+        super().__init__(folder, torn, counted)
+        self._kept = []
+
+    def before(self, name, args, label):
+        if name == "rename":
+            self._look()
+        super().before(name, args, label)
+
+    def keep(self):
+        self._look()
+        self._kept.append(copy.deepcopy((self._now, self._durable)))
+
+    def put_back(self, point):
+        self._now, self._durable = self._kept[point]
+        return self.survivors()

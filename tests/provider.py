@@ -234,6 +234,11 @@ class FakeMessages(FakeProvider):
         self._route_batches(router, "/v1/messages/batches")
         FakeServer._route(self, router)
 
+    async def _answered(self, request):
+        if request.headers.get("x-api-key") != KEY or "Authorization" in request.headers:
+            return web.json_response({"error": "no key"}, status=401)
+        return await super()._answered(request)
+
     def _message(self, payload):
         content = [{"type": "text", "text": self._answer(payload, 0)}]
         usage = {"input_tokens": 3, "output_tokens": 2}

@@ -313,7 +313,7 @@ class Fence:
         """How many processes have owned the rank, with this one: the number of the attempt."""
         self.lost = False
         """Whether a check found another owner."""
-        self._seen: tuple[int, int] | None = None
+        self._seen = (0, 0)
 
     def check(self, thorough: bool = False) -> None:
         """Checks that this process is still the owner.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import orjson
@@ -41,7 +42,10 @@ class Intents:
         for line in read_lines(self.path, _ADVICE):
             self._note(orjson.loads(line.body))
             self._whole = line.offset + line.length
-        self._file: files.AppendFile | None = None
+
+    @cached_property
+    def _file(self) -> files.AppendFile:
+        return files.AppendFile(self.path, self._whole)
 
     @property
     def names(self) -> set[str]:
@@ -52,8 +56,6 @@ class Intents:
 
     def add(self, hashes: Mapping[str, str]) -> None:
         """Records the hashes by file name, and syncs them."""
-        if self._file is None:
-            self._file = files.AppendFile(self.path, self._whole)
         self._file.append(seal(orjson.dumps(hashes)))
         self._file.sync()
         self._note(hashes)

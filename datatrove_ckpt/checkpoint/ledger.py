@@ -307,6 +307,7 @@ class JobSums:
             the documents first.
         retried: the commits of retries, if commits were read.
         numbers: of requests only if histories were read.
+        with_input: how many ranks had an input, as far as histories were read and know it.
     """
 
     ranks: int = 0
@@ -314,6 +315,7 @@ class JobSums:
     known: set[int] = field(default_factory=set)
     retried: list[Commit] = field(default_factory=list)
     numbers: RunNumbers = field(default_factory=RunNumbers)
+    with_input: int = 0
 
     @property
     def counts(self) -> DocumentCounts:
@@ -322,6 +324,8 @@ class JobSums:
     def add_rank(self, rank: RankLedger) -> None:
         self.retried += rank.commits.values() if rank.root else ()
         self.add(rank.root, rank.number, rank.numbers())
+        if rank.history.last is not None and not rank.root:
+            self.with_input = max(self.with_input, rank.history.last.position.tasks or 0)
 
     def add(self, root: str, number: int, numbers: RunNumbers) -> None:
         self.parts += 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,6 @@ import orjson
 import xxhash
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.formatting import byte_size
 from datatrove_ckpt.errors import CheckpointCorrupt, StorageFailed
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
@@ -43,26 +41,10 @@ def explained(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
-def too_large() -> str:
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit == resource.RLIM_INFINITY:
-        return (
-            "Its file system takes no larger files: choose a folder on another one, or lower "
-            "records_per_chunk."
-        )
-    return (
-        f"No file of this process may have more than {byte_size(limit)}: raise that limit (ulimit "
-        "-f) and run the same command again; everything saved so far is kept."
-    )
-
-
 def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
         return "Free some space and run the same command again; everything saved so far is kept."
-    is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-    if code == errno.EFBIG or (is_limited and "disk I/O error" in str(error)):  # as SQLite says it
-        return too_large()
     if _was_removed(error, path):
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only "

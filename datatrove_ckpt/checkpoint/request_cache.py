@@ -356,17 +356,6 @@ _OBJECTS = {
     ("index", f"sqlite_autoindex_{_TABLE}_1"),
     ("index", "request_cache_chunk"),
 }
-# In the order of a 0.1 table, to which ``checksum`` was added.
-_OLDEST = [
-    "chunk_index",
-    "doc_id",
-    "rollout_idx",
-    "payload_hash",
-    "result",
-    "error_message",
-    "ordinal",
-    "occurrence",
-]
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
@@ -400,10 +389,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
-        columns = _check_schema(connection)
+        _check_schema(connection)
         connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
-        if columns and "checksum" not in columns:
-            connection.execute(f"ALTER TABLE {_TABLE} ADD COLUMN checksum INTEGER")
     except BaseException as error:
         _close(connection)
         if isinstance(error, UnicodeDecodeError):  # SQLite's error quotes the damaged schema
@@ -412,15 +399,12 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _check_schema(connection: sqlite3.Connection) -> list[str]:
-    """Returns the table's columns; none if a kill came before it was made."""
+def _check_schema(connection: sqlite3.Connection) -> None:
     found = set(connection.execute("SELECT type, name FROM sqlite_schema"))
     columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({_TABLE})")]
-    if not found <= _OBJECTS or (
-        columns and sorted(columns) not in (sorted(_OLDEST), sorted([*_OLDEST, "checksum"]))
-    ):
+    # A kill may have come before the table was made.
+    if not found <= _OBJECTS or (columns and sorted(columns) != sorted(_COLUMNS.split(", "))):
         raise NotOurs("it has another schema than a request cache")
-    return columns
 
 
 def _rename_aside(path: Path) -> Path:

@@ -237,9 +237,9 @@ class TrainingHistory:
             return
         columns = [*dict.fromkeys(name for _, row in rows for name in row)]
         text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(["step", *columns])
+        table = csv.DictWriter(text, ["step", *columns], lineterminator="\n")
+        table.writeheader()
         for step, metrics in rows:
             metrics |= {name: math.nan for name, value in metrics.items() if value is None}
-            table.writerow([step, *(metrics.get(name, "") for name in columns)])
+            table.writerow({"step": step, **metrics})
         files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)

@@ -86,13 +86,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(flag.lower(), _own_flags(given) - {"--"}, 0.75)
         if not takes_overrides:
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
-        kinds = _flags_of_settings().get(flag.replace("_", "-"), {})
-        if not equals and bool in kinds.values():
-            hint = f"; write {flag} true."
+        kinds = _flags_of_settings().get(flag.replace("_", "-"))
+        if kinds is None and "." not in flag and (hint or not equals) and not _is_other_name(flag):
+            commands = [name for name, _, _, _ in _COMMANDS if flag in _own_flags([name])]
+            if commands:
+                hint = f"; it is one of {', '.join(commands)}."
+            if flag.removeprefix("--") in _own_flags(given):
+                hint = "; give its value alone."
+            parser.error(f"{flag}: there is no such flag{hint or '.'}")
         if not equals:
+            hint = ""
+            if bool in (kinds or {}).values():
+                hint = f"; write {flag} true."
             parser.error(f"{flag}: its value is missing{hint}")
-        if hint and not kinds:
-            parser.error(f"{flag}: there is no such flag{hint}")
     if not overrides and getattr(arguments, "config", "") is None:
         parser.error(
             "CONFIG is missing, or the job as flags: --input ... --prompt ... --model ... "
@@ -185,6 +191,12 @@ def _flags_of_settings() -> dict[str, dict[str, object]]:
     from datatrove_ckpt.cli.short_form import settings
 
     return {f"--{name.replace('_', '-')}": kinds for name, kinds in settings().items()}
+
+
+def _is_other_name(flag: str) -> bool:
+    from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
+
+    return flag.removeprefix("--").replace("-", "_") in OTHER_NAMES
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -34,6 +34,7 @@ from datatrove_ckpt.checkpoint.layout import is_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
 from datatrove_ckpt.cli.kept_input import keep_lines, keep_rows
 from datatrove_ckpt.cli.yaml_config import (
+    OTHER_NAMES,
     SHORT_NAMES,
     build,
     construct,
@@ -44,6 +45,7 @@ from datatrove_ckpt.cli.yaml_config import (
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import parameters_of
+from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.common.redaction import HIDDEN
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.config.templates import parse
@@ -251,12 +253,17 @@ def _place(name: str, value: object, places: dict[str, Node]) -> None:
     """
     owners = [owner for owner in settings()[name] if owner in places]
     if not owners:
-        last = [*places][-1]
-        raise _mistake(
-            f"{name}: is a setting of {next(iter(settings()[name]))}, and this job has "
-            f"{last if last in _ROLLOUTS else 'a function as its rollout'}. Remove it, or change "
-            "the input or the rollout."
+        owner = next(iter(settings()[name]))
+        kinds = _ROLLOUTS
+        other = "a function as its rollout"
+        if owner in _READERS:
+            kinds = _READERS
+            other = "another reader"
+        other = next((place for place in places if place in kinds), other)
+        hint = did_you_mean(OTHER_NAMES.get(name, ""), settings()) or (
+            ". Remove it, or change the input or the rollout."
         )
+        raise _mistake(f"{name}: is a setting of {owner}, and this job has {other}{hint}")
     node = places[owners[0]]
     if isinstance(value, dict) and isinstance(node.get(name), dict):
         value = {**node[name], **value}
@@ -410,7 +417,11 @@ def _node(class_path: str, **arguments: object) -> Node:
 def _text(name: str, value: object, only_look: bool) -> object:
     """Returns the value of a setting; of a prompt ``@FILE``, the file's text, or of a schema."""
     is_schema = name == "json_schema"
-    if not (is_schema or name.endswith("prompt")) or not str(value).startswith("@"):
+    if not (is_schema or name.endswith("prompt")):
+        return value
+    if re.fullmatch(r"[^\s@{]+\.(txt|md|json)", str(value)):
+        raise _mistake(f'{name}: is the name of a file. For what it holds, write "@{value}".')
+    if not str(value).startswith("@"):
         return value
     path = Path(str(value)[1:]).expanduser()
     try:
@@ -508,6 +519,12 @@ def _server(job: ShortJob, content: Node) -> Node:
     from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus  # slow to import
 
     gpus = visible_gpus()
+    sharing = {"tp", "dp", "pp"} & content.keys()
+    if sharing and not (gpus or job.is_elsewhere or "server_type" in content):
+        raise _mistake(
+            f"{min(sharing)}: divides a model among GPUs, and this machine shows none (nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES)."
+        )
     is_gguf = job.model.startswith(("package://", "hf://")) or job.model.endswith(".gguf")
     if is_gguf or (not gpus and not job.is_elsewhere):
         config["server_type"] = "llamacpp"
@@ -520,7 +537,7 @@ def _server(job: ShortJob, content: Node) -> Node:
         on_gpus = [engine for engine in ENGINES.values() if engine.leases_gpus]
         installed = [engine for engine in on_gpus if find_spec(engine.package)]
         config["server_type"] = (installed or on_gpus)[0].name
-        is_decided = job.is_elsewhere or {"tp", "dp", "pp"} & content.keys()
+        is_decided = job.is_elsewhere or sharing
         if len(gpus) > job.workers > 0 and not is_decided:
             config["replicas"] = len(gpus) // job.workers
     engine = ENGINES.get(str(content.get("server_type", config["server_type"])))
@@ -548,12 +565,12 @@ def _reader(given: str, only_look: bool) -> Node:
     # Text before an "@" may be a password, which is refused below.
     kind = ""
     if pattern and "@" not in given:
-        kind = _SUFFIXES.get(_suffix(given), "")
+        kind = _kind(given)
     is_told = kind and (has_magic(given) or not is_here or Path(given).is_file())
     if is_told or only_look:
         return _node(kind, data_folder=folder, glob_pattern=pattern)
     if is_here and pattern and not has_magic(given) and not Path(given).exists():
-        raise _mistake(f"input: {Path(given).absolute()} does not exist.")
+        raise _is_absent(given)
     if Path(given, "dataset_info.json").is_file():
         return _node("HuggingFaceDatasetReader", dataset=given, load_from_disk=True)
     has_splits = Path(given, "dataset_dict.json").is_file()
@@ -566,15 +583,16 @@ def _reader(given: str, only_look: bool) -> Node:
         if Path(at, name).is_symlink() and is_input(f"{at.removeprefix(folder)}/{name}", None)
     ]
     input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
-    known = sorted({_suffix(name) for name in input_names} & _SUFFIXES.keys())
-    rows = [suffix for suffix in known if _SUFFIXES[suffix] not in _FILES_AS_DOCUMENTS]
-    texts = [suffix for suffix in known if _SUFFIXES[suffix] == "TextReader"]
+    kinds = {_suffix(name): _kind(name) for name in input_names if _kind(name)}
+    known = sorted(kinds)
+    rows = [suffix for suffix in known if kinds[suffix] not in _FILES_AS_DOCUMENTS]
+    texts = [suffix for suffix in known if kinds[suffix] == "TextReader"]
     if ".pdf" not in known:  # texts may have pictures beside them
         known = texts or known
     known = rows or known
     others = [name for name in names if _suffix(name) not in known]
     like = "|".join(map(re.escape, known)) or "/"  # b.jsonl.bak resembles input
-    odd = [one for one in others if pattern or re.search(like, posixpath.basename(one).lower())]
+    odd = [one for one in others if pattern or re.search(f"(?i){like}", posixpath.basename(one))]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
     problem = ""
     if linked:
@@ -583,9 +601,7 @@ def _reader(given: str, only_look: bool) -> Node:
         problem = f"several splits, such as {Path(given, 'train')}"
     elif not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
-    elif len({_SUFFIXES[suffix] for suffix in known}) > 1 or (
-        len(known) > 1 and not pattern and rows
-    ):
+    elif len({kinds[suffix] for suffix in known}) > 1 or (len(known) > 1 and not pattern and rows):
         problem = " and ".join(known)
     elif len(known) > 1 and not pattern and others:
         problem = f"{others[0]} beside {' and '.join(known)}"
@@ -598,7 +614,7 @@ def _reader(given: str, only_look: bool) -> Node:
         raise _mistake(f"input: {given} holds {problem}. {advice}.")
     if len(known) == 1:
         pattern = pattern or f"**/*{known[0]}*"
-    return _node(_SUFFIXES[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
+    return _node(kinds[known[0]], data_folder=folder, glob_pattern=pattern or "**/*")
 
 
 def _input(job: ShortJob, root: Path, only_look: bool) -> str:
@@ -625,8 +641,15 @@ def _list(folder: str, pattern: str | None) -> list[str]:
         shown = re.sub(r"//[^/@]*@", f"//{HIDDEN}@", folder)
         raise _mistake(f"input: {shown} cannot be listed: {failure_line(error)}.") from None
     if not names and "://" not in folder and not Path(folder).is_dir():
-        raise _mistake(f"input: {Path(folder).absolute()} is not a folder.")
+        raise _is_absent(folder)
     return names
+
+
+def _is_absent(given: str) -> ConfigError:
+    hint = ""
+    if "," in given:
+        hint = " Several files are a folder or a pattern, such as documents/*.jsonl."
+    return _mistake(f"input: {Path(given).absolute()} does not exist.{hint}")
 
 
 def _count_tasks(reader: Node, job: ShortJob) -> int:
@@ -651,6 +674,11 @@ def _suffix(name: str) -> str:
     return PurePosixPath(_uncompressed(name)).suffix
 
 
+def _kind(name: str) -> str:
+    """Returns the reader of a file; "": none."""
+    return _SUFFIXES.get(_suffix(name).lower(), "")
+
+
 def _uncompressed(name: str) -> str:
     path = PurePosixPath(name)
     if path.suffix.lower() in _COMPRESSED:
@@ -669,7 +697,7 @@ def _split(given: str) -> tuple[str, str]:
             if has_magic(part) and not Path("/".join(parts[: first + 1])).is_dir():
                 return "/".join(parts[:first]) or top, "/".join(parts[first:])
     folder, _, name = given.rstrip("/").rpartition("/")
-    if not given.endswith("/") and _suffix(name) in _SUFFIXES and not Path(given).is_dir():
+    if not given.endswith("/") and _kind(name) and not Path(given).is_dir():
         # The name itself would match all names with this end.
         exactly = f"{escape(name[:-1])}[{name[-1]}]"
         return folder or top, exactly

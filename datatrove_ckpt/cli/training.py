@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint.training_steps import StepName
 from datatrove_ckpt.cli.printing import as_json, say, takes_unicode
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.run_folder.training import (
     SavedStep,
@@ -27,10 +27,7 @@ _ASCII = "_.-=*#"
 
 def status(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.what), full=False)
-    if arguments.json:
-        say(as_json(state.to_json()))
-    else:
-        say("\n".join(_describe(state)))
+    _print(arguments, state.to_json(), _describe(state))
     return int(state.restored is None)
 
 
@@ -46,14 +43,11 @@ def verify(arguments: argparse.Namespace) -> int:
     """Reads all files of all steps."""
     state = read_training(Path(arguments.what), full=True)
     code = int(bool(state.damaged))
-    if arguments.json:
-        say(as_json(state.to_json() | {"exit_code": code}))
-        return code
     lines = [f"{step.folder}: {step.damage}" for step in state.damaged]
     size = byte_size(sum(step.bytes for step in state.steps))
     count = plural_or_no(len(lines), "problem")
     lines.append(f"{count}: {plural(len(state.steps), 'step')}, {size} read. {_restore(state)}")
-    say("\n".join(lines))
+    _print(arguments, state.to_json() | {"exit_code": code}, lines)
     return code
 
 
@@ -61,13 +55,18 @@ def doctor(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.config), full=False)
     findings = list(examine_training(state))
     problems = sum(finding.state == "problem" for finding in findings)
+    lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]
+    lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
+    content = {"exit_code": int(problems > 0), "checks": [asdict(each) for each in findings]}
+    _print(arguments, content, lines)
+    return int(problems > 0)
+
+
+def _print(arguments: argparse.Namespace, content: JsonObject, lines: Iterable[str]) -> None:
     if arguments.json:
-        content = {"exit_code": int(problems > 0), "checks": [asdict(each) for each in findings]}
         say(as_json(content))
     else:
-        lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]
-        say("\n".join([*lines, f"{plural_or_no(problems, 'problem')} in {state.folder}"]))
-    return int(problems > 0)
+        say("\n".join(lines))
 
 
 def _restore(state: TrainingState) -> str:
@@ -116,8 +115,5 @@ def _row(step: SavedStep, is_restored: bool) -> str:
         notes += "  <- a restore takes it"
     if step.damage:
         notes += f"  damaged: {step.damage}"
-    name = StepName.parse(step.folder)
-    number = str(step.step)
-    if name is not None and name.rollbacks:
-        number += f".{name.rollbacks}"
+    number = f"{step.step}{''.join(step.folder.partition('.')[1:])}"
     return f"{number:>12}  {at:<19}  {byte_size(step.bytes):>9}  {notes.strip()}".rstrip()

@@ -72,20 +72,29 @@ SHORT_NAMES = {name: module for module, names in _NAMES_BY_MODULE.items() for na
 SHORT_NAMES |= {one.writer: one.module for one in FORMATS}
 
 # What other tools call our settings.
-_OTHER_NAMES = {
-    "base_url": "endpoint",
-    "batch_size": "max_concurrent_generations",
-    "column": "text_key",
-    "concurrency": "max_concurrent_generations",
-    "max_completion_tokens": "max_tokens",
-    "max_retries": "request_max_attempts",
-    "output": "run_folder",
-    "output_dir": "run_folder",
-    "pipeline_parallel_size": "pp",
-    "retries": "request_max_attempts",
-    "system": "system_prompt",
-    "tensor_parallel_size": "tp",
-    "timeout": "request_timeout",
+OTHER_NAMES = {
+    other: name
+    for name, others in {
+        "api_key_env": "key",
+        "dp": "data_parallel_size",
+        "endpoint": "api_base base_url url",
+        "input": "data dataset file files input_dir input_file input_files inputs",
+        "json_schema": "schema",
+        "max_concurrent_generations": "batch_size concurrency max_concurrency "
+        "max_concurrent max_parallel max_workers parallel threads",
+        "max_tokens": "max_completion_tokens max_length max_new_tokens max_output_tokens",
+        "model_max_context": "context_length ctx_size max_model_len n_ctx num_ctx",
+        "pp": "pipeline_parallel_size",
+        "request_max_attempts": "max_retries retries",
+        "request_timeout": "timeout",
+        "rollouts_per_document": "num_samples rollouts samples",
+        "run_folder": "out output output_dir output_folder output_path",
+        "system_prompt": "system system_message",
+        "text_key": "column text_column text_field",
+        "tp": "tensor_parallel_size",
+        "workers": "num_workers processes",
+    }.items()
+    for other in others.split()
 }
 _OF_REQUESTS = "default_generation_params"
 _MOST_LISTED = 21
@@ -102,7 +111,8 @@ def load(path: str | Path) -> JsonObject:
         content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}."
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}. Give the YAML "
+            "file of a job, or flags alone, such as --input."
         ) from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
@@ -113,6 +123,10 @@ def load(path: str | Path) -> JsonObject:
         hint = ""
         if re.search("character '[@`%]|mapping values", str(problem)):
             hint = " Does a text need quotes?"
+        if "'\\t'" in str(problem):
+            hint = " Indent with spaces, not with tabs."
+        if Path(path).suffix not in (".yaml", ".yml"):
+            hint = " Is it the input? Then write --input before it."
         raise ConfigError(f"{path}{where}: not valid YAML: {problem}.{hint}") from None
     if not isinstance(content, dict) or not content.keys() & {"executor", "run_folder", "input"}:
         raise ConfigError(
@@ -363,8 +377,8 @@ def _inside(label: str, key: str) -> str:
 def refuse_unknown(mapping: JsonObject, known: list[str], place: str) -> None:
     for key in mapping:
         if key not in known:
-            hint = did_you_mean(_OTHER_NAMES.get(key, key), known, cutoff=0.7)
-            if key in REQUEST_PARAMETERS and key not in _OTHER_NAMES and _OF_REQUESTS in known:
+            hint = did_you_mean(OTHER_NAMES.get(key, key), known, cutoff=0.7)
+            if key in REQUEST_PARAMETERS and key not in OTHER_NAMES and _OF_REQUESTS in known:
                 hint = f"; as a parameter of requests it belongs into {_OF_REQUESTS}."
             if not hint and len(known) > _MOST_LISTED:
                 hint = "; see docs/settings.md."

@@ -1,17 +1,16 @@
-"""Parameters of requests, such as ``temperature``: refuses impossible ones, and warns of unknown
-ones.
+"""Parameters of requests, such as ``temperature``: refuses impossible ones, and those that
+look like a known one.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any
 
 import orjson
-from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, NotNegative, Share, check_value
@@ -41,14 +40,16 @@ REQUEST_PARAMETERS = frozenset(
     chat_template chat_template_kwargs continue_final_message documents echo extra_body
     extra_headers frequency_penalty functions grammar guided_choice guided_grammar guided_json
     guided_regex ignore_eos include_reasoning json_schema length_penalty logit_bias logprobs
-    lora_path max_completion_tokens max_new_tokens max_tokens messages metadata min_new_tokens
-    min_p min_tokens mirostat mirostat_eta mirostat_tau model models n n_predict
-    parallel_tool_calls presence_penalty priority prompt prompt_cache_key
+    lora_path max_completion_tokens max_new_tokens max_tokens messages metadata
+    min_completion_tokens min_new_tokens min_p min_tokens mirostat mirostat_eta mirostat_lr
+    mirostat_target mirostat_tau model models n n_predict num_predict parallel_tool_calls
+    parse_reasoning presence_penalty priority prompt prompt_cache_key prompt_cache_options
     prompt_cache_retention prompt_logprobs reasoning_effort reasoning_format regex repeat_penalty
     repetition_penalty response_format return_tokens_as_token_ids safety_identifier seed
     separate_reasoning service_tier skip_special_tokens stop
-    stop_token_ids store stream structured_outputs suffix temperature tool_choice tools top_a top_k
-    top_logprobs top_p truncate_prompt_tokens typical_p use_beam_search user xtc_probability
+    stop_token_ids store stream structured_outputs suffix temperature temperature_last tool_choice
+    tools top_a top_k top_logprobs top_logprobs_num top_n top_n_sigma top_p truncate_prompt_tokens
+    typical typical_p use_beam_search user xtc_probability
     xtc_threshold
     """.split()  # noqa: SIM905
 )
@@ -115,20 +116,29 @@ def refuse_unsendable(
         raise ConfigError(f"cannot be sent as JSON ({error}).", setting=key) from None
 
 
-def warn_of_unknown(params: dict[str, object]) -> None:
-    """Warns once of each parameter that looks like a known one."""
-    for name in params.keys() - REQUEST_PARAMETERS:
-        _warn(str(name))
+def refuse_near_misses(params: Collection[str], key: str) -> None:
+    """Many servers ignore what they do not know, as ``max_token``.
+
+    Raises:
+        ConfigError: a parameter is not known, and looks like a known one.
+    """
+    if REQUEST_PARAMETERS.issuperset(params):
+        return
+    for name in params:
+        hint = _near_miss(name)
+        if hint:
+            raise ConfigError(
+                f"is no request parameter that we know{hint} To send it as it is, write it inside "
+                "extra_body.",
+                setting=f"{key}.{name}",
+            )
 
 
 @lru_cache(maxsize=1000)
-def _warn(name: str) -> None:
-    hint = did_you_mean(name, REQUEST_PARAMETERS, 0.8)
-    if hint:
-        logger.warning(
-            f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
-            "and many servers ignore what they do not know."
-        )
+def _near_miss(name: str) -> str:
+    if name in REQUEST_PARAMETERS:
+        return ""
+    return did_you_mean(name.lower(), REQUEST_PARAMETERS, 0.8)
 
 
 def check_generation_params(key: str, params: JsonObject) -> None:
@@ -137,10 +147,10 @@ def check_generation_params(key: str, params: JsonObject) -> None:
     Raises:
         ConfigError: no request can succeed with these parameters.
     """
+    refuse_near_misses(params, key)
     params, _ = merged(params, key)
     refuse_unsendable(params, key)
     if params.get("stream"):
         raise ConfigError("answers are read as a whole; remove it.", setting=f"{key}.stream")
-    warn_of_unknown(params)
     for name, kind in _KINDS.items():
         check_value(f"{key}.{name}", kind, params.get(name))

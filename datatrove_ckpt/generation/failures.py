@@ -299,7 +299,12 @@ class Failures:
             )
         name = _named(source.id, slot)
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
-        if isinstance(error, NotAwaitable) or not self._is_letter(error, rejections):
+        is_letter = (
+            self.step.on_document_error == "dead_letter"
+            or (self.are_kept and any(isinstance(one, RequestPoisoned) for one in causes(error)))
+            or (self.step.skip_bad_requests and is_bad_request(error, rejections))
+        )
+        if isinstance(error, NotAwaitable) or not is_letter:
             self._stop(name, cause, error, source.document)
         self.dead += 1
         limit = self.step.max_dead_letters
@@ -312,13 +317,6 @@ class Failures:
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(source, slot.ordinal, error, payload_hashes)
-
-    def _is_letter(self, error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
-        if self.are_kept and any(isinstance(cause, RequestPoisoned) for cause in causes(error)):
-            return True
-        if self.step.skip_bad_requests and is_bad_request(error, rejections):
-            return True
-        return self.step.on_document_error == "dead_letter"
 
     def _stop(self, name: str, cause: str, error: BaseException, document: Document) -> NoReturn:
         if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
@@ -345,8 +343,7 @@ class Failures:
         raise DocumentFailed(message, document, raised, payload, changes) from error
 
 
-# How datatrove's own errors begin.
-_BAD_REQUEST = re.compile(r"(Got )?BadRequestError\b")
+_BAD_REQUEST = "BadRequestError"
 
 
 def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) -> bool:
@@ -362,14 +359,10 @@ def is_bad_request(error: BaseException, rejections: Sequence[RequestRejected]) 
         text = safe_text(cause.error if isinstance(cause, InferenceError) else cause)
         if any(str(rejection) in text for rejection in rejections):
             return True
-        if isinstance(cause, InferenceError) and (
-            _BAD_REQUEST.match(text) or (rejections and _WORD in text)
-        ):
+        begins = text.removeprefix("Got ").startswith(_BAD_REQUEST)  # as datatrove's own errors
+        if isinstance(cause, InferenceError) and (begins or (rejections and _BAD_REQUEST in text)):
             return True
     return False
-
-
-_WORD = "BadRequestError"
 
 
 def _named(doc_id: str, slot: ChunkSlot) -> str:

@@ -419,17 +419,13 @@ def _lost(as_read: Json, old: Json) -> list[str]:
 
 
 def _is_same(as_read: object, old: object) -> bool:
+    """Compares values as JSON, without Parquet's nulls for keys of other rows."""
+    option = orjson.OPT_SERIALIZE_NUMPY
     try:
-        return _as_json(as_read) == _as_json(old)
+        one, other = (orjson.dumps(value, default=str, option=option) for value in (as_read, old))
     except TypeError:  # integers beyond 64 bits
         return str(as_read) == str(old)
-
-
-def _as_json(value: object) -> object:
-    """Converts a value to JSON, without Parquet's nulls for keys of other rows."""
-    return _without_nulls(
-        orjson.loads(orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY))
-    )
+    return _without_nulls(orjson.loads(one)) == _without_nulls(orjson.loads(other))
 
 
 def _without_nulls(value: object) -> object:

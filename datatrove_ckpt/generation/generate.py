@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import orjson
@@ -39,8 +39,8 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import (
     PAYLOAD_JSON,
     merged,
+    refuse_near_misses,
     refuse_unsendable,
-    warn_of_unknown,
 )
 from datatrove_ckpt.errors import (
     CkptError,
@@ -79,7 +79,7 @@ from datatrove_ckpt.inference.client.answers import (
     way_to,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.client import CompletionClient
+from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
 from datatrove_ckpt.inference.client.routing import Request
 from datatrove_ckpt.output.documents import Result, has_nan, result_of, trim
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
@@ -98,8 +98,6 @@ _WITH_SCHEMA = frozenset({"response_format", "structured_outputs", "json_schema"
 _GENERATING = (CHAT.path, COMPLETIONS.path)
 _IN_TIERS = (*_GENERATING, "responses")
 _MOST_SIZES = 1000  # params may be others for each document
-# The field of an answer that has one size for each set of params.
-_MEASURED = {"embed()": "embeddings", "classify()": "probabilities"}
 # Keys of what is hashed, never sent.
 _WAY = "$way"
 _MODEL = "$model"
@@ -114,7 +112,7 @@ class Model:
         client: ready once its servers are.
         usual: the way of a payload without a path.
         batches: None: texts share no requests.
-        sizes: length of the first vector, or number of the first classes, for each set of params.
+        sizes: length of the first vector for each set of params.
         is_dead: a drain does not wait for its requests in flight.
     """
 
@@ -126,24 +124,49 @@ class Model:
     is_dead: bool = False
 
 
-class RankContext(Protocol):
-    """The ``Scheduler``, for a request."""
+@dataclass(eq=False)
+class RankRequests:
+    """What the requests of a rank share. The ``Scheduler`` adds its documents.
 
-    models: dict[str, Model]
-    model: Model
+    Must be made on the event loop that runs it.
+
+    Attributes:
+        configs: of the models, by their names.
+        has_batches: requests may be parked for a batch.
+        waiting: documents that wait for an answer.
+        documents: the documents in work, by ordinal. They handle their errors themselves.
+    """
+
+    configs: Mapping[str, InferenceConfig]
     checkpoint: OpenCheckpoint
     observer: RankReporter
-    waiting: int
-    has_batches: bool
     shutdown: Shutdown
-    all_started: bool
-    has_ended: bool
-    quality: Quality
+    has_batches: bool
 
-    @property
-    def documents(self) -> Mapping[int, asyncio.Task[None]]: ...
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.models = {
+            name: Model(
+                config,
+                loop.create_future(),
+                usual_way(config),
+                Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
+            )
+            for name, config in self.configs.items()
+        }
+        self.model = next(iter(self.models.values()))
+        self.quality = Quality()
+        self.waiting = 0
+        self.documents: dict[int, asyncio.Task[None]] = {}
+        self.all_started = False
+        self.has_ended = False
+        self.storage_free = asyncio.Event()
 
-    async def wait_for_storage(self) -> None: ...
+    async def wait_for_storage(self) -> None:
+        # Looks at short intervals would wake thousands of waiting requests each time.
+        while self.checkpoint.congested:
+            self.storage_free.clear()
+            await self.storage_free.wait()
 
 
 class Parked(Exception):
@@ -175,7 +198,7 @@ class Answers:
     _cached: asyncio.Future[dict[AnswerKey, Answer]] | None = None
     _pending = 0
 
-    def __init__(self, rank: RankContext, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
+    def __init__(self, rank: RankRequests, slot: ChunkSlot, doc_id: str, rollouts: int) -> None:
         self.slot = slot
         self.order = slot.ordinal
         self.doc_id = doc_id
@@ -291,7 +314,7 @@ class Requests:
 
     def __init__(
         self,
-        rank: RankContext,
+        rank: RankRequests,
         answers: Answers,
         rollout_idx: int,
         model: Model | None = None,
@@ -330,11 +353,14 @@ class Requests:
             )
         elif payload.get("stream"):
             wrong = "the payload asks for a stream, and answers are read as a whole: remove stream"
-        elif path is not None:
+        else:
             try:
-                way = way_to(path)
+                if path is not None:
+                    way = way_to(path)
+                if way.path in _GENERATING and not whole:
+                    refuse_near_misses(payload, "payload")
             except ValueError as problem:
-                wrong = str(problem)
+                wrong = str(problem).rstrip(".")
         if wrong:
             return self._refused(wrong)
         if whole:
@@ -374,13 +400,11 @@ class Requests:
             sent, extras = merged(payload)
             if extras:
                 way = way._replace(extras=extras)
-            if "service_tier" in sent:
-                way = _in_tiers(way, sent)
+            if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
+                way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
             digest = self._digest(sent, way)
         except ConfigError as error:
             raise _failed(error, payload) from error
-        if generates:
-            warn_of_unknown(sent)
         request = rollout_idx, digest
         key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
         answers.occurrences[request] = key.occurrence + 1
@@ -618,24 +642,21 @@ class Requests:
         return self._stopped(error)
 
     def _check_size(self, answered: Completion | Result, payload: Payload, way: Way) -> None:
-        """Stops the rank if an answer, not yet cached, differs in size from the first answer."""
-        if way.name not in _MEASURED:
+        """Stops the rank if a vector, not yet cached, has another size than the first one."""
+        if not way.is_shared:
             return
         assert answered.answer is not None
-        numbers = answered.answer[_MEASURED[way.name]]
-        size = len(numbers)
-        if way.name == "embed()":
-            size = len(numbers[0]) * 3 // 16  # base64 of float32
+        size = len(answered.answer["embeddings"][0]) * 3 // 16  # base64 of float32
         sizes = self._model.sizes
         if len(sizes) >= _MOST_SIZES:
             sizes.clear()
         first = sizes.setdefault(
-            orjson.dumps([way.name, {**payload, "input": None}], option=PAYLOAD_JSON), size
+            orjson.dumps({**payload, "input": None}, option=PAYLOAD_JSON), size
         )
         if first != size:
             name = answered.model or self._config.model_name_or_path
             error = ServerRefused(
-                f"{name!r} has answered {way.name} with {plural(size, 'number')}, and before with "
+                f"{name!r} has answered embed() with {plural(size, 'number')}, and before with "
                 f"{first}, for the same params. So its servers have, or had, different models. "
                 "This answer is not kept; when all servers have the model of the first one, run "
                 "the same command again. If that is the wrong one, start over.",
@@ -646,19 +667,14 @@ class Requests:
     def _stopped(self, error: CkptError) -> RolloutServerError:
         named(error, self._model.config.name)
         answers = self._answers
-        answers.fail(unanswered(answers.doc_id, answers.slot, error, self._others_answered))
-        return RolloutServerError(error)
-
-    @property
-    def _others_answered(self) -> int:
-        """How many requests were answered, if only documents that may be at fault are left."""
         rank = self._rank
-        if not (self._model.client.done() and rank.all_started):
-            return 0
-        client = self._model.client.result()
-        if len(rank.documents) > client.sender.most_at_fault:
-            return 0
-        return client.answers
+        others = 0  # requests that were answered, if only documents that may be at fault are left
+        if rank.all_started and self._model.client.done():
+            client = self._model.client.result()
+            if len(rank.documents) <= client.sender.most_at_fault:
+                others = client.answers
+        answers.fail(unanswered(answers.doc_id, answers.slot, error, others))
+        return RolloutServerError(error)
 
     async def _keep(self, key: AnswerKey, answer: Answer) -> None:
         rank = self._rank
@@ -780,13 +796,6 @@ def _digest(payload: Payload) -> str:
     if data.find(b"null") >= 0 and has_nan(payload):  # orjson writes null for NaN
         refuse_unsendable(payload, default=media_key)
     return payload_hash(data)
-
-
-def _in_tiers(way: Way, sent: Payload) -> Way:
-    """Takes a list of tiers out of what is sent: the client adds the tier of each attempt."""
-    if type(sent["service_tier"]) is list and way.path in _IN_TIERS:
-        return way._replace(tiers=sent.pop("service_tier"))
-    return way
 
 
 def _body(payload: Payload) -> AnyBody:

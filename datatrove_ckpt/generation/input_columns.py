@@ -81,7 +81,9 @@ def _is_made(documents: Iterable[Document], shared: Path) -> bool:
         return False
     types = _found_types(documents)
     if types:
-        files.keep_first(shared, _schema_of(types).serialize().to_pybytes())
+        import pyarrow as pa
+
+        files.keep_first(shared, pa.schema(list(types.items())).serialize().to_pybytes())
     return bool(types)
 
 
@@ -162,9 +164,3 @@ def _written_type(kind: DataType) -> DataType | None:
         return pq.read_schema(file).field(0).type
     except (pa.ArrowException, OSError):  # OSError: a decimal of negative scale
         return None
-
-
-def _schema_of(types: dict[str, DataType]) -> Schema:
-    import pyarrow as pa
-
-    return pa.schema(list(types.items()))

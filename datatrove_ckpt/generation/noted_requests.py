@@ -95,7 +95,7 @@ def noting(rollout_fn: Rollout, asked: NotedRequests) -> Rollout:
         )
 
     if isinstance(rollout_fn, PromptRollout):
-        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see media_dropper
+        vars(rollout)["drop_sent"] = rollout_fn.drop_sent  # see Results
     return rollout
 
 

@@ -79,21 +79,16 @@ def stateful_steps(documents: Iterable[Document]) -> list[str]:
             readers.append(step)
         if isinstance(step, SeekingReader):
             steps += step.may_keep_state()
-        elif not _is_stateless(step):
+            continue
+        kind = type(step)
+        is_stateless = f"{kind.__module__}.{kind.__qualname__}" in _STATELESS
+        if not is_stateless or getattr(step, "exclusion_writer", None) is not None:
             steps.append(last)
     if not readers:  # a step hides those before it
         return steps or [last]
     if any(isinstance(reader, SeekingReader) for reader in readers):
         return steps
     return []
-
-
-def _is_stateless(step: object) -> bool:
-    kind = type(step)
-    return (
-        f"{kind.__module__}.{kind.__qualname__}" in _STATELESS
-        and getattr(step, "exclusion_writer", None) is None
-    )
 
 
 # The loop looks into the buffer so often. Waking it for each document would cost more.

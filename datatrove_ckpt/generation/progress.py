@@ -139,17 +139,13 @@ class RankReporter:
             self.own.reasoning_tokens += reasoning
         tier = answer.service_tier
         if tier:
-            self._count_tier(tier)
+            tiers = self.own.tiers
+            name = tier if tier in tiers else redact(tier)
+            if name in tiers or len(tiers) < _MOST_TIERS:
+                tiers[name] += 1
         if config.prices:
             self.own.cost += config.cost(prompt, cached, completion, tier)
         return tokens
-
-    def _count_tier(self, tier: str) -> None:
-        tiers = self.own.tiers
-        if tier not in tiers:
-            tier = redact(tier)
-        if tier in tiers or len(tiers) < _MOST_TIERS:
-            tiers[tier] = tiers.get(tier, 0) + 1
 
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""
@@ -212,7 +208,12 @@ class RankReporter:
         with _screen(self._interval) as report:
             try:
                 while True:
-                    self._look()
+                    ended = self.own.documents + self.own.requests + self.own.failed
+                    if ended != self._ended:
+                        self._ended = ended
+                        self._ended_at = time.monotonic()
+                    for client in self.clients:
+                        client.servers.look()
                     report(self._rank, self.now())
                     if self.silence().lasts != was_silent:
                         was_silent = not was_silent
@@ -220,14 +221,6 @@ class RankReporter:
                     await asyncio.sleep(every)
             finally:
                 report(self._rank, self.now())
-
-    def _look(self) -> None:
-        ended = self.own.documents + self.own.requests + self.own.failed
-        if ended != self._ended:
-            self._ended = ended
-            self._ended_at = time.monotonic()
-        for client in self.clients:
-            client.servers.look()
 
     def now(self) -> RankProgress:
         return RankProgress(
@@ -322,7 +315,10 @@ class RankReporter:
             return End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
-        return End(why="error", what=_described(error)[: history.MAX_TEXT])
+        what = "" if error is None else type(error).__name__
+        if isinstance(error, CkptError):  # a foreign error's text may hold a secret
+            what = redact(f"{what}: {error}")
+        return End(why="error", what=what[: history.MAX_TEXT])
 
 
 @contextmanager
@@ -343,13 +339,3 @@ def _screen(interval: float) -> Iterator[Report]:
         lines.update(rank, progress)
 
     yield report
-
-
-def _described(error: BaseException | None) -> str:
-    """Describes an error. A foreign error's text may hold a secret, and stays in the log."""
-    if error is None:
-        return ""
-    name = type(error).__name__
-    if isinstance(error, CkptError):
-        return redact(f"{name}: {error}")
-    return name

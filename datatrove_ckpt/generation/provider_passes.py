@@ -51,7 +51,6 @@ from datatrove_ckpt.inference.client.provider_batches import (
     RemoteBatch,
     Undecided,
 )
-from datatrove_ckpt.inference.client.urls import needs_proxy
 from datatrove_ckpt.inference.servers.host import ExternalServers
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -75,9 +74,8 @@ async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     """``path``: of the requests."""
     servers = ExternalServers(config)
     await servers.start()
-    url = servers.urls[0]
     kind = MessageBatches if path == MESSAGES else BatchProvider
-    return kind(url, servers.api_key, needs_proxy([url]))
+    return kind(servers.urls[0], servers.api_key)
 
 
 async def cancel(batch: Batch) -> str | None:
@@ -116,14 +114,12 @@ class ProviderPasses:
     Args:
         configs: of the rank's models, by name.
         no_wait: end with ``WaitsForBatches`` once all batches are created.
-        watch: what runs beside a wait: progress, the job's time limit.
     """
 
     _configs: Mapping[str, InferenceConfig]
     _checkpoint: OpenCheckpoint
     _shutdown: Shutdown
     _no_wait: bool
-    _watch: Callable[[], list[asyncio.Task[None]]]
 
     def __post_init__(self) -> None:
         self._providers: dict[tuple[str, bool], BatchProvider] = {}
@@ -144,7 +140,7 @@ class ProviderPasses:
             return False
         working = asyncio.create_task(self._settle())
         stopping = asyncio.create_task(self._shutdown.requested())
-        tasks = [working, stopping, *self._watch()]
+        tasks = [working, stopping]
         try:
             await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -170,7 +166,12 @@ class ProviderPasses:
                     has_advanced |= await self._advance(batch)
                     self._outage = None
                 except RetryableError as error:
-                    await self._failed(error, batch)
+                    if self._outage is None:
+                        patience = self._configs[batch.model].server_patience_seconds
+                        self._outage = Outage(patience, time.monotonic, batch.model)
+                    # A provider that takes no more batches takes them when others have ended.
+                    self._outage.failed(error, lambda: math.inf)
+                    await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
             if has_advanced:
                 continue
             created = all(batch.id or batch.number in self._undecided for batch in batches)
@@ -179,14 +180,6 @@ class ProviderPasses:
                     f"{_said(batches)} The same command collects the answers (--no-wait)."
                 )
             await asyncio.sleep(POLL_SECONDS if created else min(POLL_SECONDS, LOOK_SECONDS))
-
-    async def _failed(self, error: RetryableError, batch: Batch) -> None:
-        if self._outage is None:
-            patience = self._configs[batch.model].server_patience_seconds
-            self._outage = Outage(patience, time.monotonic, batch.model)
-        # A provider that takes no more batches takes them when others have ended.
-        self._outage.failed(error, lambda: math.inf)
-        await asyncio.sleep(retrying.SERVER.wait(_FAILURES, error.asked_wait))
 
     async def _provider(self, batch: Batch) -> BatchProvider:
         form = batch.model, batch.path == MESSAGES

@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from datatrove.data import Document, Media
+from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
-from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
@@ -30,10 +29,8 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done
 from datatrove_ckpt.checkpoint.old_answers import open_old_answers
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
-from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
-from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError
@@ -46,15 +43,14 @@ from datatrove_ckpt.generation.input_columns import input_types
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
-from datatrove_ckpt.generation.scheduler import Scheduler, Served
+from datatrove_ckpt.generation.results import Results
+from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
-from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.output.committed import OutputCheck
-from datatrove_ckpt.output.documents import writes_media
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -66,11 +62,10 @@ from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.open_files import enough_open_files
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.revisions import Revisions
 from datatrove_ckpt.readers.step_stats import StepStats
-from datatrove_ckpt.rollouts import ReadyMade, Rollout
+from datatrove_ckpt.rollouts import ReadyMade
 
 if TYPE_CHECKING:
     from datatrove_ckpt.mirror.mirror import RemoteMirror
@@ -230,8 +225,10 @@ class _Run:
             with preemption.interruptible():
                 if found.is_first and is_kept:
                     output_folder.refuse_existing()
-                if not found.is_finished:
-                    old = self._open_old(identity)
+                # Dead letters have other numbers.
+                if step.answers_from and not found.is_finished and not step.retry_dead_letters:
+                    place = expand_path("answers_from", step.answers_from)
+                    old = open_old_answers(place, rank, identity)
             check_moved = preemption.interruptible()(output_folder.check_moved)
             lease = found.take(check_moved, old)
         output = ChunkOutput(output_folder, lease, step.hub_pace, step.rows)
@@ -259,16 +256,6 @@ class _Run:
                 job = join_mirrored_job(remote, root, self.rank, identity, step.accept_changes)
         url = f"{remote}/{folder.relative_to(root)}"
         return RemoteMirror(url, folder, step.mirror_seconds, preemption.shutdown, job)
-
-    def _open_old(self, identity: RunIdentity) -> RequestCache | None:
-        """Returns the answers of ``answers_from``; None without the setting.
-
-        Dead letters have other numbers.
-        """
-        step = self.step
-        if not step.answers_from or step.retry_dead_letters:
-            return None
-        return open_old_answers(expand_path("answers_from", step.answers_from), self.rank, identity)
 
     def _open_source(self, documents: Iterable[Document], keep_as_read: bool) -> DocumentSource:
         step = self.step
@@ -307,12 +294,9 @@ class _Run:
         shutdown = preemption.shutdown
         completed = False
         progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
-        say = RankMessages(
-            rank, step.checkpoints_local_dir, checkpoint, progress, step.retry_dead_letters
-        )
         exports = Exports(step, rank, checkpoint, progress, shutdown)
         try:
-            say.started()
+            self._log_start(checkpoint)
             with preemption.interruptible():
                 types = input_types(data, rank_folder(self.root, rank), step.output_writer)
                 output.prepare(types)
@@ -343,29 +327,14 @@ class _Run:
                 done = done.of_retry()
             fill_stats(step.stats, others + done, rank_folder(self.root, rank))
             if shutdown.is_requested and not completed:
-                say.stopped(shutdown)
+                self._log_stop(checkpoint, progress.own.documents)
         checkpoint.raise_failure()
         if again:
             shutdown.check()
             return True
         output.finish()
-        say.done(str(step.output_writer.output_folder.resolve_paths("")))
+        self._log_end(checkpoint, progress)
         return False
-
-    def _lend(
-        self, servers: ServerHost, config: InferenceConfig, progress: RankReporter
-    ) -> AbstractAsyncContextManager[Served]:
-        host = host_loop()
-        order = 0 if host is None else host.order
-        sender = Sender(self.preemption.shutdown, order, progress.server, progress.own)
-        models = [*self.step.models.values()]
-        return servers.lend(
-            config,
-            models,
-            self.rank,
-            sender,
-            progress.outages.append,
-        )
 
     async def _generate(
         self,
@@ -375,66 +344,148 @@ class _Run:
         names: FileNames,
         trial: WriterTrial,
     ) -> bool:
-        step = self.step
-        rank = self.rank
-        preemption = self.preemption
-        passes = None
-
-        def watch() -> list[asyncio.Task[None]]:
-            watching = progress.report(), preemption.watch_time_limit()
-            return [*map(asyncio.create_task, watching)]
-
-        if self.has_batches:
+        """``_process`` in the event loop, with what runs beside it."""
+        watchers = [
+            asyncio.create_task(progress.report()),
+            asyncio.create_task(self.preemption.watch_time_limit()),
+        ]
+        try:
+            if not self.has_batches:
+                return await self._run_rollouts(data, checkpoint, progress, names, trial)
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
-            passes = ProviderPasses(
-                step.models, checkpoint, preemption.shutdown, step.no_wait, watch
-            )
+            step = self.step
+            passes = ProviderPasses(step.models, checkpoint, self.preemption.shutdown, step.no_wait)
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-        taken = taken_letters(self.root, rank)
-        failures = Failures(step, checkpoint.resumed.finished.dead, taken)
+            if not await self._run_rollouts(data, checkpoint, progress, names, trial):
+                return False
+            progress.waits_for_batches = True
+            await passes.settle()
+            return True
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _run_rollouts(
+        self,
+        data: Iterable[Document],
+        checkpoint: OpenCheckpoint,
+        progress: RankReporter,
+        names: FileNames,
+        trial: WriterTrial,
+    ) -> bool:
+        step = self.step
+        preemption = self.preemption
+        failures = Failures(
+            step, checkpoint.resumed.finished.dead, taken_letters(self.root, self.rank)
+        )
         documents = self._open_source(data, failures.keep_as_read)
         shared_host = shared_servers()
         servers = shared_host or ServerHost(preemption.shutdown, keeps=True)
         ends_well = False
-        watchers = watch()
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
                 scheduler = Scheduler(
-                    step,
+                    step.models,
+                    checkpoint,
+                    progress,
+                    preemption.shutdown,
+                    self.has_batches,
+                    self.rank,
                     bind_shared(step.rollout_fn, shared),
-                    checkpoint=checkpoint,
-                    connect=lambda config: self._lend(servers, config, progress),
-                    observer=progress,
-                    failures=failures,
-                    shutdown=preemption.shutdown,
-                    check_document=names.check,
-                    # A document that fails without a checkpoint is lost anyway.
-                    trial=trial if failures.are_kept else None,
-                    drop_media=media_dropper(step.rollout_fn, step.output_writer),
-                    media=servers.media,
-                    has_batches=self.has_batches,
+                    servers,
+                    failures,
+                    Results(step, names, trial if failures.are_kept else None),
                 )
                 await scheduler.run(documents)
                 ends_well = True
                 if not scheduler.parked:
                     documents.add_earlier_stats()
         finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
             try:
                 if shared_host is None:
                     await servers.close(ends_well)
             finally:
                 documents.close()
-        if scheduler.parked:
-            assert passes is not None
-            progress.waits_for_batches = True
-            await passes.settle()
         return scheduler.parked > 0
+
+    # What a rank logs at its start and its end ---------------------------------------------------
+
+    def _log_start(self, checkpoint: OpenCheckpoint) -> None:
+        if not checkpoint.has_locks:
+            logger.warning(
+                f"{self.step.checkpoints_local_dir} has no working file locks: do not start a "
+                f"second process for task {self.rank}. A second process takes over the task, and "
+                "this one stops before its next write."
+            )
+        point = checkpoint.resumed
+        if not point.is_fresh:
+            done = plural_is(point.finished.read, "document")
+            written = point.committed.counts.written
+            if point.answers == 1:
+                answers = "1 answer waits"
+            else:
+                answers = f"{point.answers} answers wait"
+            logger.info(f"Resuming: {done} done ({written} in output files), {answers}.")
+
+    def _log_stop(self, checkpoint: OpenCheckpoint, documents: int) -> None:
+        shutdown = self.preemption.shutdown
+        if checkpoint.error is not None:
+            logger.error(
+                f"Task {self.rank}: a part of its work could not be saved: {checkpoint.error}"
+            )
+        if self.step.checkpoints_local_dir is None:
+            saved = f". {_STARTS_OVER}"
+        elif checkpoint.error is not None:
+            saved = (
+                ". What was saved before that stays. Correct the cause, and run the same command "
+                "again to resume; the rest is done again."
+            )
+        else:
+            given_up = (
+                f"{plural(shutdown.given_up, 'request')} in flight "
+                f"{'was' if shutdown.given_up == 1 else 'were'}"
+            )
+            saved = (
+                f", saved: {plural(documents, 'document')} of this run and every "
+                f"answer, {shutdown.seconds:.1f} s later. "
+                f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
+                "again to resume."
+            )
+        logger.warning(f"Task {self.rank}: interrupted by {shutdown.cause}{saved}")
+
+    def _log_end(self, checkpoint: OpenCheckpoint, progress: RankReporter) -> None:
+        step = self.step
+        counts = checkpoint.done.counts
+        if not counts.read:
+            logger.success(
+                f"Task {self.rank}: there are no documents in its input.{progress.skipped}"
+            )
+            return
+        again = "If you run the same command again, it has nothing to do."
+        if step.checkpoints_local_dir is None:
+            again = _STARTS_OVER
+        elif step.retry_dead_letters and counts.dead:
+            again = (
+                f"If you run the same command again, it tries {plural(counts.dead, 'dead letter')} "
+                "once more."
+            )
+        sent = f"{progress.progress().own.sent} sent in this run"
+        tiers = progress.last.total.tiers
+        if BATCH in tiers:
+            sent += f", {tiers[BATCH]} answered in batches"
+        logger.success(
+            f"Task {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to "
+            f"{step.output_writer.output_folder.resolve_paths('')} "
+            f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); "
+            f"{plural(counts.requests, 'request')}, "
+            f"{sent}, {plural(counts.prompt_tokens, 'prompt token')}, "
+            f"{plural(counts.completion_tokens, 'completion token')}."
+            f"{counts.odd_answers}{progress.skipped} {again}"
+        )
 
 
 def repeatable(data: Iterable[Document]) -> Callable[[], Iterable[Document]]:
@@ -468,117 +519,3 @@ def shared_servers() -> ServerHost | None:
     if host is not None and isinstance(host.servers, ServerHost):
         return host.servers
     return None
-
-
-# What a rank logs at its start and its end -------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RankMessages:
-    """The log lines of one rank.
-
-    Attributes:
-        folder: its ``checkpoints_local_dir``; None: it has no checkpoint.
-        retrying: it processes dead letters.
-    """
-
-    rank: int
-    folder: str | None
-    checkpoint: OpenCheckpoint
-    progress: RankReporter
-    retrying: bool = False
-
-    def started(self) -> None:
-        if not self.checkpoint.has_locks:
-            logger.warning(
-                f"{self.folder} has no working file locks: do not start a second process for task "
-                f"{self.rank}. A second process takes over the task, and this one stops before its "
-                "next write."
-            )
-        point = self.checkpoint.resumed
-        if not point.is_fresh:
-            done = plural_is(point.finished.read, "document")
-            written = point.committed.counts.written
-            if point.answers == 1:
-                answers = "1 answer waits"
-            else:
-                answers = f"{point.answers} answers wait"
-            logger.info(f"Resuming: {done} done ({written} in output files), {answers}.")
-
-    def stopped(self, shutdown: Shutdown) -> None:
-        if self.checkpoint.error is not None:
-            logger.error(
-                f"Task {self.rank}: a part of its work could not be saved: {self.checkpoint.error}"
-            )
-        if self.folder is None:
-            saved = f". {_STARTS_OVER}"
-        elif self.checkpoint.error is not None:
-            saved = (
-                ". What was saved before that stays. Correct the cause, and run the same command "
-                "again to resume; the rest is done again."
-            )
-        else:
-            given_up = (
-                f"{plural(shutdown.given_up, 'request')} in flight "
-                f"{'was' if shutdown.given_up == 1 else 'were'}"
-            )
-            saved = (
-                f", saved: {plural(self.progress.own.documents, 'document')} of this run and every "
-                f"answer, {shutdown.seconds:.1f} s later. "
-                f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
-                "again to resume."
-            )
-        logger.warning(f"Task {self.rank}: interrupted by {shutdown.cause}{saved}")
-
-    def done(self, where: str) -> None:
-        counts = self.checkpoint.done.counts
-        if not counts.read:
-            logger.success(
-                f"Task {self.rank}: there are no documents in its input.{self.progress.skipped}"
-            )
-            return
-        sent = f"{self.progress.progress().own.sent} sent in this run"
-        tiers = self.progress.last.total.tiers
-        if BATCH in tiers:
-            sent += f", {tiers[BATCH]} answered in batches"
-        logger.success(
-            f"Task {self.rank}: {counts.written} of {plural(counts.read, 'document')} written to "
-            f"{where} "
-            f"({counts.dropped} dropped, {plural(counts.dead, 'dead letter')}); "
-            f"{plural(counts.requests, 'request')}, "
-            f"{sent}, {plural(counts.prompt_tokens, 'prompt token')}, "
-            f"{plural(counts.completion_tokens, 'completion token')}."
-            f"{counts.odd_answers}{self.progress.skipped} {self._again(counts.dead)}"
-        )
-
-    def _again(self, dead: int) -> str:
-        if self.folder is None:
-            return _STARTS_OVER
-        if self.retrying and dead:
-            return (
-                f"If you run the same command again, it tries {plural(dead, 'dead letter')} "
-                "once more."
-            )
-        return "If you run the same command again, it has nothing to do."
-
-
-def media_dropper(rollout_fn: Rollout, writer: DiskWriter) -> Callable[[Document], None] | None:
-    """Returns a function that removes media bytes from a finished document; None if its writer
-    saves them.
-
-    Otherwise the journal would hold 13 MB of JSON for each picture of 10 MB that the writer drops.
-    """
-    if writes_media(writer):
-        return None
-    column: Callable[[Document], None] | None = getattr(rollout_fn, "drop_sent", None)
-
-    def drop(document: Document) -> None:
-        for one in document.media or ():
-            if isinstance(one, Media):
-                one.media_bytes = None
-            elif isinstance(one, dict) and one.get("media_bytes") is not None:
-                one["media_bytes"] = None
-        if column is not None:
-            column(document)
-
-    return drop

@@ -152,16 +152,14 @@ def _is_of_pipeline(thing: object) -> bool:
 
 
 def _of_writer(writer: object) -> dict[str, object]:
+    found: dict[str, object] = {}
     adapter = getattr(writer, "adapter", None)
     adapter = getattr(adapter, "__func__", adapter)
-    found = (
-        {} if adapter is None or _is_of_pipeline(adapter) else {"output_writer.adapter": adapter}
-    )
-    return (
-        found
-        if writer is None or _is_of_pipeline(type(writer))
-        else {**found, "output_writer": type(writer)}
-    )
+    if adapter is not None and not _is_of_pipeline(adapter):
+        found["output_writer.adapter"] = adapter
+    if writer is not None and not _is_of_pipeline(type(writer)):
+        found["output_writer"] = type(writer)
+    return found
 
 
 def _shown(made: CodeDescription, writer: object) -> CodeDescription:
@@ -176,14 +174,12 @@ def _shown(made: CodeDescription, writer: object) -> CodeDescription:
 
 
 def _short(value: object) -> object:
-    text = (
-        value
-        if isinstance(value, str)
-        else orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
-    )
-    return (
-        value if len(text) <= _SHOWN_CHARACTERS else f"{len(text)} characters, hash {digest(text)}"
-    )
+    text = value
+    if not isinstance(text, str):
+        text = orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS).decode()
+    if len(text) <= _SHOWN_CHARACTERS:
+        return value
+    return f"{len(text)} characters, hash {digest(text)}"
 
 
 def run_identity(

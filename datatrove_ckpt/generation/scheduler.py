@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
@@ -26,7 +26,6 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
-from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
@@ -40,23 +39,17 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import Failures, RetriedDocument
-from datatrove_ckpt.generation.generate import Answers, Model, Parked, Requests
-from datatrove_ckpt.generation.named_answer import check_answer, put_answer
+from datatrove_ckpt.generation.generate import Answers, Model, Parked, RankRequests, Requests
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
-from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.quality import Quality
-from datatrove_ckpt.generation.step import Step
-from datatrove_ckpt.generation.user_code import check_first, exit_error, name_of
-from datatrove_ckpt.inference.client.client import CompletionClient, usual_way
+from datatrove_ckpt.generation.results import DROPPED, Results
+from datatrove_ckpt.generation.user_code import exit_error, name_of
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
-from datatrove_ckpt.output.documents import encode_finished, is_plain
-from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.event_loop import end_fork
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
-from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
+from datatrove_ckpt.process.shutdown import wait_until_cancelled
 from datatrove_ckpt.rollouts import Rollout
 
 # How many documents may be in work at once: as many as have places for their requests, and a few
@@ -150,20 +143,13 @@ class DocumentLimit:
         if any(len(each.targets) > 1 for _, each in self._models):
             places += WINDOW
         self._size = min(self._most, max(1, places) + self._elsewhere)
-        sender.on_free = None
-        if self._size < self._most:
-            sender.on_free = sender.on_change
+        sender.may_grow = self._size < self._most
         if self._in_work < self._size:
             self._wake()
 
     def _wake(self) -> None:
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
-
-
-Served = tuple[CompletionClient, Callable[[], Awaitable[None]]]
-Connect = Callable[[InferenceConfig], AbstractAsyncContextManager[Served]]
-"""Starts a model's servers; yields a client, and a coroutine function that raises when they die."""
 
 
 # How often the loop looks at what other threads do for the rank. Being told of each change would
@@ -174,51 +160,26 @@ _MANY = 100  # documents of which one at least should be kept
 
 
 @dataclass(eq=False)
-class Scheduler:
-    """Runs the rollout function on one rank's documents.
+class Scheduler(RankRequests):
+    """Runs the rollout function on one rank's documents. ``rollout_fn``: the step's, bound."""
 
-    Must be made on the event loop that runs it. ``rollout_fn``: the step's, bound.
-    """
-
-    step: Step
+    rank: int
     rollout_fn: Rollout
-    checkpoint: OpenCheckpoint
-    connect: Connect
-    observer: RankReporter
+    servers: ServerHost
     failures: Failures
-    shutdown: Shutdown
-    check_document: Callable[[Document, int], None]
-    media: ByteBudget
-    has_batches: bool = False
-    trial: WriterTrial | None = None
-    drop_media: Callable[[Document], None] | None = None
+    results: Results
 
     def __post_init__(self) -> None:
-        first, *others = self.step.models.values()
+        super().__post_init__()
+        first, *others = self.configs.values()
         self._rollouts = range(first.rollouts_per_document)
-        self.all_started = False
-        self.has_ended = False
-        self.quality = Quality()
         self.parked = 0
         self._dropped = 0
-        self._takes_usual = False  # not known yet
-        self._document_limit = DocumentLimit(first, *others, media=self.media)
+        self._document_limit = DocumentLimit(first, *others, media=self.servers.media)
         self._server_needed = asyncio.Event()
-        self.documents = DocumentTasks()
-        self.waiting = 0  # documents that wait for an answer
+        self._is_ending = False
         self._loop = asyncio.get_running_loop()
         self._pid = os.getpid()
-        self.models = {
-            name: Model(
-                config,
-                self._loop.create_future(),
-                usual_way(config),
-                Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
-            )
-            for name, config in self.step.models.items()
-        }
-        self.model = next(iter(self.models.values()))
-        self._storage_free = asyncio.Event()
 
     async def run(self, documents: DocumentSource) -> None:
         """Returns when every document is committed, or ``parked``.
@@ -262,7 +223,33 @@ class Scheduler:
             self.shutdown.abort()
             raise
         finally:
-            await self.documents.end(self.shutdown.is_fast)
+            await self.end_documents()
+
+    async def end_documents(self) -> None:
+        """Cancels the remaining documents, repeatedly if needed, for five seconds, and in a fast
+        stop for one.
+
+        ``asyncio.TaskGroup`` waits forever for a task that swallows its cancellation; a rank leaves
+        it behind.
+        """
+        if self._is_ending:
+            return
+        self._is_ending = True
+        patience = _PATIENCE_FAST if self.shutdown.is_fast else _PATIENCE
+        left = [*self.documents.values()]
+        for seconds in patience:
+            left = [task for task in left if not task.done()]
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=seconds)
+        number = sum(not task.done() for task in left)
+        if number:
+            logger.error(
+                f"{number} rollouts ignored their cancellation for {sum(patience):g} s and are "
+                "left behind. A rollout must let asyncio.CancelledError out: write `except "
+                "Exception`, not `except BaseException`."
+            )
 
     async def _save(self, documents: DocumentSource) -> None:
         if self.parked:
@@ -286,7 +273,7 @@ class Scheduler:
                 if slot is None:
                     continue
                 if source.finished is None and not self._server_needed.is_set():
-                    self._look_at_first(source.document)
+                    self.results.look_at_first(source.document)
                     self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_look()
@@ -297,26 +284,23 @@ class Scheduler:
                 work = self._process(source, slot)
                 self.documents[slot.ordinal] = self._loop.create_task(work)
 
-    def _look_at_first(self, document: Document) -> None:
-        check_answer(self.step, document)
-        if self.step.metadata_key in document.metadata:
-            logger.warning(
-                f"The documents have {self.step.metadata_key!r} in their metadata already, perhaps "
-                "of an earlier run; the new results replace it. To keep both, give another "
-                "metadata_key."
-            )
-        if self.step.on_document_error == "stop":
-            check_first(self.step.rollout_fn, document)
-
     # background ----------------------------------------------------------------------------------
 
     async def _serve(self, model: Model) -> None:
         # A finished rank, or one without documents, loads no model.
         await self._server_needed.wait()
+        observer = self.observer
+        host = host_loop()
+        order = 0 if host is None else host.order
+        sender = Sender(self.shutdown, order, observer.server, observer.own)
+        configs = [*self.configs.values()]
+        served = self.servers.lend(
+            model.config, configs, self.rank, sender, observer.outages.append
+        )
         try:
-            async with self.connect(model.config) as (client, watch):
-                self.observer.serving(client)
-                self._document_limit.follow(model.config, client.servers.router, client.sender)
+            async with served as (client, watch):
+                observer.serving(client)
+                self._document_limit.follow(model.config, client.servers.router, sender)
                 model.client.set_result(client)
                 await watch()  # raises when they die
         except CkptError as error:
@@ -334,17 +318,11 @@ class Scheduler:
             if self.shutdown.aborted and self.shutdown.failure is not None:
                 raise self.shutdown.failure
             if not self.checkpoint.congested:
-                self._storage_free.set()
+                self.storage_free.set()
             await self.next_look()
 
     async def next_look(self) -> None:
         await asyncio.sleep(_LOOK_SECONDS)
-
-    async def wait_for_storage(self) -> None:
-        # next_look would wake thousands of waiting requests every few milliseconds.
-        while self.checkpoint.congested:
-            self._storage_free.clear()
-            await self._storage_free.wait()
 
     # one document --------------------------------------------------------------------------------
 
@@ -378,10 +356,11 @@ class Scheduler:
         if taken is not None:
             return answers.finished("dead", source.fingerprint, taken)
         try:
-            check_answer(self.step, document)
+            self.results.check(document)
+            results: Sequence[object]
             if source.finished is not None:
                 document.metadata = source.finished
-                results = source.finished[self.step.metadata_key]
+                results = self.results.of_finished(document)
                 for request, result in zip(requests, results, strict=False):
                     request.count_finished(result)
             elif len(requests) == 1:
@@ -392,22 +371,8 @@ class Scheduler:
             if answers.parked:
                 raise self._not_repeatable()
             kept = [result for result in results if result is not None]
-            if self.drop_media is not None:
-                self.drop_media(document)
-            document.metadata[self.step.metadata_key] = kept
-            data = b"null"
-            outcome: Outcome = "dropped"
-            if kept and put_answer(self.step, document, kept):
-                outcome = "written"
-                self.check_document(document, slot.chunk.index)
-                data = encode_finished(document, self.step.metadata_key)
-            trial = self.trial
-            if trial is not None and not (trial.takes_json and is_plain(data, self._takes_usual)):
-                if trial.is_quick:
-                    self._takes_usual = trial(data, source.id)
-                else:
-                    self._takes_usual = await asyncio.to_thread(trial, data, source.id)
-                    self._raise_if_stopping(answers)
+            data = await self.results.encode(document, kept, slot.chunk.index, source.id)
+            self._raise_if_stopping(answers)
         except (Exception, asyncio.CancelledError) as raised:
             self._raise_if_stopping(answers)
             error: BaseException = raised
@@ -419,6 +384,7 @@ class Scheduler:
                 source, slot, error, answers.hashes, answers.rejections
             )
             return answers.finished("dead", source.fingerprint, letter)
+        outcome: Outcome = "dropped" if data == DROPPED else "written"
         self._dropped += outcome == "dropped"
         return answers.finished(outcome, source.fingerprint, data, len(kept))
 
@@ -477,42 +443,9 @@ class Scheduler:
         return result
 
 
-# ``asyncio.TaskGroup`` waits forever for a task that swallows its cancellation; a rank leaves it
-# behind.
-
 # Seconds between two cancellations. A rollout has their sum for its clean-up.
 _PATIENCE = (0.2, 0.8, 2.0, 2.0)
 _PATIENCE_FAST = (0.2, 0.8)
-
-
-class DocumentTasks(dict[int, asyncio.Task[None]]):
-    """By ordinal. They handle their errors themselves."""
-
-    _ended = False
-
-    async def end(self, fast: bool) -> None:
-        """Cancels the remaining tasks, repeatedly if needed, for five seconds; ``fast``: for
-        one.
-        """
-        if self._ended:
-            return
-        self._ended = True
-        patience = _PATIENCE_FAST if fast else _PATIENCE
-        for seconds in patience:
-            for task in self._left():
-                task.cancel()
-            if left := self._left():
-                await asyncio.wait(left, timeout=seconds)
-        if left := self._left():
-            logger.error(
-                f"{len(left)} rollouts ignored their cancellation for {sum(patience):g} s and are "
-                "left behind. A rollout must let asyncio.CancelledError out: write `except "
-                "Exception`, not `except BaseException`."
-            )
-
-    def _left(self) -> list[asyncio.Task[None]]:
-        return [task for task in self.values() if not task.done()]
-
 
 # An early stop, in order -------------------------------------------------------------------------
 #
@@ -566,7 +499,7 @@ async def stop_when_requested(
         raise shutdown.failure
     for task in serving:
         task.cancel()
-    await rank.documents.end(shutdown.is_fast)
+    await rank.end_documents()
     # 3. Everything handed over is written, the mirror gets its last version, and the rank is
     # released.
     with shutdown.closing():

@@ -4,7 +4,7 @@ pickle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,7 +113,12 @@ class Step(PipelineStep):
         self.hub_pace = CommitPace(self.hub_commit_seconds, self.hub_commits_per_hour)
         self.monitoring = self.monitoring or MonitoringConfig()
         self._check_settings()
-        self._note_code()
+        left = self.code().made.left
+        if left and self.checkpoints_local_dir is not None:
+            logger.warning(
+                f"rollout: a resume does not notice when these change: {'; '.join(left)}. They "
+                "differ at each start or machine, or cannot be known."
+            )
 
     def _check_settings(self) -> None:
         check_rollout(self.rollout_fn, self.shared_context)
@@ -259,14 +264,6 @@ class Step(PipelineStep):
         super().__init_subclass__(**kwargs)
         ForkingPickler.register(cls, _for_process)
 
-    def _note_code(self) -> None:
-        made = self.code().made
-        if made.left and self.checkpoints_local_dir is not None:
-            logger.warning(
-                "rollout: a resume does not notice when these change: "
-                f"{'; '.join(made.left)}. They differ at each start or machine, or cannot be known."
-            )
-
     def code(self) -> CodeIdentity:
         """Returns the code's part of the run's identity; functions pickled by value as they were
         then.
@@ -313,7 +310,14 @@ class Step(PipelineStep):
             if isinstance(outer, JobsPipelineExecutor | SlurmPipelineExecutor)
         }
         if kinds:
-            self._check_submission(any(hasattr(kind, "sends_own_modules") for kind in kinds))
+            # Refuses a submission before datatrove copies it and opens ``executor.pik``.
+            names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
+            carried: Iterable[object] = ()
+            if names is not None:
+                script_names.say_left(names)
+                carried = names.values.values()
+            sent = any(hasattr(kind, "sends_own_modules") for kind in kinds)
+            script_names.say_missing(self.rollout_fn, *carried, sent=sent)
         if JobsPipelineExecutor in kinds:
             logger.warning(
                 "datatrove's JobsPipelineExecutor: its jobs have this package only if "
@@ -324,15 +328,6 @@ class Step(PipelineStep):
         copied = memo[id(self)] = self.changed()
         copied.__dict__.update(deepcopy(self.__dict__, memo))
         return copied
-
-    def _check_submission(self, sent: bool) -> None:
-        """Refuses a submission before datatrove copies it and opens ``executor.pik``."""
-        names: script_names.ScriptNames | None = self.__getstate__().get("_script_names")
-        if names is not None:
-            script_names.say_left(names)
-        script_names.say_missing(
-            self.rollout_fn, *(names.values.values() if names is not None else ()), sent=sent
-        )
 
 
 # Only its ``__init__`` is wanted: datatrove would write a dataclass, secrets included, to

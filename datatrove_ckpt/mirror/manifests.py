@@ -494,7 +494,7 @@ class Uploads:
         self._versions = versions
         self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
-        self._generation: int | None = None
+        self._generation = -1
         """Generation of the history that this process uploaded."""
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._object_count = 0
@@ -503,8 +503,8 @@ class Uploads:
         """The versions on the mirror, with the names of their objects."""
         self._garbage: set[tuple[str, str]] = set()
         """Folder and name of objects that are removed once no kept version needs them."""
-        self._ownership: Ownership | None = None
-        self._number_floor: int | None = None
+        self._ownership = Ownership(0, "")  # not taken yet
+        self._number_floor = 0
         """The numbers of this owner's versions are larger."""
 
     def uploaded_bytes(self, name: str) -> int:
@@ -549,7 +549,7 @@ class Uploads:
     def _take_ownership(self) -> None:
         """Takes ownership. Retries reuse the number, so they never outrank a newer owner."""
         ownerships, versions = self._versions.listing()
-        if self._ownership is None:
+        if not self._ownership.number:
             self._ownership = Ownership(
                 1 + max((other.number for other in ownerships), default=0), self._nonce
             )
@@ -633,8 +633,7 @@ class Uploads:
         An earlier owner that listed the mirror before may still write one version, and ours must be
         newer. An earlier owner's first version skips fewer numbers.
         """
-        if self._number_floor is None:
-            assert self._ownership is not None
+        if not self._number_floor:
             highest = max((version.number for version in versions), default=0)
             self._number_floor = highest + self._ownership.number
         # Listings lag.
@@ -648,7 +647,7 @@ class Uploads:
         Fenced: another process has taken ownership.
         """
         ownerships, versions = self._versions.listing()
-        if ownerships and self._ownership is not None and ownerships[-1] > self._ownership:
+        if ownerships and ownerships[-1] > self._ownership:
             content = self._versions.store.read(ownerships[-1].file, _MAX_OWNERSHIP_BYTES)
             other = (content or b"another process").decode(errors="replace")[:300]
             raise Fenced(

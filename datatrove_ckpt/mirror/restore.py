@@ -46,7 +46,7 @@ from typing import NamedTuple
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import new_owner, parse_run, read_run
 from datatrove_ckpt.checkpoint.layout import (
@@ -56,9 +56,12 @@ from datatrove_ckpt.checkpoint.layout import (
     LOCK,
     PUBLISHING,
     RUN,
+    is_finished,
+    is_rank,
     last_chunk_of,
     rank_folder,
     rank_numbers,
+    retry_folders,
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
@@ -444,9 +447,9 @@ class MirrorReader:
                 path.unlink()
         for name, blocks in contents.items():
             (folder / name).write_bytes(b"".join(blocks))
-        (folder / layout.RUN).write_bytes(sealed_json(manifest.run))
+        (folder / RUN).write_bytes(sealed_json(manifest.run))
         if not manifest.finished:
-            (folder / layout.LOCK).touch()
+            (folder / LOCK).touch()
 
 
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
@@ -459,10 +462,10 @@ def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
 
 def rank_names(store: ObjectStore) -> Iterator[str]:
     for name in store.names():
-        if layout.is_rank(name):
+        if is_rank(name):
             yield name
-        elif layout.retry_number(name) is not None:
-            yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
+        elif retry_number(name) is not None:
+            yield from (f"{name}/{rank}" for rank in store.names(name) if is_rank(rank))
 
 
 def _unix_seconds(when: str) -> float:
@@ -502,13 +505,13 @@ def upload_rank(url: str, folder: Path) -> None:
     snapshot = _snapshot(folder)
     uploads = Uploads(Versions(url))
     try:
-        uploads.start_version(parse_run(folder / layout.RUN, snapshot.run), snapshot)
+        uploads.start_version(parse_run(folder / RUN, snapshot.run), snapshot)
         for name in snapshot.sizes:
             with (folder / name).open("rb") as file:
                 while data := file.read(MAX_OBJECT_BYTES):
                     uploads.add(name, data)
         uploads.add_answers(snapshot)
-        uploads.publish(finished=layout.is_finished(folder))
+        uploads.publish(finished=is_finished(folder))
     except OSError as error:
         raise StorageFailed(
             f"Could not upload the changed task to {url}: {failure_line(error)}. The mirror is as "
@@ -526,14 +529,10 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         url: ``checkpoints_remote_dir``. ``check_job`` has refused the mirror of another run.
         root: ``checkpoints_local_dir``.
     """
-    roots = [root, *layout.retry_folders(root)]
-    folders = [
-        layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)
-    ]
+    roots = [root, *retry_folders(root)]
+    folders = [rank_folder(each, rank) for each in roots for rank in rank_numbers(each)]
     finished = {
-        f"{url}/{folder.relative_to(root)}": folder
-        for folder in folders
-        if layout.is_finished(folder)
+        f"{url}/{folder.relative_to(root)}": folder for folder in folders if is_finished(folder)
     }
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
@@ -564,12 +563,12 @@ def _snapshot(folder: Path) -> Snapshot:
     answers = []
     unfinished = frozenset[int]()
     last = 0
-    if (folder / layout.CACHE).exists():
-        with closing(RequestCache(folder / layout.CACHE)) as cache:
+    if (folder / CACHE).exists():
+        with closing(RequestCache(folder / CACHE)) as cache:
             unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
             answers = cache.answers_since(0, unfinished)
             last = cache.last_answer
-    run = (folder / layout.RUN).read_bytes()
+    run = (folder / RUN).read_bytes()
     return Snapshot(
         run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last
     )

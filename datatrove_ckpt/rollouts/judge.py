@@ -131,7 +131,16 @@ class JudgeRollout(PromptRollout):
                 if answer is None:
                     return None
                 values = {"answer": str(answer.text)}
-            judged = await self._judged(generate, await self._to_judge(document, parts, values))
+            payload = await self._to_judge(document, parts, values)
+            judge = generate
+            if self.judge is not None:
+                judge = getattr(generate, self.judge)
+            if self.form_for == CANNED:
+                judged: InferenceResult | None = await judge(payload)
+            else:
+                judged = await self._ask_until(
+                    self._read_score, "judge_prompt", True, judge, payload
+                )
         if judged is None:
             return None
         score = self._score(str(judged.text))
@@ -171,7 +180,10 @@ class JudgeRollout(PromptRollout):
         if "think>" not in (self.score_pattern or ""):
             said = said.rpartition("</think>")[2].partition("<think>")[0]
         if self.score_pattern is not None:
-            said = _last_match(self.score_pattern, said)
+            matches = list(re.finditer(self.score_pattern, said))
+            said = ""
+            if matches:
+                said = matches[-1][min(1, matches[-1].re.groups)] or ""
         found = _FIRST.search(said)
         if found is None:
             return None
@@ -179,16 +191,6 @@ class JudgeRollout(PromptRollout):
         if _NUMBER.fullmatch(number):
             return float(number)
         return None
-
-    async def _judged(self, generate: Generate, payload: Payload) -> InferenceResult | None:
-        """Returns the judge's answer; None if there is none with a score, and the document is
-        dropped.
-        """
-        if self.judge is not None:
-            generate = getattr(generate, self.judge)
-        if self.form_for == CANNED:
-            return await generate(payload)
-        return await self._ask_until(self._read_score, "judge_prompt", True, generate, payload)
 
     def _read_score(self, answer: InferenceResult) -> tuple[str, str]:
         said = str(answer.text)
@@ -209,10 +211,3 @@ class JudgeRollout(PromptRollout):
         if is_low or is_high:
             return said, f"its score is {score:g}, and must be {' and '.join(bounds)}"
         return said, ""
-
-
-def _last_match(pattern: str, text: str) -> str:
-    found = list(re.finditer(pattern, text))
-    if not found:
-        return ""
-    return found[-1][min(1, found[-1].re.groups)] or ""

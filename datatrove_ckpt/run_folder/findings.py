@@ -43,7 +43,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 )
 from datatrove_ckpt.common import BATCH, retrying
 from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
-from datatrove_ckpt.common.retrying import RetryPolicy, failure_line
+from datatrove_ckpt.common.retrying import RetryPolicy
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.config.paths import existing_part, expand_path
@@ -52,7 +52,6 @@ from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
     DocumentNotSerializable,
-    OutputFailed,
     ServerStartFailed,
     TooManyDeadLetters,
 )
@@ -60,16 +59,14 @@ from datatrove_ckpt.errors.names import name_copy, setting_name, use
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
-from datatrove_ckpt.generation.named_answer import check_answer
 from datatrove_ckpt.generation.noted_requests import unsent_prompts
+from datatrove_ckpt.generation.results import check_answer
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.committed import (
-    CommittedFile,
-    FoundFiles,
     OutputCheck,
     RankCommits,
     has_commits,
@@ -78,9 +75,7 @@ from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access, private_if_made
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
-from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import writer_name
-from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -101,6 +96,7 @@ from datatrove_ckpt.run_folder.input_checks import (
     check_inputs_unchanged,
     note_steps,
     refuse_input,
+    refuse_vanished_input,
 )
 from datatrove_ckpt.run_folder.prompts import check_prompts
 from datatrove_ckpt.run_folder.run_plan import (
@@ -111,6 +107,7 @@ from datatrove_ckpt.run_folder.run_plan import (
     note_workers,
     refuse_without_claims,
 )
+from datatrove_ckpt.run_folder.verify import listed
 from datatrove_ckpt.runner import InferenceRunner
 
 # What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a
@@ -402,7 +399,8 @@ def check_output_of_run(
     except CommitsDamaged as error:
         raise CommitsDamaged(error.log, error.what, logging_dir) from None
     committed = check.by_name(commits.values())
-    found = _look(check, committed, policy)
+    output = check.writer.output_folder
+    found = listed(check.where, output, lambda: check.look(committed), committed.values(), policy)
     check.refuse_lost(committed, found)
     for rank in first_starts:
         if not found.by_rank[rank]:
@@ -428,24 +426,6 @@ def check_output_of_run(
         if rank >= tasks:
             check.refuse_foreign(rank, found)
     return job
-
-
-def _look(
-    check: OutputCheck, committed: dict[str, CommittedFile], policy: RetryPolicy | None
-) -> FoundFiles:
-    """Raises OutputFailed: the folder cannot be listed."""
-    hub = HubFolder.of(check.writer.output_folder)
-    if hub is None:
-        try:
-            return StoppableCalls().run(lambda: check.look(committed), ANSWER_SECONDS)
-        except OSError as error:
-            raise OutputFailed(
-                f"{check.where} cannot be listed: {failure_line(error)}. Correct that and run the "
-                "same command again."
-            ) from error
-    return HubReads(hub, StoppableCalls()).listed(
-        lambda: check.look(committed), committed.values(), policy
-    )
 
 
 _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -860,6 +840,7 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     jobs = {}
     for runner, root in plan.kept:
         job = jobs[root] = check_output_of_run(runner, root, want=want)
+        refuse_vanished_input(root, job)
         counts = job.counts
         if 0 < counts.read == counts.dead:
             often = "".join(cause for cause, _ in job.numbers.dead_letters.most_common(1))

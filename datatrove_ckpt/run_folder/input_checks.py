@@ -19,6 +19,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.identity import check_shard, recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
+from datatrove_ckpt.checkpoint.ledger import JobSums
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
@@ -145,7 +146,7 @@ def refuse_input(plan: RunPlan, index: int, step: object) -> None:
         if not plan.as_jobs:
             return
     if hasattr(step, "glob_pattern"):
-        list_files(place, step)
+        plan.listed[step] = list_files(place, step).names
         if isinstance(step, BatchReader) and not any(root.exists() for _, root in plan.kept):
             step.check()
     elif not folder.isdir(""):  # of the media that documents name
@@ -300,7 +301,7 @@ def check_inputs_unchanged(plan: RunPlan) -> None:
                 except (FileNotFoundError, InputError):  # such as a repository on the hub
                     continue
                 read = {rank: record.readers[number] for rank, record in records.items()}
-                _check_reader(plan.tasks, reader, read, resuming)
+                _check_reader(plan.tasks, reader, read, resuming, plan.listed.get(reader, ()))
 
 
 def _records(plan: RunPlan, root: Path) -> dict[int, ShardRecord]:
@@ -345,7 +346,11 @@ def _who(ranks: Sequence[int]) -> str:
 
 
 def _check_reader(
-    tasks: int, reader: BaseDiskReader, records: dict[int, ReaderRecord], resuming: set[int]
+    tasks: int,
+    reader: BaseDiskReader,
+    records: dict[int, ReaderRecord],
+    resuming: set[int],
+    listed: Sequence[str],
 ) -> None:
     inputs = None
     # Listing such a dataset would download it: its name and kept commit stand for it.
@@ -356,6 +361,12 @@ def _check_reader(
     if inputs is not None:
         known = [index for index, name in enumerate(inputs.names) if name in then]
         now = {file.name: file for file in sample_files(inputs, known)}
+        unread = sorted({*listed} - {*inputs.names} - then.keys())
+        if unread and not any(record.limited for record in records.values()):
+            raise InputError(
+                f"The input file {unread[0]!r} in {reader.data_folder.path} is gone since this run "
+                "began, and no task has read it. Put it back, and process it as another run."
+            )
     changed = {name: _difference(file, now.get(name)) for name, file in then.items()}
     changed = {name: text for name, text in changed.items() if text}
     without = {"path_columns": False}  # a record has it only if it is set
@@ -413,6 +424,19 @@ def _difference(then: FileRecord, now: FileRecord | None) -> str:
     if then.sample and now.sample and then.sample != now.sample:
         return _OTHER_CONTENT
     return ""
+
+
+def refuse_vanished_input(root: Path, job: JobSums) -> None:
+    """Raises InputError if a rank without a file had one when another rank listed the input."""
+    for rank in sorted({*range(job.with_input)} - job.known):
+        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
+        if record is None or not record.readers:
+            continue
+        if not any(reader.files for reader in record.readers):
+            raise InputError(
+                f"The input file of task {rank} was gone before the task started. Put it back, and "
+                "process it as another run."
+            )
 
 
 def rows_without_document(root: Path) -> SkippedLines:

@@ -97,6 +97,7 @@ class RunPlan:
         depends: the job that comes first.
         waits: another job has yet to create the input.
         runners: in the order of the pipeline.
+        listed: names of the input files before the run, by their reader.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RunPlan:
     ) -> None:
         self.name = type(executor).__name__
         self.pipeline: Sequence[PipelineStep] = executor.pipeline
+        self.listed: dict[PipelineStep, Sequence[str]] = {}
         self.tasks = int(executor.world_size)
         first = getattr(executor, "local_rank_offset", 0)
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))

@@ -7,7 +7,7 @@ chunk that a run finishes in between never counts as missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -40,7 +40,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
+from datatrove_ckpt.common.retrying import RetryPolicy, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.chunk_writing import misfits, read_schema
@@ -54,7 +54,7 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubReads
+from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
@@ -74,18 +74,6 @@ class Problem:
     rank: int | None = None
     chunk_index: int | None = None
     path: str | None = None
-
-    @classmethod
-    def of(
-        cls,
-        rank: RankLedger,
-        kind: str,
-        message: str,
-        chunk_index: int | None = None,
-        path: str | Path | None = None,
-    ) -> Problem:
-        shown = None if path is None else str(path)
-        return cls(kind, message, *rank.key, chunk_index, shown)
 
     def __str__(self) -> str:
         place = name_place(self.root, self.rank, self.chunk_index)
@@ -258,7 +246,7 @@ def _is_in_run_folder(checkpoints: Path, recorded: str) -> bool:
 def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
     if rank.damage is not None:
         kind = "commits" if isinstance(rank.damage, CommitsDamaged) else "corrupt"
-        yield Problem.of(rank, kind, str(rank.damage))
+        yield Problem(kind, str(rank.damage), *rank.key)
         return
     is_countable = is_known(str(rank.run.get("output_writer")))
     for commit in rank.commits.values():
@@ -284,7 +272,7 @@ def _check_ordinals(rank: RankLedger) -> Iterator[Problem]:
             f"{what}. Restore commits.jsonl from a copy, or start this task over: remove "
             f"{rank.folder} and its output."
         )
-        yield Problem.of(rank, kind, message, index)
+        yield Problem(kind, message, *rank.key, index)
 
 
 def _check_dead_letters(rank: RankLedger) -> Iterator[Problem]:
@@ -299,19 +287,19 @@ def _check_dead_letters(rank: RankLedger) -> Iterator[Problem]:
                 f"{path} holds {plural(found, 'dead letter')} of this chunk instead of "
                 f"{commit.counts.dead}. Restore it from a copy; the output is not affected."
             )
-            yield Problem.of(rank, "dead_letters", message, commit.chunk_index, path)
+            yield Problem("dead_letters", message, *rank.key, commit.chunk_index, str(path))
     size = path.stat().st_size if path.exists() else 0
     if size < start:
         message = (
             f"{path} has {size} bytes instead of the {start} that commits name. Restore it "
             "from a copy."
         )
-        yield Problem.of(rank, "dead_letters", message, path=path)
+        yield Problem("dead_letters", message, *rank.key, path=str(path))
     elif size > start and rank.state == "finished":
         message = (
             f"{path} has {size - start} bytes after the last dead letter that a commit covers."
         )
-        yield Problem.of(rank, "dead_letters", message, path=path)
+        yield Problem("dead_letters", message, *rank.key, path=str(path))
 
 
 def _list_unfinished(rank: RankLedger) -> Iterator[Problem]:
@@ -325,10 +313,10 @@ def _list_unfinished(rank: RankLedger) -> Iterator[Problem]:
         if index in journals:
             held = plural(journals[index].read, "document")
             text = f"is not finished; its journal holds {held}."
-        yield Problem.of(rank, "unfinished", text, index)
+        yield Problem("unfinished", text, *rank.key, index)
     if not missing:
         text = "is not finished: the run is active, or must be run again."
-        yield Problem.of(rank, "unfinished", text)
+        yield Problem("unfinished", text, *rank.key)
 
 
 def _check_settings(report: Report) -> Iterator[Problem]:
@@ -343,7 +331,7 @@ def _check_settings(report: Report) -> Iterator[Problem]:
         rank = ranks[number]
         differences = "; ".join(line for change in changes for line in change.lines)
         message = f"was run with other settings than the job: {differences}."
-        yield Problem.of(rank, "identity", message, path=rank.folder / RUN)
+        yield Problem("identity", message, *rank.key, path=str(rank.folder / RUN))
 
 
 def _is_done(rank: int) -> RankBinding:
@@ -408,7 +396,15 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
             committed[plain(file.path)] = file
     try:
         is_owned(report)
-        found = _list(report, committed, folder_is_given)
+        look = partial(list_files, report.folder, committed)
+        found = listed(report.output, report.folder, look, committed.values())
+        is_there = folder_is_given or not committed or found.sizes or report.hub is not None
+        if not (is_there or report.folder.exists("")):
+            raise OutputFailed(
+                f"the output folder {report.output} does not exist. If it was moved, give its "
+                "place with --output; if it is lost, give the same folder with --output, and all "
+                "its files count as missing."
+            )
     except (OutputMismatch, OutputFailed) as refusal:
         kind = "owner" if isinstance(refusal, OutputMismatch) else "output"
         yield Problem(kind, str(refusal), path=report.output)
@@ -420,7 +416,7 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
                 f"{path} is named by {' and by '.join(map(str, claimants))}. One overwrote the "
                 "other: start one of them over."
             )
-            yield Problem.of(claimants[0].rank, "duplicate", message, claimants[0].index, path)
+            yield Problem("duplicate", message, *claimants[0].rank.key, claimants[0].index, path)
     for chunk in report.chunks:
         yield from _check_chunk(report, chunk, found, full)
     uncommitted = _Uncommitted(report)
@@ -428,28 +424,31 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
         yield from uncommitted.check(path)
 
 
-def _list(report: Report, committed: dict[str, OutputFile], folder_is_given: bool) -> FoundFiles:
-    """Raises:
-    OutputFailed: the folder cannot be listed, or is gone.
+def listed(
+    where: str,
+    folder: DataFolder,
+    look: Callable[[], FoundFiles],
+    files: Iterable[OutputFile],
+    policy: RetryPolicy | None = None,
+) -> FoundFiles:
+    """Lists an output folder.
+
+    Args:
+        files: that are committed.
+        policy: see ``HubReads.looked``.
+
+    Raises:
+        OutputFailed: the folder cannot be listed.
     """
-    look = partial(list_files, report.folder, committed)
+    hub = HubFolder.of(folder)
+    if hub is not None:
+        return HubReads(hub, StoppableCalls()).listed(look, files, policy)
     try:
-        with file_system_call():
-            if report.hub is not None:
-                return HubReads(report.hub, StoppableCalls()).listed(look, committed.values())
-            found = look()
-            is_there = folder_is_given or not committed or found.sizes or report.folder.exists("")
+        return StoppableCalls().run(look, ANSWER_SECONDS)
     except OSError as error:
         raise OutputFailed(
-            f"{report.output} cannot be listed: {failure_line(error)}. {storage_advice(error)}"
+            f"{where} cannot be listed: {failure_line(error)}. {storage_advice(error)}"
         ) from error
-    if not is_there:
-        raise OutputFailed(
-            f"the output folder {report.output} does not exist. If it was moved, give its place "
-            "with --output; if it is lost, give the same folder with --output, and all its files "
-            "count as missing."
-        )
-    return found
 
 
 def is_owned(report: Report) -> bool:
@@ -490,7 +489,7 @@ def _check_chunk(
         message = f"{file.path} {text}."
         if kind in REDO_KINDS:
             message += f" To redo it: {report.repair_command}, then run again."
-        yield Problem.of(chunk.rank, kind, message, chunk.index, file.path)
+        yield Problem(kind, message, *chunk.rank.key, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash suffices.
     if full and is_right and report.hub is None:
         yield from _check_documents(report, chunk)
@@ -531,7 +530,7 @@ def _check_documents(report: Report, chunk: CommittedChunk) -> Iterator[Problem]
             f"its output files hold {found} documents or rows instead of the {chunk.rows} that "
             "were committed."
         )
-        yield Problem.of(chunk.rank, "documents", f"{message} Please report this.", chunk.index)
+        yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)
 
 
 def _count_documents(folder: DataFolder, path: str) -> int:
@@ -587,7 +586,7 @@ class _Uncommitted:
                     advice = _of_another_job(self._report.checkpoints)
                 elif (*key, chunk_index) not in self._committed:
                     message = f"{path} is published but not committed yet."
-                    yield Problem.of(rank, "unfinished", message, chunk_index, path)
+                    yield Problem("unfinished", message, *rank.key, chunk_index, path)
                     return
         yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
@@ -633,4 +632,4 @@ def check_columns(report: Report) -> Iterator[Problem]:
                 f"{why.later} there, and {why.first} in the first file, whose types loaders take. "
                 "Give the loader a schema, or start over with one for ParquetWriter."
             )
-            yield Problem.of(chunk.rank, "columns", message, chunk.index, path)
+            yield Problem("columns", message, *chunk.rank.key, chunk.index, path)

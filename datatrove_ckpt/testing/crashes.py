@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -151,6 +150,61 @@ class CrashingDisk(WatchedDisk):
         yield "killed"
 
 
+class CopyingDisk(CrashingDisk):
+    """A disk that does not crash: before each effect that is ``counted`` it keeps a copy of the
+    folder, which is what a crash there leaves, because nothing that a dead process does reaches it.
+
+    Attributes:
+        points: the effects before which there is a copy.
+    """
+
+    def __init__(
+        self, folder: Path, torn: bool = False, counted: tuple[str, ...] = EFFECTS
+    ) -> None:
+        super().__init__(0, folder, torn, counted)
+        self.points: list[str] = []
+        self._copies = Path(tempfile.mkdtemp(dir=folder.parent))
+
+    def happen(
+        self, name: str, args: Arguments, path: Path | str, effect: Callable[[], int | None]
+    ) -> int | None:
+        with self._lock:
+            is_torn = self._torn and name in self._counted
+            if is_torn and name == "put":
+                tear(*args)
+            if is_torn and name == "write":
+                fd, data, file = args
+                half = len(data) // 2
+                files.Disk.write(self, fd, memoryview(data)[:half], file)
+                args = fd, memoryview(data)[half:], file
+                effect = partial(files.Disk.write, self, *args)
+            return super().happen(name, args, path, effect)
+
+    def before(self, name: str, args: Arguments, label: str) -> None:
+        if name in self._counted:
+            self.keep()
+            self.points.append(label)
+
+    def keep(self) -> None:
+        shutil.copytree(self._folder, self._copies / str(len(self.points)))
+
+    def put_back(self, point: int) -> Iterator[str]:
+        """Yields as ``survivors`` does what a crash at the point of this number leaves, once."""
+        shutil.rmtree(self._folder)
+        (self._copies / str(point)).rename(self._folder)
+        yield "killed"
+
+    def left(self) -> Iterator[tuple[int, str]]:
+        """Puts each folder that a crash may leave behind in place.
+
+        Yields the number of its point, and its name.
+        """
+        for number, point in enumerate(self.points):
+            for survivor in self.put_back(number):
+                yield number, f"{point} ({survivor})"
+        shutil.rmtree(self._copies)
+
+
 def tear(store: ObjectStore, name: str, content: bytes | Path) -> None:
     """Leaves half of what ``ObjectStore.put`` would write."""
     if isinstance(content, bytes):
@@ -248,13 +302,14 @@ def assert_same_output_after_crash(
     *,
     output: str = "output",
     recoveries: int = 1,
+    step: int = 1,
     torn: bool = False,
-    disk_type: type[CrashingDisk] = CrashingDisk,
+    disk_type: type[CopyingDisk] = CopyingDisk,
     after_crash: Attempt = lambda folder: None,
     counted: tuple[str, ...] = (*EFFECTS, *REMOTE_EFFECTS),
 ) -> CrashReport:
-    """Runs a job undisturbed, then crashes it at every effect, and each recovery at every effect,
-    and runs it again.
+    """Runs a job undisturbed, then from each folder that a crash at any effect leaves, and from
+    each that a crash of these recoveries leaves.
 
     Args:
         run: one attempt of the job.
@@ -263,9 +318,10 @@ def assert_same_output_after_crash(
         output: the folder below ``folder`` whose files must be the same, byte for byte, in the end.
         recoveries: crash the recoveries, too: those from each crash point (1), each third (3), none
             (0).
+        step: try each crash of so many.
         torn: a crash at a write leaves half of it.
-        disk_type: the disk that crashes. By default the process is killed, and what it has written
-            stays.
+        disk_type: the disk that keeps what a crash leaves. By default the process is killed, and
+            what it has written stays.
         after_crash: called with each different folder that a crash leaves behind, for further
             assertions.
         counted: names of the effects to crash at.
@@ -274,40 +330,29 @@ def assert_same_output_after_crash(
         AssertionError: naming the crash points.
     """
     report = CrashReport()
-    fresh = folder.with_name(folder.name + ".fresh")
-    copy_tree(folder, fresh)
-    run(folder)
-    report.attempts += 1
-    expected = outputs(folder / output)
+    expected: dict[str, bytes] = {}
 
     def resume(crashes: list[str], depth: int) -> None:
+        report.attempts += 1
         if not depth:
             run(folder)
-            report.attempts += 1
             assert_equal(folder / output, expected, crashes)
             return
-        start = folder.with_name(f"{folder.name}.depth-{depth}")
-        copy_tree(folder, start)
-        for number in count():
-            copy_tree(start, folder)
-            disk = disk_type(number, folder, torn, counted)
-            report.attempts += 1
-            with disk_in_place(disk):
-                run(folder)
-            if disk.crashed_at is None:
-                assert_equal(folder / output, expected, crashes)
-                return
-            if not crashes:
-                report.points.append(disk.crashed_at)
+        disk = disk_type(folder, torn, counted)
+        with disk_in_place(disk):
+            run(folder)
+        if not crashes:
+            report.points += disk.points
+            expected.update(outputs(folder / output))
+        assert_equal(folder / output, expected, crashes)
+        for number, crash in disk.left():
             further = 0
             if number % max(recoveries, 1) == 0:
                 further = depth - 1
-            for survivor in disk.survivors():
-                if report.is_new(folder, further):
-                    after_crash(folder)
-                    resume([*crashes, f"{disk.crashed_at} ({survivor})"], further)
+            if number % step == 0 and report.is_new(folder, further):
+                after_crash(folder)
+                resume([*crashes, crash], further)
 
-    copy_tree(fresh, folder)
     # Otherwise no two folders would be equal.
     with patch.multiple(numbers, _monotonic=lambda: 0.0, _wall=lambda: 0.0):
         resume([], 2 if recoveries else 1)

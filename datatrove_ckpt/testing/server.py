@@ -42,11 +42,11 @@ class FakeServer:
         """The message of answers with another status than 200."""
         self.finish_reason: str | None = "stop"
         """``finish_reason`` of each answer."""
-        self.usage: JsonObject | None = None
-        """``usage`` of each answer. None: counts of words."""
+        self.usage: JsonObject = {}
+        """``usage`` of each answer; empty: counts of words."""
         self.message: JsonObject = {}
         """What each answer's message has beside its content, such as tool calls."""
-        self.logprobs: JsonObject | None = None
+        self.logprobs: JsonObject = {}
         """``logprobs`` of each choice."""
         self.most_choices = 128
         """Limit on the ``n`` of a payload."""

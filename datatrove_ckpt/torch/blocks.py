@@ -30,10 +30,10 @@ from datatrove_ckpt.readers.positions import Row
 from datatrove_ckpt.readers.table_files import ParquetBlocks
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.torch.row_counts import RowCounts
-from datatrove_ckpt.torch.unified import Unified
+from datatrove_ckpt.torch.unified import Unified, plain
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 # The limits of a block. A larger row is a block of its own.
 MAX_ROWS = 2**16
@@ -167,6 +167,7 @@ class BlockInput:
         options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
         kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
         counts = RowCounts(self._inputs, kind)
+        self._counts = counts
         known = _in_threads(counts.get, numbers)
         if None not in known:
             return [index for index in known if index is not None]
@@ -199,17 +200,15 @@ class BlockInput:
         full = [number for number, index in enumerate(self._index) if index.rows]
         if isinstance(self._reader, JsonlReader) or not full:  # dicts are counted elsewhere
             return 4
-        sampled = {full[0], full[len(full) // 2], full[-1]}
-        return max(4, *map(self._size_in_file, sampled))
-
-    def _size_in_file(self, number: int) -> int:
-        group = next(group for group in self._index[number].groups if group.rows)
-        in_file = max(1, group.bytes)
-        with closing(self._open(number)) as file:
-            rows = file.read(
-                0, min(group.rows, _SAMPLED_ROWS, max(1, _SAMPLED_BYTES * group.rows // in_file))
-            )
-        return -(-4 * _bytes_of(rows) * group.rows // (in_file * len(rows)))
+        size = 4
+        for number in {full[0], full[len(full) // 2], full[-1]}:
+            group = next(group for group in self._index[number].groups if group.rows)
+            in_file = max(1, group.bytes)
+            sampled = max(1, _SAMPLED_BYTES * group.rows // in_file)
+            with closing(self._open(number)) as file:
+                rows = file.read(0, min(group.rows, _SAMPLED_ROWS, sampled))
+            size = max(size, -(-4 * plain(rows).nbytes * group.rows // (in_file * len(rows))))
+        return size
 
     def _file(self, number: int) -> BlockFile:
         if self._process != os.getpid():  # a fork shares the offsets of these files with its parent
@@ -232,17 +231,6 @@ class BlockInput:
 def _in_threads(call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(call, numbers))
-
-
-def _bytes_of(table: pa.Table) -> int:
-    import pyarrow.types as types
-
-    found = 0
-    for column in table:
-        if types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        found += int(column.nbytes)
-    return found
 
 
 def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:

@@ -143,7 +143,7 @@ class TrainingCheckpoints:
         metrics: those of the restored step.
 
     Raises:
-        ConfigError: an argument is not allowed.
+        ConfigError: an argument is not allowed, or differs between the ranks.
         StorageFailed: the folder cannot be made.
     """
 
@@ -172,10 +172,15 @@ class TrainingCheckpoints:
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
-        self._check_policy()
+        # Else ranks would wait for each other at different steps.
+        timed = (EverySteps, EverySeconds)
+        own = [part for part in self._save_policy.parts if type(part) in timed]
+        found = sorted(set(self._ranks.gather(str(own))))
+        if len(found) > 1:
+            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
         if remote is not None:
             check_mirror(remote, "remote")
-        self._steps = Steps(Path(folder).absolute(), remote)
+        self._steps = Steps(Path(folder).absolute(), remote, only_plain)
         self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
@@ -207,15 +212,6 @@ class TrainingCheckpoints:
     def _begin_counting(self) -> None:
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
-
-    def _check_policy(self) -> None:
-        """Raises ConfigError if ranks would wait for each other at different steps."""
-        parts = [
-            part for part in self._save_policy.parts if type(part) in (EverySteps, EverySeconds)
-        ]
-        found = sorted(set(self._ranks.gather(str(parts))))
-        if len(found) > 1:
-            raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
 
     @property
     def failure(self) -> Exception | None:
@@ -476,7 +472,19 @@ class TrainingCheckpoints:
         own = (random_state(), own_input, outlines, problem, uuid.uuid4().hex)
         gathered = [list(each) for each in zip(*self._ranks.gather(own), strict=True)]
         generators, inputs, others, problems, saves = gathered
-        _check_alike(outlines, others, problems)
+        problem = next(filter(None, problems), "")
+        if problem:
+            raise ConfigError(
+                f"save: {problem}: no restore would take it, as such a file may run any code. "
+                "Save plain values and tensors, or set only_plain=False."
+            )
+        for key in sorted({key for other in others for key in other}):
+            if len({other.get(key) for other in others}) > 1:
+                raise ConfigError(
+                    f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
+                    "text or the values of a parameter, and rank 0's alone would be kept. Make "
+                    "DTensors of the parts of a tensor, or give what belongs to one to a writer."
+                )
         self._has_compared = True
         return generators, inputs, saves[0]
 
@@ -612,17 +620,17 @@ class TrainingCheckpoints:
             return
         with suppress(Exception):  # of no step, max raises
             there = self._manifests
-            newest = max(there)
-            if shutil.disk_usage(self._steps.folder).free < size_of(there[newest]):
-                self._remove_old({name: {"metrics": {}}}, newest)
+            if shutil.disk_usage(self._steps.folder).free < size_of(there[max(there)]):
+                self._remove_old(name)
         self._steps.begin(name)
 
-    def _remove_old(
-        self, coming: Mapping[StepName, Manifest] | None = None, newest: StepName | None = None
-    ) -> None:
-        there = self._manifests
-        manifests = {**there, **(coming or {})}
-        kept = self._keep.kept(_metrics(manifests)) | {max(manifests), self._copied, newest}
+    def _remove_old(self, coming: StepName | None = None) -> None:
+        there = _metrics(self._manifests)
+        kept = {max(there), self._copied}
+        if coming is None:
+            kept |= self._keep.kept(there)
+        else:
+            kept |= self._keep.kept({**there, coming: {}})
         for name in there.keys() - kept:
             self._steps.remove(name)
 
@@ -717,9 +725,11 @@ class TrainingCheckpoints:
             if not weights_only:
                 self._has_looked = True
             chosen = self._choose(step)
-            if chosen is None and step != "latest":
-                raise ConfigError(f"restore: there is no step {step}; there are {self.steps()}.")
             if chosen is None:
+                if step != "latest":
+                    raise ConfigError(
+                        f"restore: there is no step {step}; there are {self.steps()}."
+                    )
                 self._prepare(loader, 0)
                 return None
             name, passed = chosen
@@ -741,16 +751,6 @@ class TrainingCheckpoints:
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
 
-    def _best_last(self) -> list[StepName]:
-        if self._best is None:
-            raise ConfigError('"best": keep= has no Best(...), which names the metric.')
-        manifests = self._manifests
-        if self._copies:
-            manifests = self._steps.remote_manifests()[0] | manifests
-        for name in left_behind(manifests):
-            del manifests[name]
-        return self._best.ordered(_metrics(manifests))[::-1]
-
     def _unlock_unless_claimed(self) -> None:
         """Unlocks before the first save: a process that only reads locks no training out."""
         if not self._has_claimed:
@@ -760,6 +760,16 @@ class TrainingCheckpoints:
         with suppress(Exception):
             is_owner = self._steps.is_locked
             self._history.note(is_owner, event, name.step, rollbacks=name.rollbacks, **others)
+
+    def _best_last(self) -> list[StepName]:
+        if self._best is None:
+            raise ConfigError('"best": keep= has no Best(...), which names the metric.')
+        manifests = self._manifests
+        if self._copies:
+            manifests = self._steps.remote_manifests()[0] | manifests
+        for name in left_behind(manifests):
+            del manifests[name]
+        return self._best.ordered(_metrics(manifests))[::-1]
 
     def _choose(
         self, step: int | str | None, before: int | None = None
@@ -876,7 +886,7 @@ class TrainingCheckpoints:
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    give(state, self._steps.load(name, f"{folder}.pt", self._only_plain))
+                    give(state, self._steps.load(name, f"{folder}.pt"))
             except CkptError:
                 raise
             except Exception as error:
@@ -892,14 +902,9 @@ class TrainingCheckpoints:
         self.metrics = self._steps.manifest(name)["metrics"]
         if weights_only:
             return
-        generators = self._steps.load(name, _RANDOM, self._only_plain)
+        generators = self._steps.load(name, _RANDOM)
         if len(generators) == self._ranks.size:
             set_random_state(generators[self._ranks.rank])
-        else:
-            logger.info(
-                f"{name} is of {len(generators)} ranks, and there are {self._ranks.size}: random "
-                "states stay."
-            )
 
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
@@ -908,7 +913,7 @@ class TrainingCheckpoints:
             keep_workers(loader, xxh3_64_intdigest(seed.encode()))
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
-        found = self._steps.load(name, _INPUT, self._only_plain)
+        found = self._steps.load(name, _INPUT)
         if loader is None:
             if found[0] is not None and self._ranks.rank == 0:
                 logger.warning(
@@ -1067,26 +1072,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         return {key: float(value) for key, value in metrics.items()}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"metrics must be numbers: {error}.") from error
-
-
-def _check_alike(
-    own: Mapping[str, str], others: Iterable[Mapping[str, str]], problems: Iterable[str]
-) -> None:
-    """Raises ConfigError if a rank has a problem, or a state that is not that of this rank."""
-    problem = next(filter(None, problems), "")
-    if problem:
-        raise ConfigError(
-            f"save: {problem}: no restore would take it, as such a file may run any code. "
-            "Save plain values and tensors, or set only_plain=False."
-        )
-    for other in others:
-        for key in {**own, **other}:
-            if other.get(key) != own.get(key):
-                raise ConfigError(
-                    f"save: {key} differs between the ranks, in the shape of a tensor, a number, a "
-                    "text or the values of a parameter, and rank 0's alone would be kept. Make "
-                    "DTensors of the parts of a tensor, or give what belongs to one to a writer."
-                )
 
 
 @dataclass(eq=False)

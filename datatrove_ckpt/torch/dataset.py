@@ -158,14 +158,12 @@ class Epoch(Iterator[object]):
         self._count = start.rows_of(slot)
         self._samples = start.samples
         self._missing = start.skipped
-        self._is_used = False
         self._skipped = 0
         self.rest = self._read()
         if dataset.transform is not None:
             self.rest = map(dataset.transform, self.rest)
 
     def __next__(self) -> object:
-        self._is_used = True
         return next(self.rest)
 
     def state(self) -> State:
@@ -183,7 +181,7 @@ class Epoch(Iterator[object]):
         reads nothing.
         """
         epoch = self._number
-        if self._after_end and not self._is_used and self._count and next_epoch != epoch:
+        if self._after_end and not self._samples and self._count and next_epoch != epoch:
             self._after_end = False
             raise CheckpointMismatch(
                 f"Epoch {epoch} gave no sample: the state was saved at the last batch of epoch "

@@ -272,22 +272,11 @@ class _Loaded:
     moved: Numbers
 
     def take(self, rows: Numbers) -> Parts:
-        piece, places = self._find(rows)
+        piece, places = self.window.locate(rows)
         places = places + self.moved[piece]
         if isinstance(self.rows, list):
             return iter([(np.arange(len(rows)), self.rows, places)])
         return self.rows.take(places)
-
-    def origins(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        piece, places = self._find(rows)
-        pieces = self.window.pieces
-        return pieces.block[piece], pieces.start[piece] + places - (
-            np.cumsum(pieces.rows) - pieces.rows
-        )[piece]
-
-    def _find(self, rows: Numbers) -> tuple[Numbers, Numbers]:
-        places = self.window.order[rows]
-        return np.searchsorted(np.cumsum(self.window.pieces.rows), places, side="right"), places
 
 
 @dataclass(eq=False)
@@ -306,7 +295,7 @@ class RowSource:
         table = self.index.table
         names = self.index.blocks.names
         for places, part, taken, share, numbers in self._parts(shares, rows):
-            block, in_block = self._open[share].origins(numbers)
+            block, in_block = self._open[share].window.origins(numbers)
             files = [names[file] for file in table.file[block].tolist()]
             lines = (table.first[block] + in_block).tolist()
             if isinstance(part, list):

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import isfinite
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
+from datatrove_ckpt.common.declared import check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, at_epoch, end_state
@@ -63,6 +64,7 @@ class Mix(StatefulWrapper):
         at_end: AtEnd = "stop",
     ) -> None:
         super().__init__(sources)
+        check(Mix, locals())
         if not sources or len(sources) != len(weights):
             raise ConfigError(
                 f"weights must have one number for each source: {len(sources)}, not {len(weights)}."
@@ -72,8 +74,6 @@ class Mix(StatefulWrapper):
                 f"weights must be finite numbers above 0, not {list(weights)}. Leave out unused "
                 "sources."
             )
-        if at_end not in get_args(AtEnd):
-            raise ConfigError(f"at_end must be 'stop', 'drop' or 'repeat', not {at_end!r}.")
         self.weights = [float(weight) for weight in weights]
         self.seed = seed
         self.at_end = at_end
@@ -208,7 +208,6 @@ class Mixing(Iterator[object]):
             source.iterable = None
             source.iterator = iter(())
             self._weigh()
-            self.finished = not self._live
         if all(one.has_ended for one in self._sources):
             self.finished = True
         elif source.is_live and not self.finished:

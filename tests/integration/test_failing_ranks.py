@@ -5,14 +5,12 @@ stops it.
 import os
 import signal
 from collections import Counter
-from contextlib import suppress
 
 import pytest
 
 from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import (
     CkptError,
-    ConfigError,
     DocumentFailed,
     ServerRefused,
     ServerUnavailable,
@@ -182,16 +180,3 @@ def test_where_nothing_can_be_saved_nothing_is_waited_for(tmp_path, monkeypatch)
     monkeypatch.setattr("datatrove_ckpt.checkpoint.open_checkpoint.OpenCheckpoint.put_answer", full)
     with FakeServer(hold_after=5) as server, pytest.raises(CkptError, match="No space"):
         step_of(tmp_path, server, with_typos, drain_seconds=600.0).run(documents(DOCUMENTS))
-
-
-def test_a_rollout_that_swallows_what_stops_its_rank_does_not_block_the_event_loop(
-    tmp_path,
-):
-    async def swallows(document, generate):
-        while document.id == "id 4":
-            with suppress(Exception):
-                await generate("no payload")
-        return (await generate(chat(document.text))).text
-
-    with FakeServer() as server, pytest.raises(ConfigError, match="generate takes a payload"):
-        step_of(tmp_path, server, swallows).run(documents(DOCUMENTS))

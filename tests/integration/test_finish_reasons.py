@@ -41,13 +41,6 @@ def texts(folder):
     return [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
 
 
-def test_with_the_setting_each_document_is_asked_once(tmp_path):
-    with Server({f"text {index}": [None] for index in range(4)}) as server:
-        run_job(tmp_path, server, 4, config=ACCEPTS)
-        assert set(server.asked.values()) == {1}
-    assert texts(tmp_path) == ["half"] * 4
-
-
 def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and_each_further_one(
     tmp_path,
 ):
@@ -62,17 +55,6 @@ def test_a_finish_reason_after_answers_that_were_believed_stops_this_attempt_and
             server.plan["text 2"] = nulls[:]  # what the server gives from now on changes nothing
         with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
             run_job(tmp_path, server, 4, config=ONE_BY_ONE)
-
-
-def test_the_setting_cannot_be_added_to_a_run_whose_answers_had_a_finish_reason(
-    tmp_path,
-):
-    with Server({}, refuses="text 2") as server:
-        with pytest.raises(ServerRefused, match="401"):
-            run_job(tmp_path, server, 4, config=ONE_BY_ONE)
-        server.refuses = ""
-        with pytest.raises(CheckpointMismatch, match="accept_null_finish_reason"):
-            run_job(tmp_path, server, 4, config=ACCEPTS)
 
 
 def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_attempts(tmp_path):

@@ -3,7 +3,6 @@ rows are the same.
 """
 
 import base64
-import gzip
 import json
 import os
 import shutil
@@ -57,6 +56,7 @@ PARQUET = {
     "WRITER": "ParquetWriter",
     "OPTION": "expand_metadata: true",
 }
+GZIP = {"template": f"{TEMPLATE}.gz", "compression": "gzip"}
 OLD = "[output, checkpoints]"
 
 
@@ -109,9 +109,10 @@ def finished(*folders):
     return found
 
 
-def expected(number):
-    """The documents that a finished run of so many has in its output."""
-    return Counter(f"id {n}" for n in range(number) if "dropped" not in text_of(n))
+def assert_written(folder, number):
+    """A finished run of so many documents has each in its output once."""
+    found = Counter(row["id"] for path in folder.iterdir() for row in rows_of(path))
+    assert found == Counter(f"id {n}" for n in range(number) if "dropped" not in text_of(n))
 
 
 def asked_first(server):
@@ -143,10 +144,7 @@ def take_over(here, command, number, done, old=OLD, **changes):
             assert mine.schema == wanted.schema
         else:
             assert new[name] == reference[name]
-    written = Counter(
-        row["id"] for path in (here / "new/output").iterdir() for row in rows_of(path)
-    )
-    assert written == expected(number)
+    assert_written(here / "new/output", number)
 
 
 # datatrove's half-done runs, and ours under another number of tasks ------------------------------
@@ -207,10 +205,7 @@ def test_a_killed_run_of_an_older_release_is_taken_over(here, command, release):
         write_yaml(here, server.url)
         command("run", "job.yaml")
         assert asked_first(server) == Counter(["id 5", "id 10"])
-    written = Counter(
-        row["id"] for path in (here / "new/output").iterdir() for row in rows_of(path)
-    )
-    assert written == expected(11)
+    assert_written(here / "new/output", 11)
 
 
 # one old run, with what kills and people do to it ------------------------------------------------
@@ -275,20 +270,22 @@ def test_a_run_that_died_at_any_time_is_taken_over(job, command, cut):
     take_over(job, command, NUMBER, done)
 
 
-@pytest.mark.matrix("end", [-6, None])
-def test_compressed_output_is_taken_over_up_to_its_damage(here, command, datatrove, end):
-    make(here, datatrove, template=f"{TEMPLATE}.gz", compression="gzip")
-    path = here / "output/00000_chunk_0.jsonl.gz"
-    assert gzip.decompress(path.read_bytes()).count(b"\n") == 4
+@pytest.mark.matrix(
+    ("settings", "name", "end", "lost", "changes"),
+    [
+        (GZIP, "00000_chunk_0.jsonl.gz", -6, 0, {}),
+        (GZIP, "00000_chunk_0.jsonl.gz", None, 0, {}),
+        ({"template": PARQUET["TEMPLATE"]}, "000_00000_0.parquet", -10, 4, PARQUET),
+    ],
+    ids=["gzip, cut", "gzip", "parquet, cut"],
+)
+def test_output_of_other_kinds_is_taken_over_up_to_its_damage(
+    here, command, datatrove, settings, name, end, lost, changes
+):
+    make(here, datatrove, **settings)
+    path = here / "output" / name
     path.write_bytes(path.read_bytes()[:end])
-    take_over(here, command, NUMBER, DONE)
-
-
-def test_a_damaged_parquet_file_costs_its_documents(here, command, datatrove):
-    make(here, datatrove, template=PARQUET["TEMPLATE"])
-    path = here / "output/000_00000_0.parquet"
-    path.write_bytes(path.read_bytes()[:-10])
-    take_over(here, command, NUMBER, DONE - {f"id {n}" for n in range(4)}, **PARQUET)
+    take_over(here, command, NUMBER, DONE - {f"id {n}" for n in range(lost)}, **changes)
 
 
 def test_a_document_with_another_text_or_id_is_asked_again(job, command):
@@ -335,8 +332,7 @@ def test_a_pattern_names_the_files_of_a_task_and_the_setting_may_come_and_go(job
         assert asked_first(server).keys() >= {"id 5", "id 10"}
         assert not asked_first(server).keys() & {f"id {n}" for n in (0, 1, 2, 3, 4, 6, 7)}
         command("verify", "job.yaml", "--full")
-    written = Counter(row["id"] for path in (job / "new/output").iterdir() for row in rows_of(path))
-    assert written == expected(NUMBER)
+    assert_written(job / "new/output", NUMBER)
 
 
 def test_an_old_output_at_a_url_is_taken_over(job, server, empty_memory_file_system):
@@ -347,10 +343,7 @@ def test_an_old_output_at_a_url_is_taken_over(job, server, empty_memory_file_sys
         InferenceRunner(rollout, config, writer, finished_from=places).run(
             JsonlReader("input").run()
         )
-        written = Counter(
-            row["id"] for path in (job / f"new{number}").iterdir() for row in rows_of(path)
-        )
-        assert written == expected(NUMBER)
+        assert_written(job / f"new{number}", NUMBER)
         assert asked_first(server).keys() & DONE == {"id 8", "id 9"} & asked_first(server).keys()
 
 

@@ -16,7 +16,6 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
@@ -24,7 +23,6 @@ from datatrove_ckpt.errors import (
     StorageFailed,
     TooManyDeadLetters,
 )
-from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import ask, config, documents, ids, run_job, runner
 from tests.patience import until, until_async
@@ -51,38 +49,6 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
         server.release()
         step.run(documents(6))
     assert ids(tmp_path) == [f"id {index}" for index in range(6)]
-
-
-@pytest.mark.slow
-def test_no_document_is_started_while_too_many_chunks_wait_to_be_published(
-    tmp_path, server, monkeypatch
-):
-    """Each chunk is written once the next document waits for that, or all are asked for."""
-    asked = []
-    held = threading.Event()
-    write_chunk = ChunkOutput.write_chunk
-    plain = open_checkpoint.OpenCheckpoint.publishing_behind.fget
-
-    def watched(self):
-        is_behind = plain(self)
-        if is_behind:
-            held.set()
-        else:
-            held.clear()
-        return is_behind
-
-    def slow(self, *args):
-        until(lambda: held.is_set() or server.asked.total() == 6)
-        asked.append(server.asked.total())
-        return write_chunk(self, *args)
-
-    monkeypatch.setattr(open_checkpoint.OpenCheckpoint, "publishing_behind", property(watched))
-    monkeypatch.setattr(open_checkpoint, "MAX_PUBLISHING", 0)
-    monkeypatch.setattr(ChunkOutput, "write_chunk", slow)
-    run_job(tmp_path, server, 6, records_per_chunk=1, config={"max_concurrent_documents": 1})
-    assert all(total <= written + 2 for written, total in enumerate(asked)), (
-        "one may be past the look already"
-    )
 
 
 def test_a_document_without_media_is_written(tmp_path, server):

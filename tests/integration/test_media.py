@@ -14,12 +14,10 @@ import shutil
 import signal
 import struct
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from datatrove.data import Document, Media
-from datatrove.pipeline.media.media_writers.zstd import ZstdWriter
 from datatrove.pipeline.writers import JsonlWriter
 from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
@@ -32,9 +30,8 @@ from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.rollouts.media import kind_of, resized
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_preemption import DRAINS, signal_once, when_logged
-from tests.jobs import Budget, letters, rows, runner
+from tests.jobs import letters, rows, runner
 from tests.pages import ROOT
-from tests.yaml_jobs import ENDPOINT, job_yaml, write_job
 
 PDF = b"%PDF-1.7 a page"
 WAV = b"RIFF\x24\0\0\0WAVEfmt and sound"
@@ -465,50 +462,3 @@ def test_the_config_for_ocr_runs(here, command, server):
     assert sorted(sent(server, number)[0] for number in range(3)) == sorted(
         picture(index) for index in (0, 1, 3)
     )
-
-
-def test_datatroves_media_readers_feed_a_job_that_is_stopped_and_resumed(here, command, server):
-    with ZstdWriter(str(here), "pages.bin") as writer:
-        places = [writer.write(media(picture(index))) for index in range(6)]
-    lines = [
-        json.dumps(
-            {
-                "id": f"id {index}",
-                "text": "Read.",
-                "media": [
-                    {
-                        "id": f"m{index}",
-                        "type": 0,
-                        "url": "",
-                        "path": path,
-                        "offset": offset,
-                        "length": length,
-                    }
-                ],
-            }
-        )
-        for index, (path, offset, length) in enumerate(places)
-    ]
-    rollout = "{class_path: PromptRollout, init_args: {images: media, max_image_side: 30}}"
-    text = job_yaml(
-        ENDPOINT.replace("URL", server.url) + ", max_concurrent_documents: 1", rollout=rollout
-    )
-    before = "      - class_path: InferenceRunner"
-    reader = "datatrove.pipeline.media.media_readers.zstd.ZstdReader, init_args: {data_folder: '.', preserve_order: true}"
-    write_job(here, text.replace(before, f"      - {{class_path: {reader}}}\n{before}"))
-    Path("input/0.jsonl").write_text("\n".join(lines))
-    budget = Budget()
-    server._status = budget
-    budget.left = 3
-    command("run", "job.yaml", code=1)
-    budget.left = 99
-    command("run", "job.yaml")
-    assert Counter(sent(server, number)[0] for number in range(7)) == Counter(
-        # One was refused.
-        [resized(picture(index), 30) for index in range(6)] + [resized(picture(3), 30)]
-    )
-    (output,) = [
-        json.loads(line) for line in Path("output/00000_00000.jsonl").read_text().splitlines()
-    ][:1]
-    assert output["media"][0]["media_bytes"] is None
-    assert output["media"][0]["id"] == "m0"

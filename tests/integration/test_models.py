@@ -16,8 +16,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
     ServerStartFailed,
 )
-from datatrove_ckpt.testing import FakeServer, outputs
-from tests.crash_points import assert_same_output_after_every_crash
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
 from tests.histories import read_history
 from tests.integration.test_supervision import ENGINE
 from tests.jobs import Budget, ask, chat, config, documents, letters, rows, writer
@@ -76,7 +75,7 @@ def test_killed_at_every_write_and_resumed(ram, step):
 
     with says("writer") as writes, says("judge") as judges:
         (ram / "job").mkdir()
-        report = assert_same_output_after_every_crash(attempt, ram / "job", step=step)
+        report = assert_same_output_after_crash(attempt, ram / "job", step=step, recoveries=0)
     assert len(report.points) > 10
 
 
@@ -254,15 +253,3 @@ def test_a_yaml_file_names_models(job, command):
     other = "--pipeline.1.config.judge.model_name_or_path"
     assert 'judge.model: "j" -> "other"' in command("run", "job.yaml", other, "other", code=None)
     assert "writer server, endpoint: " in command("doctor", "job.yaml", code=None)
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("judge.tpp=2", 'pipeline[1] InferenceRunner.config.judge: unknown key "tpp"'),
-        ("judge.gpus=-1", "gpus: -1 is not a whole number >= 0"),
-    ],
-)
-def test_a_mistake_in_a_model_is_one_line(job, command, override, said):
-    done = command("run", "job.yaml", f"--pipeline.1.config.{override}", code=2)
-    assert said in done

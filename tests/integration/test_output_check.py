@@ -75,15 +75,15 @@ def test_a_folder_that_cannot_be_asked_after_may_still_be_there():
 
 def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, command, monkeypatch):
     _, executor = make_executor(str(job / "job.yaml"), [])
-    look = findings._look
+    look = findings.listed
 
     def starts_meanwhile(*arguments):
         with monkeypatch.context() as inside:
-            inside.setattr(findings, "_look", look)
+            inside.setattr(findings, "listed", look)
             command("run", "job.yaml")
         return look(*arguments)
 
-    monkeypatch.setattr(findings, "_look", starts_meanwhile)
+    monkeypatch.setattr(findings, "listed", starts_meanwhile)
     findings.check_output(RunPlan(executor))
 
 

@@ -49,7 +49,7 @@ def of_terminal(lines):
 
 
 def recording(frames):
-    """A picture that moves.
+    """A picture that moves. It begins with its last frame, so that it is full at first sight.
 
     Args:
         frames: for how many seconds each is seen, and its lines. Where pictures do not move, or
@@ -64,7 +64,9 @@ def recording(frames):
         steps += "" if last else f"{100 * start / whole:.2f}%, 100% {{ opacity: 0 }} "
         before = "0% { opacity: 0 } " if number else ""
         styles.append(f"@keyframes f{number} {{ {before}{steps}}}")
-        animation = f"opacity: {last:d}; animation: f{number} {whole:.1f}s step-end infinite"
+        shown = whole - frames[-1][0]  # before the last frame
+        times = f"{whole:.1f}s step-end -{shown:.1f}s infinite"
+        animation = f"opacity: {last:d}; animation: f{number} {times}"
         drawn.append(f'<g style="{animation}">{text_of(lines)}</g>')
     width = round(28 + 8.4 * NARROW)
     height = 19 * max(len(lines) for _, lines in frames) + 20
@@ -125,6 +127,13 @@ def test_the_pictures_show_what_a_run_prints(here, command):
     keep("status", of_terminal([f"$ datatrove-ckpt status {checkpoints}", *status.splitlines()]))
     command("report", checkpoints, "-o", "report.html")
     keep("report", of_page((here / "report.html").read_text()))
+
+
+def test_the_recording_begins_with_its_last_frame():
+    text = (PICTURES / "crash.svg").read_text()
+    last = re.findall(r"f(\d+) ([\d.]+)s step-end -([\d.]+)s", text)[-1]
+    begins = re.search(rf"@keyframes f{last[0]} .*? ([\d.]+)% {{ opacity: 1", text)[1]
+    assert float(last[2]) / float(last[1]) >= float(begins) / 100 - 0.001
 
 
 JOB = """\

@@ -22,7 +22,6 @@ from datatrove_ckpt.checkpoint import batch_log, files
 from datatrove_ckpt.checkpoint.batch_log import read_batches
 from datatrove_ckpt.checkpoint.layout import BATCHES_FOLDER
 from datatrove_ckpt.errors import (
-    CheckpointMismatch,
     ConfigError,
     ServerRefused,
     StorageFailed,
@@ -33,9 +32,9 @@ from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.testing.crashes import CrashReport, disk_in_place
-from tests.crash_points import CopyingDisk, CopyingPowerLossDisk
+from datatrove_ckpt.testing.crashes import CopyingDisk, CrashReport, disk_in_place
 from tests.jobs import ask, documents, letters, rows, run_job, runner
+from tests.power_loss import CopyingPowerLossDisk
 from tests.provider import FAILED, KEY, FakeMessages, FakeProvider
 
 BATCHES = {"provider_batches": True}
@@ -203,21 +202,6 @@ def test_a_request_to_create_a_batch_that_is_late_finds_no_file(tmp_path):
         run(tmp_path, provider, 1)
     assert [name for name in provider.files if name.startswith("file")] == ["file-2"]
     assert set(provider.billed.values()) == {1}
-
-
-class WantsKey(FakeMessages):
-    """Wants the key in the form of Anthropic outside of batches, too."""
-
-    async def _answered(self, request):
-        if request.headers.get("x-api-key") != KEY or "Authorization" in request.headers:
-            return web.json_response({"error": "no key"}, status=401)
-        return await super()._answered(request)
-
-
-def test_a_message_outside_of_batches_has_the_key_in_the_form_of_anthropic(tmp_path):
-    with WantsKey() as provider:
-        runner(tmp_path, provider, message, config={"api_key": KEY}).run(documents(1))
-    assert len(rows(tmp_path)) == 1
 
 
 class LosesErrors(FakeProvider):
@@ -720,7 +704,7 @@ def test_what_a_provider_writes_is_one_line_without_the_key(
 
 
 async def test_values_of_any_type_are_no_traceback():
-    provider = BatchProvider(HiddenUrl("http://a"), None, False)
+    provider = BatchProvider(HiddenUrl("http://a"), None)
     odd = [None, 7, "text", True, [], ["a"], {}, {"a": [1]}, [[{"b": None}]]]
     names = ("id", "status", "errors", "request_counts", "output_file_id", "error", "response")
     for name, value in itertools.product(names, odd):
@@ -740,17 +724,6 @@ async def test_values_of_any_type_are_no_traceback():
             batch = Mock(tag="t", file="f", at=0.0)
             assert await provider.find(batch, set()) is None
     await provider.close()
-
-
-def test_other_settings_are_refused_while_a_batch_is_at_the_provider(tmp_path, provider):
-    provider.steps = 10**9
-    step = runner(tmp_path, provider, config=BATCHES)
-    step.no_wait = True
-    with pytest.raises(WaitsForBatches):
-        step.run(documents(2))
-    other = {**BATCHES, "default_generation_params": {"temperature": 0.5}}
-    with pytest.raises(CheckpointMismatch, match="temperature"):
-        run(tmp_path, provider, 2, config=other)
 
 
 async def unrepeatable(document, generate):
@@ -919,7 +892,7 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
 
 
 async def test_another_batch_of_this_task_is_not_waited_for():
-    provider = MessageBatches(HiddenUrl("http://a"), None, False)
+    provider = MessageBatches(HiddenUrl("http://a"), None)
     await provider._is({"id": "a"}, Mock(requests=0), {"a"})
     assert not provider._undecided
     await provider.close()

@@ -26,6 +26,7 @@ def test_the_page_is_written_beside_nothing_else(checkpoints, tmp_path):
     before = outputs(checkpoints)
     assert main(["report", str(checkpoints), "-o", str(page)]) == 0
     assert page.read_text().startswith("<!DOCTYPE html>")
+    assert f"<title>{tmp_path.name}: running</title>" in page.read_text()
     assert [*page.parent.iterdir()] == [page]
     assert outputs(checkpoints) == before
 

@@ -5,7 +5,6 @@ anything is paid.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import math
 import os
@@ -302,13 +301,10 @@ def test_a_result_may_stand_for_one_of_datatroves(tmp_path, server):
             "reasoning": "",
         }
         theirs = Theirs(**fields)
-        assert vars(result) == fields == vars(theirs) == dataclasses.asdict(result)
         assert list(vars(result)) == list(vars(theirs))
         assert result == theirs == result
         assert result != Theirs(**{**fields, "text": "other"}) != result
-        assert result != fields
         assert orjson.dumps(result) == orjson.dumps(theirs)
-        assert Theirs(**vars(result)) == dataclasses.replace(result)
         for same in (result, pickle.loads(pickle.dumps(result))):
             assert (same.response_id, same.model, same.tool_calls) == ("fake", "", ())
         with pytest.raises(

@@ -12,8 +12,8 @@ from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.errors import ConfigError, DocumentFailed
 from datatrove_ckpt.readers import JsonlReader, SeekingReader
+from datatrove_ckpt.testing import assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import EFFECTS
-from tests.crash_points import assert_same_output_after_every_crash
 from tests.jobs import ask, ids, runner
 from tests.patience import until
 
@@ -54,7 +54,7 @@ class StopsAt:
         return await ask(document, generate)
 
 
-def interrupted(folder, server, data, bad="id 15"):
+def interrupted(folder, server, data, bad="id 15", **settings):
     """A step whose first attempt ended at a document."""
     rollout = StopsAt(bad, folder)
     step = runner(
@@ -62,8 +62,8 @@ def interrupted(folder, server, data, bad="id 15"):
         server,
         rollout,
         records_per_chunk=4,
-        seek=True,
         config={"max_concurrent_generations": 1},
+        **settings,
     )
     with pytest.raises(DocumentFailed):
         step.run(data)
@@ -96,7 +96,7 @@ def in_batches(data):
 def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     folder, server, log, step
 ):
-    again = interrupted(folder, server, read(folder, step=step), "id 14")
+    again = interrupted(folder, server, read(folder, step=step), "id 14", seek=True)
     done = committed(folder)
     seen = []
     again.run(read(folder, step=step, counter=seen))
@@ -196,14 +196,7 @@ _STEPS = {
 @pytest.mark.matrix("case", _STEPS)
 def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, server, log, case):
     data, count, name = _STEPS[case]
-    rollout = StopsAt("id 12", folder)
-    again = runner(
-        folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1}
-    )
-    with pytest.raises(DocumentFailed):
-        again.run(data(folder))
-    rollout.state["bad"] = ""
-    again.run(data(folder))
+    interrupted(folder, server, data(folder), "id 12").run(data(folder))
     expected = [f"id {index}" for index in range(count)]
     assert ids(folder) == [one for one in expected if name is not None or one != "id 1"]
     assert any("finished documents by seeking" in line for line in log) is (name is None)
@@ -226,13 +219,7 @@ class ReaderOfTheRecipe(SeekingReader, OriginalJsonl):
 
 
 def test_a_reader_that_is_made_by_the_recipe_seeks_at_a_resume(folder, server, log):
-    rollout = StopsAt("id 15", folder)
-    step = runner(
-        folder, server, rollout, records_per_chunk=4, config={"max_concurrent_generations": 1}
-    )
-    with pytest.raises(DocumentFailed):
-        step.run(documents(folder, ReaderOfTheRecipe))
-    rollout.state["bad"] = ""
+    step = interrupted(folder, server, documents(folder, ReaderOfTheRecipe))
     done = committed(folder)
     ReaderOfTheRecipe.read = 0
     step.run(documents(folder, ReaderOfTheRecipe))
@@ -250,7 +237,7 @@ def twice(data):
 
 def test_documents_that_do_not_come_in_order_are_counted(folder, server, log):
     undisturbed = [document.id for document in read(folder, step=twice)]
-    again = interrupted(folder, server, read(folder, step=twice))
+    again = interrupted(folder, server, read(folder, step=twice), seek=True)
     again.run(read(folder, step=twice))
     assert ids(folder) == undisturbed
     assert any("reorders documents, or makes several of one" in line for line in log)
@@ -279,4 +266,4 @@ def test_a_seeking_job_ends_the_same_after_a_crash_at_every_effect(folder, serve
     def attempt(folder):
         runner(folder, server, records_per_chunk=8).run(read(folder))
 
-    assert_same_output_after_every_crash(attempt, folder, counted=counted)
+    assert_same_output_after_crash(attempt, folder, counted=counted, recoveries=0)

@@ -278,7 +278,7 @@ def canary():  # not a value: values that a rollout uses are part of a run's ide
     return base64.b64decode(job["canary"]).decode()
 server.secrets = types.SimpleNamespace(choice=secrets.choice, token_urlsafe=lambda size: canary())
 if job["case"] == "break":  # a bug of ours, in a line that names the key
-    plain._head = lambda method, url, headers: headers[1 / 0]
+    plain.Transport._head_for = lambda self, url, headers: headers[1 / 0]
 def read(data, rank=0, world_size=1):
     yield Document(text=f"document of rank {rank}", id=str(rank))
 async def rollout(document, generate):

@@ -35,6 +35,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
 from tests.histories import read_history
 from tests.jobs import rejects
+from tests.jobs import rows as written
 from tests.unit.tables import write_table
 
 JOB = {
@@ -53,6 +54,24 @@ def folder(tmp_path, monkeypatch):
     Path("documents").mkdir()
     Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return tmp_path
+
+
+@pytest.fixture
+def in_two(command):
+    """A run that ends at a refused text, and the same command again: what they asked, and the
+    second one said.
+    """
+
+    def run(refused, *words, first=(), **settings):
+        fails = [*refused]
+        with FakeServer(status=rejects(fails, 401)) as server:
+            write(server, records_per_chunk=1, **settings)
+            command("run", "job.yaml", *first, *words, code=1)
+            fails.clear()
+            said = command("run", "job.yaml", *words)
+        return [payload["messages"][0]["content"] for payload in server.payloads], said
+
+    return run
 
 
 @pytest.fixture
@@ -132,6 +151,8 @@ def test_every_setting_goes_where_it_belongs():
         ("mixed", "TextReader", {"data_folder": "mixed", "glob_pattern": "**/*"}),
         ("mixed/*.txt", "TextReader", {"data_folder": "mixed", "glob_pattern": "*.txt"}),
         ("notes/a.md", "TextReader", {"data_folder": "notes", "glob_pattern": "a.m[d]"}),
+        ("old", "CSVReader", {"data_folder": "old", "glob_pattern": "**/*.CSV*"}),
+        ("old/A.CSV", "CSVReader", {"data_folder": "old", "glob_pattern": "A.CS[V]"}),
         ("saved", "HuggingFaceDatasetReader", {"dataset": "saved", "load_from_disk": True}),
         ("hf://datasets/o/n", "HuggingFaceDatasetReader", {"dataset": "o/n", "streaming": True}),
     ],
@@ -148,6 +169,7 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
         "notes/picture.png",
         "mixed/a.md",
         "mixed/b.txt",
+        "old/A.CSV",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
@@ -357,8 +379,7 @@ NAMED = [
 @pytest.mark.parametrize("given", NAMED)
 def test_what_its_name_tells_is_not_listed(given, listings):
     expanded(input=given, tasks=3)
-    with FakeServer() as server:
-        expanded(input=given, slurm={"partition": "gpu"}, tasks=3, endpoint=server.url)
+    expanded(input=given, slurm={"partition": "gpu"}, tasks=3)
     assert listings == []
 
 
@@ -683,7 +704,7 @@ TABLES = {
         ("chats.jsonl", ["--prompt-column=messages"]),
     ],
 )
-def test_the_prompt_says_which_columns_it_needs(command, name, flags):
+def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
     """And the same table comes out, in one try, also after a stop."""
     import datasets
     import pandas
@@ -697,22 +718,8 @@ def test_the_prompt_says_which_columns_it_needs(command, name, flags):
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     for file, content in TABLES.items():
         Path(file).write_text(content)
-    asked = []
-    fails = ["How?"]
-
-    def status(payload, times):
-        content = payload["messages"][0]["content"]
-        if content in fails:
-            return 401
-        asked.append(content)
-        return None
-
-    with FakeServer(status=status) as server:
-        given = ["--input", name, "--model=m", "--endpoint", server.url, "--run-folder=runs/x"]
-        command("run", *given, *flags, "--records-per-chunk=1", code=1)
-        fails.clear()
-        command("run", *given, *flags, "--records-per-chunk=1")
-    assert asked == ["Why?", "How?"]
+    asked, _ = in_two(["How?"], *flags, input=name, prompt=None)
+    assert asked == ["Why?", "How?", "How?"]
     if name in ("table.parquet", "stream.arrow"):
         frame = pandas.read_parquet("runs/x/output")
         assert [*frame][1:3] == ["question", "answer"]
@@ -720,11 +727,9 @@ def test_the_prompt_says_which_columns_it_needs(command, name, flags):
         assert "answer_2" in frame
         assert "text" not in frame
     else:
-        rows = [json.loads(one) for _, one in sorted(outputs(Path("runs/x/output")).items())]
-        assert [row.get("text") for row in rows] == (
-            ["a", "b"] if name == "text.jsonl" else [None, None]
-        )
-        assert len(rows) == 2
+        rows = written(Path("runs/x"))
+        texts = ["a", "b"] if name == "text.jsonl" else [None, None]
+        assert [row.get("text") for row in rows] == texts
         assert ("answer_2" in rows[0]) == (name == "sheet.csv")
 
 
@@ -753,47 +758,29 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
     assert "no problem" in command("verify", "runs/x", "--full")
 
 
-def test_a_parameter_with_a_typing_error_is_named_before_a_request(command, log):
-    write(endpoint=None, server_type="dummy")
-    command("run", "job.yaml", "--dry-run", "--generation-params={max_tokenz: 5}")
-    (warning,) = [line for line in log if line.startswith("WARNING")]
-    assert "'max_tokenz' is not one that we know, did you mean \"max_tokens\"?" in warning
-
-
 @pytest.mark.parametrize("prompt", ["{text}", "{file_path}"])
-def test_a_folder_of_texts_is_an_input(command, prompt):
+def test_a_folder_of_texts_is_an_input(in_two, command, prompt):
     Path("notes/deep").mkdir(parents=True)
     for name, text in {"a.md": "# A\n", "b.md": "", "deep/c.md": "C"}.items():
         Path("notes", name).write_text(text)
-    flags = ["--input=notes/", f"--prompt={prompt}", "--model=m", "--run-folder=runs/x"]
     fails = ["C", str(Path("notes/deep/c.md").absolute())]
-    with FakeServer(status=rejects(fails, 401)) as server:
-        flags += ["--endpoint", server.url, "--records-per-chunk=1"]
-        command("run", *flags, code=1)
-        fails.clear()
-        said = command("run", *flags)
-        assert len(server.payloads) == 3
-        Path("notes/a.md").write_text("changed")
-        changed = command("run", *flags, code=1).error
+    asked, said = in_two(fails, input="notes/", prompt=prompt)
+    assert len(asked) == 3
     assert "skipped_rows_without_text: 1" in said
-    rows = [json.loads(one) for _, one in sorted(outputs(Path("runs/x/output")).items())]
+    rows = written(Path("runs/x"))
     assert [(row["id"], row["text"]) for row in rows] == [("a.md", "# A\n"), ("deep/c.md", "C")]
+    Path("notes/a.md").write_text("changed")
+    assert "a.md" in command("run", "job.yaml", code=1).error
     assert rows[0]["file_path"] == str(Path("notes/a.md").absolute())
-    assert "a.md" in changed
 
 
-def test_a_run_that_began_with_texts_alone_goes_on_so(command, monkeypatch):
+def test_a_run_that_began_with_texts_alone_goes_on_so(in_two):
     """As an earlier version began it."""
     Path("documents/a.jsonl").write_text(
         '{"text": "a", "q": "1"}\n{"q": "2"}\n{"text": "c", "q": "3"}\n'
     )
-    fails = ["3"]
-    with FakeServer(status=rejects(fails, 401)) as server:
-        write(server, prompt="{q}", records_per_chunk=1)
-        command("run", "job.yaml", "--text-key=text", code=1)
-        fails.clear()
-        command("run", "job.yaml")
-        assert [one["messages"][0]["content"] for one in server.payloads] == ["1", "3", "3"]
+    asked, _ = in_two(["3"], first=["--text-key=text"], prompt="{q}")
+    assert asked == ["1", "3", "3"]
 
 
 def test_a_rollout_function_gets_documents_with_a_text_unless_none_is_needed():
@@ -812,19 +799,14 @@ def test_another_text_key_is_refused_though_it_is_null(tmp_path):
         list(other.run())
 
 
-def test_a_run_that_has_begun_keeps_the_form_of_its_output(command):
+def test_a_run_that_has_begun_keeps_the_form_of_its_output(in_two):
     """One that an earlier version began: JSON lines of Parquet files, without a name of the
     answers.
     """
     Path("tables").mkdir()
     pq.write_table(pa.table({"id": ["1", "2"], "text": ["a", "b"]}), "tables/in.parquet")
-    failing = ["Say b"]
-    with FakeServer(status=rejects(failing, 401)) as server:
-        write(server, input="tables", records_per_chunk=1)
-        command("run", "job.yaml", "--answer=null", "--output-format=jsonl", code=1)
-        failing.clear()
-        command("run", "job.yaml")
-    rows = [json.loads(text) for _, text in sorted(outputs(Path("runs/x/output")).items())]
+    in_two(["Say b"], first=["--answer=null", "--output-format=jsonl"], input="tables")
+    rows = written(Path("runs/x"))
     assert [[*row] for row in rows] == [["text", "id", "metadata"]] * 2
     assert [[*row["metadata"]] for row in rows] == [["file_path", "rollout_results"]] * 2
 

@@ -1,4 +1,4 @@
-"""docs/tutorial.md and docs/recipes.md, line by line, as a person types them."""
+"""docs/tutorial.md, docs/recipes.md and docs/tasks.md, line by line, as a person types them."""
 
 import json
 import os
@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from datatrove_ckpt.testing import FakeServer
-from tests.integration.test_examples import ON_ONE_CORE
+from tests.integration.test_examples import ON_ONE_CORE, write_documents
+from tests.integration.test_typed_ways import PATHS
 from tests.pages import ROOT, blocks, section
 
-TUTORIAL, RECIPES = "docs/tutorial.md", "docs/recipes.md"
+TUTORIAL, RECIPES, TASKS = "docs/tutorial.md", "docs/recipes.md", "docs/tasks.md"
 REFUSED = "datatrove-ckpt run facts.yaml --prompt 'Give this text a title: {text}'"
 ENDS_WITH = {"timeout -s KILL 10 datatrove-ckpt run facts.yaml": 137, REFUSED: 1}
 """Lines of the tutorial that are to fail, with their exit codes."""
@@ -48,17 +50,11 @@ def printed(line, code, **options):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorial_runs_as_typed(here):
-    """With a real model. The quick start before it has fewer documents here, and shorter
-    answers.
-    """
+    """With a real model. The quick start before it has shorter answers here."""
     shutil.copytree(ROOT / "configs", "configs")
-    quickstart, documents = (
-        Path("configs/quickstart.yaml"),
-        Path("configs/quickstart_documents.jsonl"),
-    )
+    quickstart = Path("configs/quickstart.yaml")
     assert "max_tokens: 160" in quickstart.read_text()
     quickstart.write_text(quickstart.read_text().replace("max_tokens: 160", "max_tokens: 5"))
-    documents.write_text("".join(documents.read_text().splitlines(keepends=True)[:8]))
     type_in("datatrove-ckpt run configs/quickstart.yaml")
     write_files(TUTORIAL)
     lines = [line for block in blocks("bash", TUTORIAL) for line in block.lines]
@@ -71,7 +67,7 @@ def test_the_tutorial_runs_as_typed(here):
     )
     for part in shown.split("[...]"):
         assert part in said[REFUSED]
-    for name, count in {"facts": 8, "titles": 8, "checked": 4}.items():
+    for name, count in {"facts": 24, "titles": 24, "checked": 4}.items():
         rows = [
             row
             for path in sorted(Path("runs", name, "output").iterdir())
@@ -130,3 +126,38 @@ def test_a_recipe_runs_as_typed(here, heading):
         failures.clear()  # the cause is corrected
         for line in lines:
             run_line(here_instead(line, server))
+
+
+# tasks -------------------------------------------------------------------------------------------
+
+
+def fitting(payload, times):
+    """An answer of the form that the request asks for."""
+    if "structured_outputs" in payload:
+        return payload["structured_outputs"]["choice"][0]
+    if "response_format" in payload:
+        schema = payload["response_format"]["json_schema"]["schema"]
+        known = schema.get("properties", {})
+        return json.dumps({name: [] if name in known else "x" for name in schema["required"]})
+    return "9"
+
+
+def test_each_task_runs_as_typed(here, command):
+    write_files(RECIPES)
+    write_files(TASKS)
+    write_documents(here)
+    for name in ("pictures/a.png", "scans/a.pdf"):
+        Path(name).parent.mkdir()
+        Image.new("RGB", (20, 10)).save(name)
+    with FakeServer(fitting) as server:
+        server.paths = PATHS
+        Path("job.yaml").write_text(here_instead(Path("job.yaml").read_text(), server))
+        for block in blocks("bash", TASKS):
+            for line in block.lines:
+                words = shlex.split(here_instead(line, server))
+                if words[0] == "datatrove-ckpt":
+                    assert "1 dead" not in command(*words[1:]).out, line
+                else:
+                    type_in(line)
+    made = {path.name for path in Path("runs").iterdir() if (path / "output").is_dir()}
+    assert len(made) == sum(block.text.count("--run-folder") for block in blocks("bash", TASKS))

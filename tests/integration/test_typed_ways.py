@@ -217,30 +217,3 @@ def test_a_vector_of_another_length_than_that_of_an_earlier_attempt_stops_the_ra
     with pytest.raises(CkptError, match="1 number, and before with 4"):
         run_job(tmp_path, numbers, 1, ask, config=config)
     assert budget.left == 8
-
-
-def test_other_classes_than_before_stop_the_rank_and_are_not_kept(numbers, tmp_path):
-    async def ask(document, generate):
-        return await generate.classify(document.text)
-
-    def answer(payload):
-        return {
-            "data": [
-                {
-                    "index": 0,
-                    "probs": [0.5, 0.25] + [0.25] * (others and payload["input"] == "text 1"),
-                }
-            ]
-        }
-
-    others = True
-    numbers.paths = {"/classify": answer}
-    config = {"max_concurrent_documents": 1}
-    with pytest.raises(CkptError, match="with 3 numbers, and before with 2, for the same"):
-        run_job(tmp_path, numbers, 2, ask, config=config)
-    others = False
-    run_job(tmp_path, numbers, 2, ask, config=config)
-    assert [len(row["metadata"]["rollout_results"][0]["scores"]) for row in rows(tmp_path)] == [
-        2,
-        2,
-    ]

@@ -23,17 +23,15 @@ from datatrove_ckpt.run_folder.repair import Redo, _blank_letters
 from datatrove_ckpt.run_folder.verify import check_output
 from datatrove_ckpt.testing import (
     FakeServer,
+    assert_same_output_after_crash,
     disk_in_place,
     outputs,
 )
-from tests.crash_points import (
-    CopyingDisk,
-    CopyingPowerLossDisk,
-    assert_same_output_after_every_crash,
-)
+from datatrove_ckpt.testing.crashes import CopyingDisk
 from tests.jobs import documents, letters, rejects, runner
 from tests.kept import edit
 from tests.patience import until_async
+from tests.power_loss import CopyingPowerLossDisk
 
 
 @pytest.fixture(scope="module")
@@ -525,7 +523,9 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
         runner(folder, server, skip_bad_requests=True).run(documents(7))
 
     torn = disk_type is CopyingDisk
-    print(assert_same_output_after_every_crash(life, damaged, torn=torn, disk_type=disk_type))
+    print(
+        assert_same_output_after_crash(life, damaged, torn=torn, disk_type=disk_type, recoveries=0)
+    )
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
 
 

@@ -143,38 +143,32 @@ def test_several_choices_are_those_that_were_asked_for(choices, error):
         assert error in f"{caught.value}: {caught.value.quoted}"
 
 
-@pytest.mark.parametrize("last", [{"cut_off": 1}, {"empty": 1}, {"cut_off": 1, "empty": 1}, {}])
-def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path, last):
-    async def ask(document, generate):
-        zeros = await generate.embed(document.text)
-        result = await generate(
-            chat(document.text, n=3),
-            path="/v1/chat/completions",
-        )
-        return [result, zeros]
+def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path):
+    lasts = [("a", "length"), ("", "stop"), ("", "length"), ("a", "stop")]
 
-    good = {"message": {"content": "a"}, "finish_reason": "stop"}
-    bad = {
-        "message": {"content": "" if "empty" in last else "a"},
-        "finish_reason": "length" if "cut_off" in last else "stop",
-    }
-    choices = [{**one, "index": index} for index, one in enumerate([good, bad, good])]
-    server.paths = {
-        "/v1/chat/completions": lambda payload: {
-            "choices": choices,
-            "usage": {"completion_tokens": 3},
-        },
-        "/v1/embeddings": lambda payload: {
-            "data": [{"index": 0, "embedding": [0.0] * 2 if last else [0.0, 1.0]}]
-        },
-    }
-    run_job(tmp_path, server, 1, ask)
-    counts = read_run_state(
-        Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
-    ).together.counts
-    expected = {"cut_off": 0, "empty": 0, **last}
-    assert counts.answers == 2
-    assert (counts.cut_off, counts.empty) == (expected["cut_off"], expected["empty"] + bool(last))
+    async def ask(document, generate):
+        await generate.embed(document.text)
+        return await generate(chat(document.text, n=2), path="/v1/chat/completions")
+
+    def answer(payload):
+        text, reason = lasts[int(payload["messages"][0]["content"][-1])]
+        choices = [("a", "stop"), (text, reason)]
+        return {
+            "choices": [
+                {"index": index, "message": {"content": text}, "finish_reason": reason}
+                for index, (text, reason) in enumerate(choices)
+            ]
+        }
+
+    def embed(payload):
+        is_zero = payload["input"] == "text 0"
+        return {"data": [{"index": 0, "embedding": [0.0, 0.0 if is_zero else 1.0]}]}
+
+    server.paths = {"/v1/chat/completions": answer, "/v1/embeddings": embed}
+    run_job(tmp_path, server, 4, ask)
+    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    counts = read_run_state(place).together.counts
+    assert (counts.answers, counts.cut_off, counts.empty) == (8, 2, 2 + 1)
 
 
 def test_a_refusal_is_kept_with_its_choice():

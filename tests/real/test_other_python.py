@@ -18,7 +18,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import Budget
 from tests.real import environment
-from tests.unit.test_identity import python
+from tests.unit.test_identity import check_hashes, python
 
 ROOT = Path(__file__).parents[2]
 OTHERS = [minor for minor in (12, 13) if minor != sys.version_info[1]]
@@ -82,6 +82,8 @@ pytestmark = pytest.mark.timeout(900)  # the first run also installs
 
 def test_a_run_continues_on_other_pythons(tmp_path):
     others = [environment.other_python(f"3.{minor}", python(minor)) for minor in OTHERS]
+    for minor, other in zip(OTHERS, others, strict=True):
+        check_hashes(minor, other)
     pythons = [sys.executable, *others, sys.executable]
     (tmp_path / "input").mkdir()
     rows = [

@@ -49,6 +49,18 @@ def folder(tmp_path):
     return rows_as_parquet(tmp_path / "input")
 
 
+def arguments_of(ram, **options):
+    return TrainingArguments(
+        output_dir=str(ram / "run"),
+        per_device_train_batch_size=BATCH,
+        logging_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+
+
 class SavesAtStops(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_step_end(self, args, state, control, **others):
         control.should_save = state.global_step in STOPS
@@ -56,16 +68,7 @@ class SavesAtStops(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 def test_trainer_resumes_in_every_epoch(folder, ram):
     def trained(resume_from):
-        arguments = TrainingArguments(
-            output_dir=str(ram / "run"),
-            num_train_epochs=EPOCHS,
-            per_device_train_batch_size=BATCH,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
+        arguments = arguments_of(ram, num_train_epochs=EPOCHS, save_strategy="no")
         trainer = Trainer(
             Recording(), arguments, train_dataset=dataset(folder), callbacks=[SavesAtStops()]
         )
@@ -168,17 +171,7 @@ def test_two_processes_of_accelerate_share_an_epoch_and_resume_in_it(folder, tmp
 
 
 def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_used(folder, ram):
-    arguments = TrainingArguments(
-        output_dir=str(ram / "run"),
-        max_steps=STEPS + 4,
-        per_device_train_batch_size=BATCH,
-        save_steps=2,
-        save_total_limit=1,
-        logging_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = arguments_of(ram, max_steps=STEPS + 4, save_steps=2, save_total_limit=1)
     kept = ram / "kept"
 
     def trained():

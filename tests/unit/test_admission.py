@@ -304,17 +304,6 @@ async def test_documents_that_wait_for_each_other_before_they_ask_are_started(mo
     assert work.most > 0
 
 
-def test_the_limit_grows_twice_as_fast_until_a_request_waits():
-    admission = Admission()
-    admission.limit = 800
-    admission.update(Metrics(800, 0, 1), 800)
-    assert admission.limit == 1000
-    admission.update(Metrics(960, 40, 2), 1000)
-    assert admission.limit == 1080
-    admission.update(Metrics(1080, 0, 3), 1080)
-    assert admission.limit == 1215
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)]

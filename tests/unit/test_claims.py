@@ -650,13 +650,6 @@ def test_flocks_that_no_other_machine_sees_are_not_taken_for_a_death(tmp_path, m
         here.store.beat()
         there.store.beat()
         assert there.claims.free().ranks == [1, 2, 3]
-    here.die()
-    grow_old(tmp_path, 200.0)
-    there.store.beat()
-    for rank in (1, 2, 3):
-        assert there.take_rank(rank)
-        there.claims.complete(rank)
-    assert there.claims.free().ranks == [0]
 
 
 def test_a_mark_that_a_power_loss_cut_off_is_that_of_a_free_rank(tmp_path):

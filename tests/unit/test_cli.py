@@ -191,7 +191,7 @@ _OF_A_RUN = {
 _OF_A_FILE = {"datatrove_ckpt.cli", "datatrove_ckpt.readers", "datatrove_ckpt.checkpoint.recovery"}
 # Of Python itself; each takes 10 ms or more.
 _SLOW = {"asyncio", "email", "http.client", "multiprocessing", "sqlite3", "ssl", "subprocess"}
-_OF_OTHERS = {"datatrove", "fsspec", "loguru", "numpy", "yaml"}
+_OF_OTHERS = {"aiohttp", "datatrove", "fsspec", "loguru", "numpy", "pyarrow", "yaml"}
 _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept SystemExit: pass"
 
 
@@ -201,7 +201,10 @@ _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept Syst
     [
         (_COMMAND.format(["--version"]), _SLOW | _OF_OTHERS),
         (_COMMAND.format(["run", "--help"]), _SLOW | _OF_OTHERS),
-        (_COMMAND.format(["status", "checkpoints"]), {"http.client", "datatrove", "aiohttp"}),
+        (
+            _COMMAND.format(["status", "checkpoints"]),
+            {"http.client", "datatrove", "aiohttp", "pyarrow"},
+        ),
         (
             "from datatrove_ckpt import InferenceConfig, InferenceRunner, LocalPipelineExecutor",
             _OF_A_RUN | _OF_A_FILE,
@@ -324,7 +327,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
         (
             ["run", "job.yaml", "--dyr-run"],
             2,
-            '--dyr-run: its value is missing, did you mean "--dry-run"?',
+            '--dyr-run: there is no such flag, did you mean "--dry-run"?',
         ),
         (["run", "job.yaml", "--sampel", "5"], 2, 'no such flag, did you mean "--sample"?'),
         (["run", "--help"], 0, "--max-tokens    longest answer, in tokens."),

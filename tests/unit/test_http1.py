@@ -12,7 +12,6 @@ from datatrove_ckpt.inference.client.plain import (
     Response,
     ResponseParser,
     UnaskedBytes,
-    usual_response,
 )
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -67,7 +66,6 @@ ANSWERS = {
         False,
     ),
 }
-USUAL = {"length", "no reason"}
 BAD = {
     "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
     "HTTP/2": b"HTTP/2 200 OK\r\n\r\n",
@@ -86,9 +84,6 @@ BAD = {
     "a bad chunk size": CHUNKED + b"0x1\r\na\r\n",
     "a chunk that is too long": CHUNKED + b"1\r\nab\r\n0\r\n\r\n",
     "a nul": b"HTTP/1.1 200 OK\r\nA: \0\r\nContent-Length: 1\r\n\r\nx",
-    "a header without end": b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000,
-    "a long header": b"HTTP/1.1 200 OK\r\nA: " + b"x" * 70_000 + b"\r\n\r\n",
-    "a size line without end": CHUNKED + b"1;" + b"x" * 70_000,
 }
 
 
@@ -110,7 +105,6 @@ def test_an_answer_is_the_same_however_it_is_cut(name):
     for pieces in cuts:
         parser = feed(pieces)
         assert (parser.response(), parser.reusable) == (expected, reusable)
-    assert usual_response(raw) == (expected if name in USUAL else None)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -120,14 +114,12 @@ def test_a_connection_that_ends_inside_an_answer_gives_none(name):
         parser = ResponseParser()
         assert not parser.feed(raw[:size])
         assert not parser.end()
-        assert usual_response(raw[:size]) is None
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_with_which_more_comes_is_none(name):
     with pytest.raises(UnaskedBytes):
         ResponseParser().feed(ANSWERS[name][0] + b"H")
-    assert usual_response(ANSWERS[name][0] + b"H") is None
 
 
 @pytest.mark.parametrize(
@@ -145,8 +137,7 @@ def test_without_a_length_the_end_of_the_connection_ends_the_answer(head):
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_answer_is_an_error_however_it_is_cut(name):
     raw = BAD[name]
-    steps = [1] if len(raw) < 1000 else [4096]
-    for step in [len(raw), *steps]:
+    for step in (len(raw), 1):
         parser = ResponseParser()
         with pytest.raises(RemoteProtocolError):  # noqa: PT012 (one of the pieces)
             for start in range(0, len(raw), step):
@@ -165,19 +156,3 @@ def test_a_body_without_a_length_has_a_limit(monkeypatch):
         parser.feed(head)
         with pytest.raises(RemoteProtocolError, match="longer than 10"):
             parser.feed(body)
-
-
-@pytest.mark.parametrize(
-    ("head", "endless"),
-    [
-        (b"", b"HTTP/1.1 102 Processing\r\n\r\n"),
-        (CHUNKED, b"1;" + b"x" * 50 + b"\r\na\r\n"),
-        (CHUNKED + b"0\r\n", b"A: b\r\n"),
-    ],
-)
-def test_framing_without_end_has_a_limit(head, endless):
-    parser = ResponseParser()
-    assert not parser.feed(head)
-    with pytest.raises(RemoteProtocolError, match="longer than 65536"):  # noqa: PT012 (one of the pieces)
-        for _ in range(20_000):
-            assert not parser.feed(endless)

@@ -226,13 +226,6 @@ def python(minor):
     return None
 
 
-def pythons():
-    """The interpreters that this machine has. The golden digest holds the others to the same
-    values.
-    """
-    return {minor: path for minor in range(11, 16) if (path := python(minor))}
-
-
 def check_hashes(minor, path):
     command = [path, "-W", "error", "-c", DESCRIBE_SHAPES, FOLDER, str(DATA / "code_shapes.py")]
     version, found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -243,12 +236,6 @@ def check_hashes(minor, path):
 
 def test_code_has_the_same_hash_on_this_python():
     check_hashes(sys.version_info[1], sys.executable)
-
-
-@pytest.mark.slow
-def test_code_has_the_same_hash_on_every_python():
-    for minor, path in pythons().items():
-        check_hashes(minor, path)
 
 
 def test_a_function_without_source_has_the_same_hash_in_every_process_and_names_its_python():

@@ -45,7 +45,10 @@ def spread():
 
 
 def metrics(rank=3, state="running", documents=7, run="my run"):
-    return RankNow(run, rank, "node7", "4711_5", 1000.0, state, progress(documents), spread())
+    now = progress(documents)
+    now.total = replace(now.total, cost=1_500_000_000)
+    now.position = now.position._replace(tasks=9)
+    return RankNow(run, rank, "node7", "4711_5", 1000.0, state, now, spread())
 
 
 METRICS = {PREFIX + metric.name: metric for metric in prometheus.metrics(metrics())}
@@ -84,6 +87,8 @@ def test_the_text_says_what_the_rank_did():
         "rank_tokens prompt": 500,
         "rank_tokens completion": 250,
         "input_done_ratio": 0.25,
+        "tasks_with_input": 9,
+        "rank_cost": 1.5,
         "documents_total": 7,
         "requests_total answered": 12,
         "requests_total failed": 2,
@@ -104,9 +109,7 @@ def test_every_metric_is_shown_and_each_family_once_for_all_ranks():
     assert types == [*METRICS]
     assert samples(text, rank="5")["documents_total"] == 7
     unknown = replace(metrics(5), progress=replace(metrics(5).progress, position=InputPosition()))
-    assert not [
-        name for name in samples(exposition([unknown]).decode()) if name.startswith("input")
-    ]
+    assert not [name for name in samples(exposition([unknown]).decode()) if "input" in name]
 
 
 # settings ----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
-from datatrove_ckpt.process.shutdown import Shutdown
 
 
 @pytest.fixture
@@ -56,29 +55,3 @@ async def test_a_long_id_is_cut():
     rank = SimpleNamespace(_source=None, clients=[SimpleNamespace(oldest=oldest)], _ended_at=0.0)
     document = RankReporter._wait(rank).document
     assert document == "word " * 40
-
-
-def test_each_answer_is_counted_once_whoever_asks_meanwhile(eager_threads):
-    checkpoint = SimpleNamespace(resumed=SimpleNamespace(finished=SimpleNamespace(read=0)))
-    rank = RankReporter(0, checkpoint, Shutdown(), 1.0)
-    ended = threading.Event()
-
-    def ask():
-        while not ended.is_set():
-            rank.progress()
-            rank.spread()
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for number in range(20_000):
-        usage = {"prompt_tokens": 3, "completion_tokens": number % 2}
-        answer = SimpleNamespace(seconds=0.001 * (number % 7), usage=usage, service_tier="")
-        rank.answered(answer, SimpleNamespace(prices=None))
-    ended.set()
-    for thread in threads:
-        thread.join()
-    own = rank.progress().own
-    assert (own.requests, own.prompt_tokens, own.completion_tokens) == (20_000, 60_000, 10_000)
-    spread = rank.spread()
-    assert sum(spread.milliseconds.values()) == sum(spread.prompt_tokens.values()) == 20_000

@@ -1,15 +1,19 @@
-"""PlainTransport against a real socket: which connections are used again, and how requests end that
+"""Transport against a real socket: which connections are used again, and how requests end that
 get no answer.
 """
 
 import asyncio
+import base64
 import socket
+import ssl
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
 
 import pytest
 from yarl import URL
 
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport
+from datatrove_ckpt.inference.client import plain
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.unit.test_client import answer, http, never, serving, then_close
 
@@ -20,14 +24,7 @@ GOOD = answer(http(200, b"good"))
 async def transport_to(*replies, **settings):
     async with serving(*replies) as (server, base):
         url = URL(base) / "v1/chat/completions"
-        arguments = {
-            "api_key": None,
-            "timeout": 30.0,
-            "connect_timeout": 30.0,
-            "keepalive": 4.0,
-            **settings,
-        }
-        transport = PlainTransport(HiddenUrl(url), **arguments)
+        transport = Transport(HiddenUrl(url), None, **{"timeout": 30.0, **settings})
         try:
             yield server, transport
         finally:
@@ -38,7 +35,7 @@ async def transport_to(*replies, **settings):
     ("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")]
 )
 async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url, host):
-    head = PlainTransport(HiddenUrl(url), None, 1.0, 1.0, 1.0)._head.split(b"\r\n")
+    head = Transport(HiddenUrl(url), None, 1.0)._head.split(b"\r\n")
     assert (
         head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
     )
@@ -158,7 +155,95 @@ def silent_address():
 
 async def test_a_server_that_accepts_nobody_is_given_up_in_time():
     with silent_address() as (_, port):
-        transport = PlainTransport(HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, 0.2, 4.0)
+        transport = Transport(
+            HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, connect_timeout=0.2
+        )
         with pytest.raises(ConnectTimeout):
             await transport.send(b"one")
         await transport.close()
+
+
+@pytest.fixture
+def self_signed(monkeypatch):
+    """TLS of a server with a certificate that this process trusts."""
+    path = str(Path(__file__).parent.parent / "data" / "tls" / "self_signed.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", path)
+    plain._tls.cache_clear()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(path)
+    yield context
+    plain._tls.cache_clear()
+
+
+class Proxy:
+    """Sends what it gets to where it is asked to, and keeps the heads. ``status``: of its answer to
+    CONNECT.
+    """
+
+    def __init__(self, status=200):
+        self.status = status
+        self.heads = []
+        self.pipes = set()
+
+    async def handle(self, reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.heads.append(head)
+        url = URL(f"https://{head.split()[1].decode()}")
+        there, onward = await asyncio.open_connection(url.host, url.port)
+        writer.write(b"HTTP/1.1 %d X\r\n\r\n" % self.status)
+        for source, goal in ((reader, onward), (there, writer)):
+            self.pipes.add(asyncio.create_task(self.pipe(source, goal)))
+
+    async def pipe(self, source, goal):
+        while data := await source.read(1 << 16):
+            goal.write(data)
+        goal.close()
+
+
+@asynccontextmanager
+async def through(monkeypatch, status=200):
+    proxy = Proxy(status)
+    listener = await asyncio.start_server(proxy.handle, "127.0.0.1", 0)
+    monkeypatch.setenv("https_proxy", f"me:pw@127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    yield proxy
+    listener.close()
+    await asyncio.gather(*proxy.pipes)
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+async def test_one_connection_over_tls_carries_all_requests(proxied, self_signed, monkeypatch):
+    async with (
+        serving(GOOD, tls=self_signed) as (server, url),
+        through(monkeypatch) as proxy,
+    ):
+        transport = Transport(HiddenUrl(url.replace("//", "//user:a%20b@")), None, 30.0, proxied)
+        for _ in range(3):
+            assert (await transport.send(b"x" * 300_000)).body == b"good"
+        await transport.close()
+    assert server.connections == 1
+    basic = base64.b64encode(b"user:a b")
+    assert all(b"\r\nAuthorization: Basic " + basic in head for head, _ in server.requests)
+    assert [head.split(b"\r\n")[0] for head in proxy.heads] == [
+        b"CONNECT %b HTTP/1.1" % url.partition("//")[2].encode()
+    ] * proxied
+    assert all(b"Proxy-Authorization: Basic bWU6cHc=" in head for head in proxy.heads)
+
+
+async def test_a_certificate_that_is_not_trusted_and_a_proxy_that_refuses_are_named(
+    self_signed, monkeypatch
+):
+    async with (
+        serving(GOOD, tls=self_signed) as (server, url),
+        through(monkeypatch, 407),
+    ):
+        with pytest.raises(ConnectionError, match=r"the proxy answered .* 407"):
+            await Transport(HiddenUrl(url), None, 30.0, True).send()
+        monkeypatch.delenv("SSL_CERT_FILE")
+        plain._tls.cache_clear()
+        transport = Transport(HiddenUrl(url), None, 30.0)
+        with pytest.raises(ssl.SSLCertVerificationError) as refused:
+            await transport.send()
+        assert "self-signed" in transport.explain(refused.value)
+    assert not server.requests

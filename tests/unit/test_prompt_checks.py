@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from datatrove.data import Document, Media
+from datatrove.data import Document
 
 from datatrove_ckpt.generation.noted_requests import unsent_prompts
 from datatrove_ckpt.rollouts import (
@@ -56,12 +56,6 @@ def test_an_instruction_after_the_document_is_said_with_what_its_move_would_save
         "end of prompts": "the last 290 characters of all 20 prompts are the same. A prefix cache helps at the "
         "beginning only: before the text that differs, they would save 25.0 % of each prompt."
     }
-
-
-def test_what_a_template_has_before_and_after_an_empty_document_is_counted_once():
-    found = said([f"{'a' * 100}{text}{'a' * 300}" for text in ("", "a" * 100 + "b" * 100)])
-    assert "the first 200 (40.0 %)" in found["prompts"]
-    assert found["end of prompts"].startswith("the last 200 characters ")
 
 
 @pytest.mark.parametrize(
@@ -161,13 +155,3 @@ def test_documents_without_a_request_count_for_nothing():
     assert len(prompts_of(PromptRollout("{title}: {text}"), found)) == 1
     assert prompts_of(BatchRollout(), found) == []
     assert len(prompts_of(chat, found)) == 3
-
-
-def test_pictures_count_by_their_hash():
-    found = [
-        Document("", str(index), media=[Media("a", 0, "", media_bytes=_PNG + bytes([index // 2]))])
-        for index in range(4)
-    ]
-    prompts = prompts_of(PromptRollout("Describe it.", images="media"), found)
-    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
-    assert max(map(len, prompts)) < 300

@@ -16,6 +16,7 @@ def a_page(word="plain"):
     values = [float(index) for index in range(INTERVALS)]
     edges = [START + 60 * index for index in range(INTERVALS + 1)]
     return page(
+        called=word,
         where=word,
         model=word,
         state="running",
@@ -44,6 +45,7 @@ def test_the_page_has_each_part_loads_nothing_and_runs_nothing():
     assert [part for part in ("http:", "https:", "@import", "url(") if part in source] == []
     assert re.findall('<link [^>]*href="([^"]*)', source) == ["data:,"]
     assert "default-src 'none'" in source
+    assert "max-width: 520px" in source, "charts fit a phone, with larger labels"
 
 
 def test_a_hostile_name_is_text_in_every_place():

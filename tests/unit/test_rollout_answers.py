@@ -11,9 +11,8 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.config import generation_params
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.generation.named_answer import put_answer
+from datatrove_ckpt.generation.results import put_answer
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.output.documents import PathResult
 from datatrove_ckpt.rollouts import (
@@ -223,16 +222,13 @@ def test_the_form_and_the_engine_are_part_of_the_identity():
 # in a run ----------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_is_nearly_a_known_one_is_sent_and_warned_of_once(tmp_path, server, log):
-    params = {"temprature": 0.5, "my_own_parameter": 1}
-    generation_params._warn.cache_clear()
-    rollout = PromptRollout(generation_params={"max_token": 5})
-    step = runner(tmp_path, server, rollout, config={"default_generation_params": params})
-    step.run([Document(text="x", id=str(index)) for index in range(3)])
-    assert all(one.items() >= params.items() for one in server.payloads)
-    (first, second) = [line for line in log if "did you mean" in line]
-    assert "'max_token' is not one that we know, did you mean \"max_tokens\"?" in first
-    assert "'temprature' is not one that we know, did you mean \"temperature\"?" in second
+def test_a_parameter_that_is_nearly_a_known_one_is_refused_but_inside_extra_body(tmp_path, server):
+    with pytest.raises(ConfigError, match=r'max_token: is no .*did you mean "max_tokens"'):
+        PromptRollout(generation_params={"max_token": 5})
+    params = {"extra_body": {"temprature": 0.5}, "my_own_parameter": 1}
+    step = runner(tmp_path, server, PromptRollout(), config={"default_generation_params": params})
+    step.run([Document(text="x", id="1")])
+    assert server.payloads[0].items() >= {"temprature": 0.5, "my_own_parameter": 1}.items()
 
 
 SCORED = {"text": GOOD, "finish_reason": "stop", "score": 8.0}

@@ -300,20 +300,15 @@ def test_canned_answers_have_no_score():
             {"judge_prompt": "{text}", "judge_params": {"model": "x"}},
             "judge_params: 'model' cannot",
         ),
+        (
+            JudgeRollout,
+            {"judge_prompt": "{text}", "lowest": 5, "highest": 1},
+            "lowest: is 5, above highest, which is 1",
+        ),
+        (EmbedRollout, {"dimensions": 0}, "dimensions: 0 is not a whole number >= 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):
     with pytest.raises(ConfigError) as refused:
         kind(**settings)
     assert str(refused.value).startswith(error)
-
-
-@pytest.mark.parametrize("dimensions", [0, -1])
-def test_a_vector_has_a_number_of_its_own(dimensions):
-    with pytest.raises(ConfigError, match=f"dimensions: {dimensions} is not a whole number >= 1"):
-        EmbedRollout(dimensions=dimensions)
-
-
-def test_bounds_that_no_score_meets_are_refused():
-    with pytest.raises(ConfigError, match="lowest: is 5, above highest, which is 1"):
-        JudgeRollout(judge_prompt="{text}", lowest=5, highest=1)

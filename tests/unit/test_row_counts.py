@@ -9,7 +9,6 @@ from loguru import logger
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.jsonl import LineBlocks
 from datatrove_ckpt.torch.blocks import BlockInput
-from datatrove_ckpt.torch.row_counts import RowCounts
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +93,7 @@ def test_one_process_counts_and_the_others_wait_for_it(folder, cache, counted):
         kept.unlink()
     waits, found = threading.Event(), []
     handler = logger.add(lambda message: waits.set() if "One process counts" in message else None)
-    counts = RowCounts(first._inputs, first._kind)
+    counts = first._counts
     with counts.counting():
         other = threading.Thread(target=lambda: found.append(rows(folder)))
         other.start()

@@ -10,14 +10,13 @@ import json
 import os
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
+from datatrove_ckpt.torch import Mix, Pack, merge
 from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
 from datatrove_ckpt.torch.topology import Round, Topology
 from tests.stateful_rows import Rows
@@ -108,46 +107,3 @@ def test_states_of_all_ranks_become_the_same_one():
         assert DatasetState.from_json(state).to_json() | {"checksum": None} == state | {
             "checksum": None
         }
-
-
-WRAPPERS = {
-    "rows": lambda rows: rows,
-    "Pack": lambda rows: Pack(rows, 1, columns=["n"]),
-    "Mix": lambda rows: Mix([rows], [1], at_end="drop"),
-}
-
-
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_that_read_the_same_rows_are_restored_on_any_number(tmp_path, name, ranks):
-    """As those of tensor parallelism, each two of two shares."""
-    (tmp_path / "input").mkdir()
-    lines = "".join(f'{{"text": "x", "n": [{number}]}}\n' for number in range(20))
-    (tmp_path / "input/0.jsonl").write_text(lines)
-
-    def source(rank, ranks):
-        rows = ReaderDataset(reader(tmp_path), rank, ranks, shuffle_seed=1, columns=["n"])
-        return WRAPPERS[name](rows)
-
-    def numbers(samples):
-        return [int(sample["n"][0]) for sample in samples]
-
-    seen = []
-    states = []
-    behind = []
-    for rank in (0, 0, 1, 1):
-        one = source(rank, 2)
-        samples = iter(one)
-        part = numbers(itertools.islice(samples, 3))
-        behind.append(one.state_dict())
-        seen.append(part + numbers(itertools.islice(samples, 1)))
-        states.append(one.state_dict())
-    assert seen[0] == seen[1] != seen[2]
-    rest = []
-    for rank in range(ranks):
-        resumed = source(rank, ranks)
-        assert restore(SimpleNamespace(dataset=resumed, num_workers=0), states) == 0
-        rest += numbers(resumed)
-    assert sorted(seen[0] + seen[2] + rest) == list(range(20))
-    with pytest.raises(CheckpointMismatch, match="two states of rank 0"):
-        merge([states[0], behind[1], *states[2:]])

@@ -44,12 +44,8 @@ def rows_in_order(table, order, positions=None):
         windows = share.window_of(rows[mine])
         for one in np.unique(windows):
             window, chosen = share.window(int(one)), mine[windows == one]
-            places = window.order[rows[chosen] - window.first]
-            ends = np.cumsum(window.pieces.rows)
-            piece = np.searchsorted(ends, places, side="right")
-            block = window.pieces.block[piece]
-            start = window.pieces.start[piece] + places - (ends - window.pieces.rows)[piece]
-            found[chosen, 0], found[chosen, 1] = table.file[block], table.first[block] + start
+            block, row = window.origins(rows[chosen] - window.first)
+            found[chosen] = np.stack([table.file[block], table.first[block] + row], axis=1)
     return [(int(file), int(row)) for file, row in found]
 
 

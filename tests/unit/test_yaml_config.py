@@ -3,7 +3,6 @@ understands.
 """
 
 import inspect
-import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -63,19 +62,6 @@ def mistake(build_job, *replacements):
 
 
 # --------------------------------------------------------------------------- what is built
-
-
-@pytest.mark.parametrize("name", ["slurm.yaml", "s3.yaml"])
-def test_the_mirror_that_a_config_shows_in_a_comment_can_be_switched_on(name, tmp_path):
-    text = (CONFIGS / name).read_text()
-    shown, lines = re.subn(
-        r"^( +)# (checkpoints_remote_dir|mirror_seconds):", r"\1\2:", text, flags=re.MULTILINE
-    )
-    assert lines == 2
-    (tmp_path / name).write_text(shown)
-    step = build(load(tmp_path / name)).pipeline[-1]
-    assert "checkpoints" in step.checkpoints_remote_dir
-    assert step.mirror_seconds == 60
 
 
 @pytest.mark.parametrize("given", ["null", "{a: 1}", "my_module.my_rollout"])

@@ -152,6 +152,18 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
             progress.position.share,
         ),
         Metric(
+            GaugeMetricFamily,
+            "tasks_with_input",
+            "Tasks of the run that have an input; missing if not known.",
+            progress.position.tasks,
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "rank_cost",
+            "Cost of all attempts' answers, at the prices of the settings; missing without them.",
+            progress.total.cost / 1e9 or None,
+        ),
+        Metric(
             CounterMetricFamily,
             "documents_total",
             "Documents that this attempt has finished.",

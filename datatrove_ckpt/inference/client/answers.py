@@ -216,7 +216,7 @@ def parse_other(raw: bytes) -> Completion:
 
 
 def other_than_text(answer: JsonObject, kept: JsonObject) -> Completion:
-    completion = Completion("", "stop", _usage(answer), answer=kept)
+    completion = Completion("", "stop", _clean_usage(answer.get("usage")), answer=kept)
     _name(completion, answer)
     return completion
 
@@ -296,7 +296,7 @@ def as_asked(way: Way, payload: JsonObject) -> Way:
 def _completion(raw: bytes, read: _Read) -> Completion:
     answer = _answer(raw)
     choices = answer.get("choices")
-    usage = _usage(answer)
+    usage = _clean_usage(answer.get("usage"))
     if not isinstance(choices, list) or not choices or type(choices[0]) is not dict:
         raise UnknownForm("the answer has no choices")
     if len(choices) == 1:
@@ -356,9 +356,9 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
         raise unfinished(reason)
     calls: list[object] = []
     if tool_calls:
-        if not (isinstance(tool_calls, list) and all(map(_has_name, tool_calls))):
+        if not (isinstance(tool_calls, list) and all(map(_is_call, tool_calls))):
             raise RetryableError("the answer's tool_calls are not a list of calls with names")
-        calls = [_with_text(call) for call in tool_calls]
+        calls = tool_calls
     if reason == "tool_calls" and not calls and not text:
         raise RetryableError("the answer's finish_reason is 'tool_calls', and it has no tool_calls")
     completion = Completion(text, reason, usage, reasoning, calls)
@@ -370,20 +370,17 @@ def _choice(choice: JsonObject, usage: JsonObject, read: _Read) -> Completion:
     return completion
 
 
-def _has_name(call: object) -> bool:
-    parts = call.values() if isinstance(call, dict) else ()
-    return any(
-        isinstance(part, dict) and part.get("name") and isinstance(part["name"], str)
-        for part in parts
-    )
-
-
-def _with_text(call: JsonObject) -> JsonObject:
-    """Makes the text that most servers send of arguments that came as an object."""
-    for part in call.values():
-        if isinstance(part, dict) and isinstance(part.get("arguments"), dict):
-            part["arguments"] = json.dumps(part["arguments"], ensure_ascii=False)
-    return call
+def _is_call(call: object) -> bool:
+    """Whether a call has a name. Arguments that came as an object become the text that most servers
+    send.
+    """
+    is_named = False
+    for part in call.values() if isinstance(call, dict) else ():
+        if isinstance(part, dict):
+            is_named |= part.get("name") not in (None, "") and isinstance(part["name"], str)
+            if isinstance(part.get("arguments"), dict):
+                part["arguments"] = json.dumps(part["arguments"], ensure_ascii=False)
+    return is_named
 
 
 def unfinished(finish_reason: str | None) -> RetryableError:
@@ -445,14 +442,9 @@ def token_details(usage: JsonObject) -> tuple[int, int]:
     return cached, reasoning
 
 
-def _usage(answer: JsonObject) -> JsonObject:
-    usage = answer.get("usage")
-    if isinstance(usage, dict):
-        return _clean_usage(usage)
-    return {}
-
-
-def _clean_usage(usage: JsonObject) -> JsonObject:
+def _clean_usage(usage: object) -> JsonObject:
+    if not isinstance(usage, dict):
+        return {}
     for value in usage.values():
         if not (value is None or (type(value) is int and 0 <= value <= _MAX_COUNT)):
             break

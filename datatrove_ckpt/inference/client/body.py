@@ -85,8 +85,8 @@ class LargeAnswer:
     _sizes: ClassVar[dict[int, int]] = {}
     _stream: zlib._Decompress | None = None
 
-    def __init__(self, coding: str = "") -> None:
-        self._is_compressed = coding.lower() in ("gzip", "x-gzip", "deflate")
+    def __init__(self, coding: bytes = b"") -> None:
+        self._is_compressed = coding.lower() in (b"gzip", b"x-gzip", b"deflate")
 
     def __del__(self) -> None:
         self._sizes.pop(id(self), None)
@@ -116,17 +116,14 @@ class LargeAnswer:
         if size <= LARGE_ANSWER_BYTES:
             return ""
         self._sizes[id(self)] = size
-        reason = self._reason(size)
-        if reason:
-            del self._sizes[id(self)]
-        return reason
-
-    def _reason(self, size: int) -> str:
+        reason = ""
         if size > MAX_ANSWER_BYTES:
-            return f"the body is longer than {MAX_ANSWER_BYTES} bytes"
-        if sum(self._sizes.values()) > media_bytes() // 2 and next(iter(self._sizes)) != id(self):
-            return (
+            reason = f"the body is longer than {MAX_ANSWER_BYTES} bytes"
+        elif sum(self._sizes.values()) > media_bytes() // 2 and next(iter(self._sizes)) != id(self):
+            reason = (
                 f"{len(self._sizes)} large answers arrive at one time: more bytes than an "
                 "eighth of the memory"
             )
-        return ""
+        if reason:
+            del self._sizes[id(self)]
+        return reason

@@ -84,6 +84,7 @@ from datatrove_ckpt.inference.client.answers import (
     unfinished,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, in_tier
+from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import (
     Attempt,
     AttemptLost,
@@ -94,8 +95,8 @@ from datatrove_ckpt.inference.client.routing import (
     Sender,
     Target,
 )
-from datatrove_ckpt.inference.client.transport import Transport, make_transport, post
-from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+from datatrove_ckpt.inference.client.transport import post
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.open_files import requests_at_once
 
 _DEFAULT_TIMEOUT = 3600.0  # seconds
@@ -227,12 +228,15 @@ class Outage:
             return
         self._said_at = self.clock()
         what = "is unreachable" if self.unreachable else "gives no answers"
+        first = ""
+        if self.unreachable and not self.answers:
+            first = " Nothing has answered there yet: is the address right, and the server started?"
         if len(cause) > _SHOWN_CAUSE:
             cause = f"{cause[:_SHOWN_CAUSE]}..."
         self._log(
             "WARNING",
             f"The server {what} ({cause}); waiting, {self.seconds:.0f} s of {self.patience:g} s "
-            "(server_patience_seconds). Then the task stops; finished work is saved.",
+            f"(server_patience_seconds). Then the task stops; finished work is saved.{first}",
         )
 
     def _log(self, level: str, line: str) -> None:
@@ -366,7 +370,6 @@ class ModelServers:
         self.config = config
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers))
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
-        self._proxied = False
 
     def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Secret | None) -> None:
         """Adds servers that are always there.
@@ -374,7 +377,6 @@ class ModelServers:
         Raises:
             ConfigError: a URL that cannot be used.
         """
-        self._proxied = self.config.server_type == "endpoint" and needs_proxy(urls)
         for url in urls:
             if api_key is not None and url.has_credentials:
                 raise ConfigError(
@@ -425,8 +427,8 @@ class ModelServers:
         """Returns the connections to a server. They hold the key."""
         if (found := target.transports.get(way.path)) is None:
             assert target.url is not None
-            timeout = self.timeout
-            found = make_transport(target.url.api(way.path), target.api_key, timeout, self._proxied)
+            proxied = self.config.server_type == "endpoint"
+            found = Transport(target.url.api(way.path), target.api_key, self.timeout, proxied)
             target.transports[way.path] = found
         return found
 
@@ -470,12 +472,12 @@ class CompletionClient:
     def __init__(
         self,
         servers: ModelServers,
-        sender: Sender | None = None,
+        sender: Sender,
         *,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         self.servers = servers
-        self.sender = sender or Sender()
+        self.sender = sender
         self.answers = self.without_reason = self.in_flight = self.pausing = self.cancelled = 0
         self.outage = servers.outage
         self.way = usual_way(servers.config)

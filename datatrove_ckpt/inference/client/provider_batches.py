@@ -100,7 +100,7 @@ class BatchProvider:
     _path = "batches"
     _after = "after"
 
-    def __init__(self, url: HiddenUrl, api_key: Secret | None, proxied: bool) -> None:
+    def __init__(self, url: HiddenUrl, api_key: Secret | None) -> None:
         headers = {} if api_key is None else api_key.headers(self._path)
         self.url = url
         remember(*url.secrets)
@@ -110,7 +110,7 @@ class BatchProvider:
             timeout=aiohttp.ClientTimeout(
                 total=_SECONDS, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
             ),
-            trust_env=proxied,
+            trust_env=True,
         )
 
     async def close(self) -> None:

@@ -36,7 +36,7 @@ import math
 import time
 from bisect import insort
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
 from typing import TypeAlias
@@ -49,7 +49,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.transport import Transport
+from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -101,6 +101,7 @@ server's name within the rank, its URL without secrets or None, and why it died 
 """
 
 
+@dataclass(eq=False)
 class Sender:
     """A rank that sends requests to servers which it may share with other ranks.
 
@@ -112,23 +113,16 @@ class Sender:
     Attributes:
         at_fault: numbers of documents whose requests fail while others are answered.
         on_change: called when targets may have more or fewer places than before.
-        on_free: called when a target could take a request, and none waits.
+        may_grow: it is also called when a target could take a request, and none waits.
     """
 
-    def __init__(
-        self,
-        shutdown: Shutdown | None = None,
-        order: int = 0,
-        on_server: OnServer | None = None,
-        work: WorkCounts | None = None,
-    ) -> None:
-        self.shutdown = shutdown or Shutdown()
-        self.order = order
-        self.on_server = on_server
-        self.work = work or WorkCounts()
-        self.at_fault: set[int] = set()
-        self.on_change: Callable[[], None] | None = None
-        self.on_free: Callable[[], None] | None = None
+    shutdown: Shutdown = field(default_factory=Shutdown)
+    order: int = 0
+    on_server: OnServer | None = None
+    work: WorkCounts = field(default_factory=WorkCounts)
+    at_fault: set[int] = field(default_factory=set)
+    on_change: Callable[[], None] | None = None
+    may_grow: bool = False
 
     @property
     def most_at_fault(self) -> int:
@@ -149,6 +143,7 @@ class Sender:
         return all(end - start >= _IN_A_ROW for start, end in rows)
 
 
+@dataclass(eq=False)
 class Request:
     """The history of one request over all its attempts.
 
@@ -166,30 +161,21 @@ class Request:
         is_shared: by several texts. It is divided before it fails.
     """
 
-    def __init__(
-        self,
-        sender: Sender | None = None,
-        document: str = "",
-        order: int = 0,
-        body: AnyBody = b"",
-        is_suspect: bool = False,
-    ) -> None:
-        self.sender = sender or Sender()
-        self.document = document
-        self.order = order
-        self.body = body
-        self.texts: Sequence[int] | None = None
-        self.known = 0
-        self.is_shared = False
-        self.is_suspect = is_suspect
-        self.deaths: list[Death] = []
-        self.age = 0.0
+    sender: Sender = field(default_factory=Sender)
+    document: str = ""
+    order: int = 0
+    body: AnyBody = b""
+    is_suspect: bool = False
+    texts: Sequence[int] | None = None
+    known: int = 0
+    is_shared: bool = False
+    deaths: list[Death] = field(default_factory=list)
+    age: float = 0.0
 
     def copy(self) -> Request:
-        other = Request(self.sender, self.document, self.order)
-        other.deaths = list(self.deaths)
-        other.age = self.age
-        return other
+        return Request(
+            self.sender, self.document, self.order, deaths=list(self.deaths), age=self.age
+        )
 
     @property
     def may_not_be_sent(self) -> bool:
@@ -250,6 +236,7 @@ class Attempt:
             self._task.uncancel()
 
 
+@dataclass(eq=False)
 class Target:
     """One server, as the client sees it.
 
@@ -275,29 +262,28 @@ class Target:
         answers: how many it has given.
     """
 
-    def __init__(self, bit: int = 1, probe: HealthProbe | None = None) -> None:
-        self.bit = bit
-        self.url: HiddenUrl | None = None
-        self.api_key: Secret | None = None
-        self.transports: dict[str, Transport] = {}
-        self.up = False
-        self.limit = math.inf
-        self.pace: Pace | None = None
-        self.usage_each = 0.0
-        self.others = 0.0
-        self.load = 0.0
-        self.in_flight = 0
-        self.attempts: set[Attempt] = set()
-        self.cooldown_until = 0.0
-        self.failures = 0
-        self.failing_since = 0.0
-        self.is_said = False
-        self.reserved = False
-        self.alive_at = 0.0
-        self.accepted_at = 0.0
-        self.probe = probe
-        self.gives_reasons = False
-        self.answers = 0
+    bit: int = 1
+    probe: HealthProbe | None = None
+    url: HiddenUrl | None = None
+    api_key: Secret | None = None
+    transports: dict[str, Transport] = field(default_factory=dict)
+    up: bool = False
+    limit: float = math.inf
+    pace: Pace | None = None
+    usage_each: float = 0.0
+    others: float = 0.0
+    load: float = 0.0
+    in_flight: int = 0
+    attempts: set[Attempt] = field(default_factory=set)
+    cooldown_until: float = 0.0
+    failures: int = 0
+    failing_since: float = 0.0
+    is_said: bool = False
+    reserved: bool = False
+    alive_at: float = 0.0
+    accepted_at: float = 0.0
+    gives_reasons: bool = False
+    answers: int = 0
 
     def add_in_flight(self, number: int) -> None:
         self.in_flight += number
@@ -597,10 +583,9 @@ class Router:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
         for sender in self.senders:
-            if resized and sender.on_change is not None:
+            is_due = resized or (sender.may_grow and not waiting)
+            if is_due and sender.on_change is not None:
                 sender.on_change()
-            elif not waiting and sender.on_free is not None:
-                sender.on_free()
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""

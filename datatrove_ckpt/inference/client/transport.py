@@ -8,25 +8,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import re
-from typing import TYPE_CHECKING, TypeAlias
 
 import orjson
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Secret, excerpt, note_sent, redact, remember
+from datatrove_ckpt.common.redaction import Secret, excerpt, note_sent, redact
 from datatrove_ckpt.errors import CkptError, RequestRejected, ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.plain import ConnectTimeout, PlainTransport, Response
+from datatrove_ckpt.inference.client.plain import ConnectTimeout, Response, Transport
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
-if TYPE_CHECKING:
-    from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
-
-_CONNECT_TIMEOUT = 30.0  # seconds
-# Seconds. uvicorn closes idle connections after 5 s, and a request sent then fails.
-_KEEPALIVE = 4.0
 # 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
 _ANSWERED = frozenset({200, 201, 203})
 _SHOWN_BODY = 2000
@@ -37,32 +30,6 @@ _TOO_LARGE = re.compile(
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
 _CONTENT_TOO_LARGE = 413
-
-
-Transport: TypeAlias = "PlainTransport | AiohttpTransport"
-
-
-def make_transport(
-    url: HiddenUrl,
-    api_key: Secret | None,
-    timeout: float,
-    proxied: bool = False,
-    method: str = "POST",
-) -> Transport:
-    """Returns the cheapest transport for this URL. ``proxied``: the environment names a proxy for
-    it.
-    """
-    remember(*url.secrets)
-    settings = url, api_key, timeout, _CONNECT_TIMEOUT, _KEEPALIVE, method
-    if _is_plain(url, proxied):
-        return PlainTransport(*settings)
-    from datatrove_ckpt.inference.client.over_aiohttp import AiohttpTransport
-
-    return AiohttpTransport(*settings, proxied)
-
-
-def _is_plain(url: HiddenUrl, proxied: bool) -> bool:
-    return url.reveal().scheme == "http" and not url.has_credentials and not proxied
 
 
 class ExchangeFailed(Exception):
@@ -82,13 +49,13 @@ async def get(
     Raises:
         ExchangeFailed: there is none within ``seconds``.
     """
-    transport = make_transport(url, api_key, seconds, proxied, "GET")
+    transport = Transport(url, api_key, seconds, proxied, "GET")
     try:
         async with asyncio.timeout(seconds):
             return await transport.send()
     except TimeoutError:
         raise ExchangeFailed("", "TimeoutError") from None
-    except transport.errors as error:
+    except OSError as error:
         raise _failure(transport, error) from None
     finally:
         await transport.close()
@@ -121,7 +88,7 @@ async def post(transport: Transport, body: AnyBody, model: str, extras: Extras |
             unsent=isinstance(error, ConnectTimeout),
             timed_out=True,
         ) from None
-    except transport.errors as error:
+    except OSError as error:
         note_sent(extras)
         failure = _failure(transport, error)
         cause = f"{failure.kind} from {url}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from urllib.request import getproxies, proxy_bypass
 
 from yarl import URL
@@ -107,9 +107,17 @@ def _parsed(url: str) -> URL:
 
 
 def headers_for(url: HiddenUrl, api_key: Secret | None) -> dict[str, str]:
-    if api_key is None:
-        return {}
-    return api_key.headers(url.reveal().path)
+    if api_key is not None:
+        return api_key.headers(url.reveal().path)
+    if url.has_credentials:
+        return {"Authorization": basic_authorization(url)}
+    return {}
+
+
+def basic_authorization(url: HiddenUrl) -> str:
+    """Returns the header field for the URL's user and password."""
+    pair = f"{url.reveal().user or ''}:{url.reveal().password or ''}"
+    return f"Basic {b64encode(pair.encode()).decode()}"
 
 
 def beside(
@@ -120,9 +128,12 @@ def beside(
     return HiddenUrl(url.reveal().update_query(extras["extra_query"])), {**headers, **fields}
 
 
-def needs_proxy(urls: Iterable[HiddenUrl]) -> bool:
-    """Whether the environment sets a proxy for any of the URLs."""
-    proxies = getproxies()
-    return any(
-        url.reveal().scheme in proxies and not proxy_bypass(url.reveal().host or "") for url in urls
-    )
+def proxy_of(url: HiddenUrl) -> HiddenUrl | None:
+    """Returns the proxy that the environment sets for the URL; None without one."""
+    scheme = url.reveal().scheme
+    proxy = getproxies().get(scheme)
+    if not proxy or proxy_bypass(url.reveal().host or ""):
+        return None
+    if "://" not in proxy:
+        proxy = f"http://{proxy}"
+    return HiddenUrl(proxy, f"{scheme}_proxy")

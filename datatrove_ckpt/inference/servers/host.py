@@ -43,7 +43,7 @@ from datatrove_ckpt.inference.client.client import (
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Death, Router, Sender, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
-from datatrove_ckpt.inference.client.urls import HiddenUrl, needs_proxy
+from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
 from datatrove_ckpt.inference.servers.server import (
     NO_ANSWER,
@@ -81,8 +81,7 @@ class ExternalServers:
         self.api_key = config.endpoint_api_key()
 
     async def ask(self) -> list[EndpointAnswer]:
-        proxied = needs_proxy(self.urls)
-        return list(await asyncio.gather(*(_ask(url, self.api_key, proxied) for url in self.urls)))
+        return list(await asyncio.gather(*(_ask(url, self.api_key) for url in self.urls)))
 
     async def start(self) -> None:
         """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
@@ -132,16 +131,15 @@ class ExternalServers:
         """
         assert target.url is not None
         url = target.url.api("/metrics")
-        proxied = needs_proxy(self.urls)
         looks = 0
         while True:
             is_last = target.answers > 0
-            page = await read_page(url, self.api_key, _PROBE_TIMEOUT, proxied)
+            page = await read_page(url, self.api_key, _PROBE_TIMEOUT, proxied=True)
             for engine in ENGINES.values():
                 names = engine.metrics
                 if names is not None and names.are_in(page):
                     target.pace = None
-                    read = partial(read_metrics, url, self.api_key, names, proxied=proxied)
+                    read = partial(read_metrics, url, self.api_key, names, proxied=True)
                     await adapt_admission(str(target.url), target, router, read)
             if is_last:
                 return
@@ -191,21 +189,21 @@ class EndpointAnswer:
     models: dict[str, object] | None = None
 
 
-async def _ask(url: HiddenUrl, api_key: Secret | None, proxied: bool) -> EndpointAnswer:
+async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
     """Requests the URL, and then its /v1 if that may be the API."""
     target = url.api("models")
     below = url.api("/v1")
     api = None if url.may_lack_version else url
     try:
-        response = await _get(target, api_key, proxied)
+        response = await _get(target, api_key)
         if api is None and response.status != 200:
-            found = await _get(below.api("models"), api_key, proxied)
+            found = await _get(below.api("models"), api_key)
             if found.status == 200:
                 response = found
                 url = below
                 target = below.api("models")
     except ExchangeFailed as error:
-        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target, proxied)):
+        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
             cause = f"speaks {scheme}: correct its URL"
             return EndpointAnswer(str(target), cause, True)
         return EndpointAnswer(str(target), str(error), api=api)
@@ -217,21 +215,21 @@ async def _ask(url: HiddenUrl, api_key: Secret | None, proxied: bool) -> Endpoin
     )
 
 
-async def _other_scheme(target: HiddenUrl, proxied: bool) -> str:
+async def _other_scheme(target: HiddenUrl) -> str:
     """Returns http for https, and https for http, if the server speaks it; else ""."""
     scheme = "http" if target.reveal().scheme == "https" else "https"
     url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
     try:
-        await get(url, None, _PROBE_TIMEOUT, proxied)
+        await get(url, None, _PROBE_TIMEOUT, proxied=True)
     except ExchangeFailed as error:
-        if not error.kind.endswith("CertificateError"):
+        if error.kind != "SSLCertVerificationError":
             return ""
     return scheme
 
 
-async def _get(target: HiddenUrl, api_key: Secret | None, proxied: bool) -> Response:
+async def _get(target: HiddenUrl, api_key: Secret | None) -> Response:
     """Raises ExchangeFailed if there is no response, or if another one may come later."""
-    response = await get(target, api_key, _PROBE_TIMEOUT, proxied)
+    response = await get(target, api_key, _PROBE_TIMEOUT, proxied=True)
     if (status := response.status) in retrying.SERVER.retried:
         raise ExchangeFailed(
             f"HTTP {status}{', which means too many requests' if status == 429 else ''}"

@@ -34,6 +34,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
 from datatrove_ckpt.common.formatting import figure, short
+from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState
 from datatrove_ckpt.run_folder.topics import age, progress_of, ranks_of, topics
@@ -60,6 +61,7 @@ def report_page(run: RunState) -> str:
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     models = [str(value) for name, value in run.identity.items() if of_model(name) == "model"]
     return page(
+        name_of_folder(run.what),
         run.what,
         ", ".join(dict.fromkeys(models)),
         state,
@@ -175,6 +177,7 @@ _MAX_CELL = 4000
 
 
 def page(
+    called: str,
     where: str,
     model: str,
     state: str,
@@ -186,18 +189,22 @@ def page(
     """Returns the whole page.
 
     Args:
+        called: the run's name.
         where: the checkpoint folder or mirror, as it was given.
         made_at: Unix seconds at which the state was read.
         age: how old it is.
         sums: what ``status`` says of each topic.
     """
     as_of = f", as of {clock(made_at)}"
+    about = element("p", name(where, 400), f"{as_of}. {age}")
+    if model:
+        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {age}")
     shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
     parts = {
-        "title": escaped(f"{model or 'run'}: {state}, {shortened(where, 80)}"),
-        "name": name(model or where),
+        "title": escaped(f"{shortened(called, 80)}: {state}"),
+        "name": name(called),
         "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
-        "about": element("p", name(where, 400), f"{as_of}. {age}"),
+        "about": about,
         "sums": element("dl", *shown, class_="sums"),
         "sections": joined(sections),
         "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),

@@ -1,0 +1,171 @@
+"""Puts the results of rollouts into documents, and encodes these for the journal.
+
+``answer`` is the name under which the answers of a run are a column of its output. Without it, the
+results replace what stands at ``metadata_key``, as datatrove's do. With ``explode`` that column is
+a list, of which ``output`` makes rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+
+import orjson
+from datatrove.data import Document, Media
+from loguru import logger
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.generation.user_code import check_first
+from datatrove_ckpt.output.documents import encode_finished, is_plain, writes_media
+from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.rollouts.answers import FENCE
+from datatrove_ckpt.rollouts.interface import FIELDS
+from datatrove_ckpt.rollouts.settings import value_of
+
+DROPPED = b"null"
+
+
+class Results:
+    """The results of one rank.
+
+    Args:
+        names: of the output files, to which a document may give a part.
+        trial: tries the writer; None without a checkpoint, where a document that fails is lost
+            anyway.
+    """
+
+    def __init__(self, step: Step, names: FileNames, trial: WriterTrial | None) -> None:
+        self._step = step
+        self._names = names
+        self._trial = trial
+        self._takes_usual = False  # not known yet
+        self._has_media = writes_media(step.output_writer)
+
+    def look_at_first(self, document: Document) -> None:
+        """Checks the first document before a server starts for it."""
+        step = self._step
+        check_answer(step, document)
+        if step.metadata_key in document.metadata:
+            logger.warning(
+                f"The documents have {step.metadata_key!r} in their metadata already, perhaps "
+                "of an earlier run; the new results replace it. To keep both, give another "
+                "metadata_key."
+            )
+        if step.on_document_error == "stop":
+            check_first(step.rollout_fn, document)
+
+    def check(self, document: Document) -> None:
+        check_answer(self._step, document)
+
+    def of_finished(self, document: Document) -> Sequence[object]:
+        """Returns the results in a document's metadata, of an old output."""
+        results: Sequence[object] = document.metadata[self._step.metadata_key]
+        return results
+
+    async def encode(
+        self, document: Document, kept: list[object], chunk_index: int, doc_id: str
+    ) -> bytes:
+        """Returns the document with its results; ``DROPPED`` if it has none.
+
+        Raises:
+            DocumentNotSerializable: it, or a result, cannot be written.
+        """
+        key = self._step.metadata_key
+        if not self._has_media:
+            self._drop_media(document)
+        document.metadata[key] = kept
+        if not kept or not put_answer(self._step, document, kept):
+            return DROPPED
+        self._names.check(document, chunk_index)
+        data = encode_finished(document, key)
+        trial = self._trial
+        if trial is not None and not (trial.takes_json and is_plain(data, self._takes_usual)):
+            if trial.is_quick:
+                self._takes_usual = trial(data, doc_id)
+            else:
+                self._takes_usual = await asyncio.to_thread(trial, data, doc_id)
+        return data
+
+    def _drop_media(self, document: Document) -> None:
+        """Removes the bytes of media that the writer does not save.
+
+        Otherwise the journal would hold 13 MB of JSON for each picture of 10 MB.
+        """
+        for medium in document.media or ():
+            if isinstance(medium, Media):
+                medium.media_bytes = None
+            elif isinstance(medium, dict) and medium.get("media_bytes") is not None:
+                medium["media_bytes"] = None
+        drop_sent = getattr(self._step.rollout_fn, "drop_sent", None)
+        if drop_sent is not None:
+            drop_sent(document)
+
+
+def check_answer(step: Step, document: Document) -> None:
+    """Raises ConfigError if the run would replace what a document holds."""
+    if step.answer_column is None:
+        return
+    names = {step.answer_column: "answer", step.metadata_key: "metadata_key"}
+    taken = [name for name in names if name in document.metadata]
+    if taken:
+        others = {}
+        for name in taken:
+            numbered = (f"{name}_{number}" for number in count(2))
+            other = next(each for each in numbered if each not in document.metadata)
+            others[names[name]] = other
+        raise ConfigError(
+            f"{names[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
+            "in its metadata already, perhaps of an earlier run, and this run would replace "
+            f"that. Give other names: {' and '.join(map(' '.join, others.items()))}.",
+            changes=[others],
+        )
+
+
+def put_answer(step: Step, document: Document, results: Sequence[object]) -> bool:
+    """Puts the answers into the metadata, where a value that the rollout put there stays. Returns
+    False if nothing is to be written: there are no items.
+
+    Renames the keys that would replace a column of a table: ``text`` to ``metadata_text``.
+    """
+    name = step.answer_column
+    if name is None:
+        return True
+    metadata = document.metadata
+    has_many = step.model.rollouts_per_document > 1
+    if name not in metadata:
+        column_of = getattr(step.rollout_fn, "value_of", value_of)
+        values = [column_of(result) for result in results]
+        if has_many:
+            metadata[name] = values
+        else:
+            metadata[name] = values[0]
+    if step.explode:
+        values = metadata[name] if has_many else [metadata[name]]
+        metadata[name] = [item for value in values for item in _items(value)]
+    if getattr(step.output_writer, "expand_metadata", False):
+        for field in FIELDS:
+            if field in metadata:
+                column = f"metadata_{field}"
+                while column in metadata:
+                    column = f"metadata_{column}"
+                metadata[column] = metadata.pop(field)
+    return not step.explode or bool(metadata[name])
+
+
+def _items(value: object) -> Sequence[object]:
+    """Returns the items of a list, or of a text that is one in JSON; else the value alone."""
+    if isinstance(value, str):
+        text = value.strip()
+        fenced = FENCE.fullmatch(text)
+        if fenced:
+            text = fenced[1].strip()
+        if text.startswith("["):
+            with suppress(orjson.JSONDecodeError):
+                value = orjson.loads(text)
+    if isinstance(value, list | tuple):
+        return value
+    return [value]

@@ -1,0 +1,158 @@
+"""Mistakes that people make: an exact line answers each, and the exit code is not 0."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from datatrove_ckpt.cli.main import main
+from datatrove_ckpt.testing import FakeServer
+from tests import golden
+
+LINES = """
+run job.yaml --default-generation-params '{max_token: 5}'
+run job.yaml --default-generation-params '{maxTokens: 5}'
+run job.yaml --generation-params '{Temperature: 0.5}'
+run job.yaml --generation-params '{max_tokens: "5"}'
+run --input documents --rollout mine.token --endpoint URL --model m --run-folder runs/y
+run --input documents --rollout mine.message --endpoint URL --model m --run-folder runs/y
+run --input documents --rollout mine.text --endpoint URL --model m --run-folder runs/y
+run --input documents --rollout mine.plain --endpoint URL --model m --run-folder runs/y
+run --input documents --rollout mine.one --endpoint URL --model m --run-folder runs/y
+run --input documents --rollout mine --endpoint URL --model m --run-folder runs/y
+run --input documents --endpoint URL --model m --run-folder runs/y
+run --prompt 'Say {text}' --endpoint URL --model m --run-folder runs/y
+run --config job.yaml
+run job.yaml --json
+run job.yaml --full
+run job.yaml --resume
+run job.yaml --dry_run
+run job.yaml --dry-run true
+run job.yaml --keep-answers
+run job.yaml --keep-answers yes
+run job.yaml --num-workers 2
+run job.yaml --max-concurrency 8
+run job.yaml --threads 8
+run job.yaml --parallel 8
+run job.yaml --batch-size 8
+run job.yaml --url URL
+run job.yaml --out out.jsonl
+run job.yaml --output-folder out
+run job.yaml --data documents
+run job.yaml --max-new-tokens 60
+run job.yaml --max-model-len 4096
+run job.yaml --rollouts 3
+run job.yaml --key sk-abc
+run job.yaml --limit 2,5
+run job.yaml --max-tokens 1,000
+run job.yaml --temperature 0,7
+run job.yaml --choice yes,no
+run job.yaml --input documents/a.jsonl,documents/b.jsonl
+run job.yaml --input documents/a.jsonl documents/b.jsonl
+run job.yaml --input ../documents
+run job.yaml --input cases
+run job.yaml --input semicolons.csv
+run job.yaml --input latin.csv
+run job.yaml --input array.json
+run job.yaml --input text.jsonl
+run job.yaml --prompt prompt.txt
+run job.yaml --system-prompt prompt.txt
+run job.yaml --json-schema schema.json
+run job.yaml --prompt @promt.txt
+run job.yaml --prompt 'Say {txt}'
+run job.yaml --prompt 'Say $text'
+run job.yaml --prompt 'Answer as {"a": 1}: {text}'
+run job.yaml --tp 4 --endpoint null --model Qwen/Qwen3-4B
+run job.yaml --endpoint null --model gpt-4o
+run job.yaml --endpoint localhost:8000
+run job.yaml --output-format csv
+run job.yaml --on-document-error skip
+run tabs.yaml
+run unquoted.yaml
+run job
+run documents
+run documents/a.jsonl
+status runs/nothere
+export runs/x answers.xlsx
+""".strip().splitlines()
+
+MINE = """
+def ask(generate, **payload):
+    return generate(payload)
+
+async def token(document, generate):
+    return await ask(generate, messages=[{"role": "user", "content": "x"}], max_token=5)
+
+async def message(document, generate):
+    return await ask(generate, message=[{"role": "user", "content": document.text}])
+
+async def text(document, generate):
+    return await generate(document.text)
+
+def plain(document, generate):
+    return "x"
+
+async def one(document):
+    return "x"
+"""
+
+
+@pytest.fixture
+def job(here, server, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.syspath_prepend(here)
+    row = json.dumps({"id": "1", "text": "a"})
+    files = {
+        "mine.py": MINE,
+        "semicolons.csv": "id;text\n1;a\n",
+        "array.json": f"[\n{row}]",
+        "text.jsonl": "Rain falls.\n",
+        "tabs.yaml": "run_folder: runs/x\nslurm:\n\tpartition: gpu\n",
+        "unquoted.yaml": "run_folder: runs/x\nprompt: Topic: {text}\n",
+        "documents/a.jsonl": row,
+        "cases/a.jsonl": row,
+        "cases/b.JSONL": row,
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    Path("latin.csv").write_bytes("id,text\n1,café\n".encode("latin-1"))
+    settings = {"prompt": "Say {text}", "endpoint": server.url, "model": "m"}
+    settings |= {"run_folder": "runs/x", "input": "documents"}
+    Path("job.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.usefixtures("job")
+def test_a_mistake_is_answered_by_a_line_about_it(server, capfd):
+    for line in LINES:
+        try:
+            code = main(shlex.split(line.replace("URL", server.url)))
+        except SystemExit as error:  # argparse's
+            code = error.code
+        said = capfd.readouterr().err
+        assert code in (1, 2), line
+        told = re.search(r"^(?:datatrove-ckpt[a-z ]*: )?error: .*", said, re.MULTILINE | re.DOTALL)[
+            0
+        ]
+        golden.hold("mistakes", line, f"{code} {told}", URL=server.url)
+
+
+def test_a_file_that_is_gone_before_its_task_starts_is_named(here, command):
+    Path("documents").mkdir()
+    for name in "abc":
+        Path(f"documents/{name}.jsonl").write_text(json.dumps({"id": name, "text": name}))
+
+    def answer(payload, times):
+        Path("documents/b.jsonl").unlink(missing_ok=True)
+        return "x"
+
+    with FakeServer(answer) as server:
+        job = f"run --input documents --prompt {{text}} --model m --endpoint {server.url} --run-folder runs/x --tasks 3"
+        said = command(*job.split(), code=1).error
+        again = command(*job.split(), code=1).error
+    assert "The input file 'b.jsonl'" in said
+    assert "is gone since this run began" in said
+    assert "The input file of task 2 was gone before the task started." in again

@@ -95,6 +95,8 @@ class InferenceRunner(Step):
             such key, and the results replace what is there.
         card (free): whether ``datatrove-ckpt run`` writes ``card.md`` beside the checkpoints, when
             it is finished: what made the output, what is in it, and how to load it.
+        explode (identity): write a row of each item of the list that is the ``answer`` ("item"
+            without that name).
 
     Raises:
         ConfigError: an argument that cannot work.

@@ -94,6 +94,7 @@ class OutputFile:
             a bucket, outside the hub, and in commits of an earlier release.
         stamp: hash of change time and inode, or of the ETag. As in git's index, a file is read only
             if its stamp has changed. 0: not known.
+        rows: where a document has several (``explode``).
     """
 
     path: str
@@ -101,13 +102,14 @@ class OutputFile:
     xxh128: str
     hub_hash: str = ""
     stamp: int = 0
+    rows: int = 0
 
     def to_json(self) -> Json:
         """Omits unknown values, as earlier releases did."""
         return {
             name: value
             for name, value in asdict(self).items()
-            if value or name not in ("hub_hash", "stamp")
+            if value or name not in ("hub_hash", "stamp", "rows")
         }
 
 

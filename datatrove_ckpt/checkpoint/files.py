@@ -315,7 +315,8 @@ class AppendFile:
 
 
 class HashedFile(io.RawIOBase):
-    """A new output file, written once from start to end, with its size and xxh128.
+    """A new output file, written once from start to end, with its size and xxh128. ``rows``: how
+    many it has, where they are counted.
 
     Its mode follows the user's umask. Until it is published, its folder is private.
     """
@@ -323,6 +324,7 @@ class HashedFile(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = 0
+        self.rows = 0
         self._hash = xxhash.xxh3_128()
         self._fd = disk.create(path, PUBLIC_FILE)
 

@@ -388,6 +388,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     for commit in commits.values():
         rank.committed.counts += commit.counts
         rank.committed.files += len(commit.files)
+        rank.committed.rows += sum(file.rows for file in commit.files)
         rank.committed.seconds = commit.seconds.total
         rank.last_commit = commit.at or None
     rank.committed.chunks = len(commits)

@@ -316,7 +316,7 @@ class RunNumbers(Added):
     """The numbers of a rank, or the sums over several ranks.
 
     Attributes:
-        counts, chunks, files: what is committed.
+        counts, chunks, files: what is committed; ``rows``: of a run that explodes.
         unfinished: the documents in journals of uncommitted chunks, by ``unfinished_chunks``.
         exact: ``unfinished`` was counted; else it is as old as the history's last line.
         work: what all attempts did, as of the history's last line.
@@ -335,6 +335,7 @@ class RunNumbers(Added):
     unfinished: DocumentCounts = field(default_factory=DocumentCounts)
     chunks: int = 0
     files: int = 0
+    rows: int = 0
     unfinished_chunks: int = 0
     exact: bool = True
     work: WorkCounts = field(default_factory=WorkCounts)

@@ -297,6 +297,7 @@ def _first_request(reader: Node) -> Node:
     """Returns it from the first lines, of which some may be blank or damaged."""
     if reader["class_path"] == "JsonlReader":
         lines = import_name("JsonlReader", form())(**reader["init_args"])
+        lines.max_skipped = None
         with suppress(CkptError, OSError):  # the checks before a start name what is wrong
             for name in _list(lines.data_folder, lines.glob_pattern)[:1]:
                 with lines.open_content(name) as file:

@@ -60,19 +60,22 @@ def show(arguments: argparse.Namespace) -> int:
 def export(arguments: argparse.Namespace) -> int:
     with place_of(arguments) as place:
         count = write_export(place, arguments.target, arguments.output)
-        is_finished = read_run_state(place).is_finished
+        state = read_run_state(place)
     left = ""
-    if not is_finished:
+    if not state.is_finished:
         left = ". The run is not finished: these are the documents of its complete chunks"
-    say(f"{plural(count, 'document')} in {arguments.target}{left}.")
+    noun = "row" if state.totals.rows else "document"
+    say(f"{plural(count, noun)} in {arguments.target}{left}.")
     return 0
 
 
 def _say_what_else(place: Place, shown: int, asked: int) -> None:
     state = read_run_state(place)
-    written = state.together.counts.written
-    if written > shown > 0:
-        say(f"{shown} of {plural(written, 'document')}; --n {2 * asked} prints more.")
+    rows = state.together.rows
+    number = rows or state.together.counts.written
+    noun = "row" if rows else "document"
+    if number > shown > 0:
+        say(f"{shown} of {plural(number, noun)}; --n {2 * asked} prints more.")
     if shown:
         return
     counts = state.together.done

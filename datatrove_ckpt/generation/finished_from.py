@@ -83,6 +83,7 @@ class OldRuns:
 
     Raises:
         CheckpointMismatch: an old run differs, and that is not accepted.
+        ConfigError: its rows are no documents.
         OSError: a place cannot be read.
     """
 
@@ -94,8 +95,14 @@ class OldRuns:
             for settings in _all_settings(run)
             for change in compare(settings, identity)
             if not change.is_layout
+            and change.field != "explode"
             and (change.field == _ADAPTER or not change.field.startswith("output_"))
         ]
+        if any(run.get("explode") for _, run in runs):
+            raise ConfigError(
+                "finished_from: the old run wrote a row of each item (explode), and rows do not "
+                "say what their document was. Leave finished_from out."
+            )
         if changes and not step.accept_changes:
             raise CheckpointMismatch(
                 f"{differing('finished_from: the old results were', changes)}Go back to the old "

@@ -23,6 +23,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, InputError
 from datatrove_ckpt.output.arrow_types import NO_TYPES, DataType, NotUnited, Schema, Types, unite
 from datatrove_ckpt.output.chunk_writing import infers_schema
 from datatrove_ckpt.output.documents import is_usual
+from datatrove_ckpt.output.formats import CSV
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.pipeline import steps_before
 
@@ -39,7 +40,8 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
         InputError: two files have types of a column that no type can hold.
         CheckpointCorrupt: the kept types cannot be read.
     """
-    if not infers_schema(writer) or not is_usual(writer):
+    is_csv = CSV.is_written_by(writer)
+    if not (infers_schema(writer) or is_csv) or not is_usual(writer):
         return NO_TYPES
     path = folder / COLUMNS
     if not path.exists():
@@ -49,9 +51,23 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
         _kept(shared)
         files.keep_first(path, shared.read_bytes())
     types = {field.name: field.type for field in _kept(path)}
+    if is_csv:
+        _refuse_nested(types, writer)
     if not writer.expand_metadata:
         return types
     return {name.removeprefix(_METADATA): kind for name, kind in types.items()}
+
+
+def _refuse_nested(types: Types, writer: DiskWriter) -> None:
+    import pyarrow as pa
+
+    for path, kind in types.items():
+        name = path.removeprefix(_METADATA)
+        if pa.types.is_nested(kind) and name not in writer.json_columns:
+            raise InputError(
+                f"The column {name!r} has the type {kind}, which CSV cannot hold. Write "
+                "output_format: parquet or jsonl, or name it in json_columns of the writer."
+            )
 
 
 def _is_made(documents: Iterable[Document], shared: Path) -> bool:

@@ -231,7 +231,7 @@ class _Run:
                     old = open_old_answers(place, rank, identity)
             check_moved = preemption.interruptible()(output_folder.check_moved)
             lease = found.take(check_moved, old)
-        output = ChunkOutput(output_folder, lease, step.hub_pace)
+        output = ChunkOutput(output_folder, lease, step.hub_pace, step.rows)
         checkpoint = OpenCheckpoint(manager, lease, output)
         return self._process(data, checkpoint, others, output)
 
@@ -301,7 +301,7 @@ class _Run:
                 types = input_types(data, rank_folder(self.root, rank), step.output_writer)
                 output.prepare(types)
             shutdown.check()
-            trial = WriterTrial(step.output_writer, types)
+            trial = WriterTrial(step.output_writer, types, step.rows)
             main = self._generate(data, checkpoint, progress, output.names, trial)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):

@@ -1,15 +1,18 @@
 """Puts the results of rollouts into documents, and encodes these for the journal.
 
 ``answer`` is the name under which the answers of a run are a column of its output. Without it, the
-results replace what stands at ``metadata_key``, as datatrove's do.
+results replace what stands at ``metadata_key``, as datatrove's do. With ``explode`` that column is
+a list, of which ``output`` makes rows.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 
+import orjson
 from datatrove.data import Document, Media
 from loguru import logger
 
@@ -19,8 +22,11 @@ from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.output.documents import encode_finished, is_plain, writes_media
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.writer_trial import WriterTrial
+from datatrove_ckpt.rollouts.answers import FENCE
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.rollouts.settings import value_of
+
+DROPPED = b"null"
 
 
 class Results:
@@ -63,7 +69,7 @@ class Results:
     async def encode(
         self, document: Document, kept: list[object], chunk_index: int, doc_id: str
     ) -> bytes:
-        """Returns the document with its results.
+        """Returns the document with its results; ``DROPPED`` if it has none.
 
         Raises:
             DocumentNotSerializable: it, or a result, cannot be written.
@@ -72,13 +78,12 @@ class Results:
         if not self._has_media:
             self._drop_media(document)
         document.metadata[key] = kept
-        if not kept:
-            return b"null"
-        put_answer(self._step, document, kept)
+        if not kept or not put_answer(self._step, document, kept):
+            return DROPPED
         self._names.check(document, chunk_index)
         data = encode_finished(document, key)
         trial = self._trial
-        if trial is not None and not is_plain(data, self._takes_usual):
+        if trial is not None and not (trial.takes_json and is_plain(data, self._takes_usual)):
             if trial.is_quick:
                 self._takes_usual = trial(data, doc_id)
             else:
@@ -102,9 +107,9 @@ class Results:
 
 def check_answer(step: Step, document: Document) -> None:
     """Raises ConfigError if the run would replace what a document holds."""
-    if step.answer is None:
+    if step.answer_column is None:
         return
-    names = {step.answer: "answer", step.metadata_key: "metadata_key"}
+    names = {step.answer_column: "answer", step.metadata_key: "metadata_key"}
     taken = [name for name in names if name in document.metadata]
     if taken:
         others = {}
@@ -120,25 +125,47 @@ def check_answer(step: Step, document: Document) -> None:
         )
 
 
-def put_answer(step: Step, document: Document, results: Sequence[object]) -> None:
-    """Puts the answers into the metadata, where a value that the rollout put there stays.
+def put_answer(step: Step, document: Document, results: Sequence[object]) -> bool:
+    """Puts the answers into the metadata, where a value that the rollout put there stays. Returns
+    False if nothing is to be written: there are no items.
 
     Renames the keys that would replace a column of a table: ``text`` to ``metadata_text``.
     """
-    if step.answer is None:
-        return
+    name = step.answer_column
+    if name is None:
+        return True
     metadata = document.metadata
-    if step.answer not in metadata:
+    has_many = step.model.rollouts_per_document > 1
+    if name not in metadata:
         column_of = getattr(step.rollout_fn, "value_of", value_of)
         values = [column_of(result) for result in results]
-        if step.model.rollouts_per_document > 1:
-            metadata[step.answer] = values
+        if has_many:
+            metadata[name] = values
         else:
-            metadata[step.answer] = values[0]
+            metadata[name] = values[0]
+    if step.explode:
+        values = metadata[name] if has_many else [metadata[name]]
+        metadata[name] = [item for value in values for item in _items(value)]
     if getattr(step.output_writer, "expand_metadata", False):
-        for name in FIELDS:
-            if name in metadata:
-                column = f"metadata_{name}"
+        for field in FIELDS:
+            if field in metadata:
+                column = f"metadata_{field}"
                 while column in metadata:
                     column = f"metadata_{column}"
-                metadata[column] = metadata.pop(name)
+                metadata[column] = metadata.pop(field)
+    return not step.explode or bool(metadata[name])
+
+
+def _items(value: object) -> Sequence[object]:
+    """Returns the items of a list, or of a text that is one in JSON; else the value alone."""
+    if isinstance(value, str):
+        text = value.strip()
+        fenced = FENCE.fullmatch(text)
+        if fenced:
+            text = fenced[1].strip()
+        if text.startswith("["):
+            with suppress(orjson.JSONDecodeError):
+                value = orjson.loads(text)
+    if isinstance(value, list | tuple):
+        return value
+    return [value]

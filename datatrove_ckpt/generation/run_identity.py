@@ -187,7 +187,7 @@ def run_identity(
     models: Mapping[str, InferenceConfig],
     writer: DiskWriter,
     records_per_chunk: int,
-    metadata_keys: Mapping[str, str],
+    metadata_keys: JsonObject,
     world_size: int,
 ) -> RunIdentity:
     output = {

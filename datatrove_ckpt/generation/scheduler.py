@@ -42,7 +42,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.failures import Failures, RetriedDocument
 from datatrove_ckpt.generation.generate import Answers, Model, Parked, RankRequests, Requests
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
-from datatrove_ckpt.generation.results import Results
+from datatrove_ckpt.generation.results import DROPPED, Results
 from datatrove_ckpt.generation.user_code import exit_error, name_of
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
@@ -384,8 +384,8 @@ class Scheduler(RankRequests):
                 source, slot, error, answers.hashes, answers.rejections
             )
             return answers.finished("dead", source.fingerprint, letter)
-        outcome: Outcome = "written" if kept else "dropped"
-        self._dropped += not kept
+        outcome: Outcome = "dropped" if data == DROPPED else "written"
+        self._dropped += outcome == "dropped"
         return answers.finished(outcome, source.fingerprint, data, len(kept))
 
     def _raise_if_stopping(self, answers: Answers) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,6 +18,7 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, NotNegative, Seconds, check
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
@@ -33,6 +35,7 @@ from datatrove_ckpt.generation.run_identity import (
     run_identity,
 )
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
+from datatrove_ckpt.output.documents import RowsOf, exploded, one_row
 from datatrove_ckpt.output.folders import check_output_folder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
@@ -82,6 +85,7 @@ class Step(PipelineStep):
     rollout_version: str | None = None
     answer: str | None = None
     card: bool = True
+    explode: bool = False
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     form: str = field(default="", init=False)
@@ -137,9 +141,10 @@ class Step(PipelineStep):
                 f"column: {key!r} is the step's metadata_key, which has the results. Give another "
                 "name."
             )
-        if self.answer in (key, "", *FIELDS):
+        if self.answer_column in (key, "", *FIELDS):
             raise ConfigError(
-                f"answer: {self.answer!r} is taken, or no name. Give another name, such as summary."
+                f"answer: {self.answer_column!r} is taken, or no name. Give another name, such as "
+                "summary."
             )
         if key in FIELDS and getattr(self.output_writer, "expand_metadata", False):
             raise ConfigError(
@@ -186,6 +191,20 @@ class Step(PipelineStep):
         assert isinstance(self.config, InferenceConfig)
         return self.config
 
+    @property
+    def answer_column(self) -> str | None:
+        """The metadata key for the answers, or for the items of which rows are made."""
+        if self.explode:
+            return self.answer or "item"
+        return self.answer
+
+    @property
+    def rows(self) -> RowsOf:
+        """What makes rows of a finished document."""
+        if self.explode:
+            return partial(exploded, column=str(self.answer_column), key=self.metadata_key)
+        return one_row
+
     def requests_and_servers(self) -> tuple[int, int]:
         """Returns how many requests may be in flight at once, and how many servers there are."""
         models = self.models.values()
@@ -220,9 +239,11 @@ class Step(PipelineStep):
 
     def identity(self, world_size: int) -> RunIdentity:
         chunk = self.records_per_chunk
-        keys = {"metadata_key": self.metadata_key}
+        keys: JsonObject = {"metadata_key": self.metadata_key}
         if self.answer is not None:  # older checkpoints continue
             keys["answer"] = self.answer
+        if self.explode:
+            keys["explode"] = True
         return run_identity(self.code(), self.models, self.output_writer, chunk, keys, world_size)
 
     def changed(self, **settings: object) -> Self:

@@ -70,9 +70,9 @@ from datatrove_ckpt.output.committed import (
     RankCommits,
     other_content,
 )
-from datatrove_ckpt.output.documents import decode, decode_for, write_for
+from datatrove_ckpt.output.documents import RowsOf, decode, decode_for, one_row, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.formats import PARQUET
+from datatrove_ckpt.output.formats import CSV, PARQUET
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -81,13 +81,16 @@ from datatrove_ckpt.output.targets import make_target, remove_output
 
 
 class ChunkWriting:
-    def __init__(self, writer: DiskWriter, rank: int, names: FileNames) -> None:
+    def __init__(
+        self, writer: DiskWriter, rank: int, names: FileNames, rows: RowsOf = one_row
+    ) -> None:
         self.columns = RankColumns()
         self._given = NO_TYPES
         self._writer = writer
         self._decode: Callable[[bytes], Document] = decode
         self._rank = rank
         self._names = names
+        self._rows_of = rows
 
     def resume(self, committed: Iterable[CommittedFile], given: Types) -> None:
         """Reads the types of the first committed file, if it is on a disk.
@@ -117,12 +120,29 @@ class ChunkWriting:
         """
         before = self.columns.known
         try:
-            if infers_schema(self._writer):
+            if CSV.is_written_by(self._writer):
+                self._write_csv(staged, chunk_index, documents)
+            elif infers_schema(self._writer):
                 self._write_united(staged, chunk_index, documents)
             else:
                 self._write(staged, chunk_index, documents, self._copy(staged))
         except _NotWritten as error:
             raise self._failure(chunk_index, documents, error, before) from error.__cause__
+
+    def _write_csv(
+        self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
+    ) -> None:
+        """Writes files that have the columns of the input, and of all documents of the chunk."""
+        writer = self._copy(staged)
+        columns = dict.fromkeys(self._given)
+        try:
+            for finished in documents:
+                for row in self._rows(finished.document):
+                    columns |= dict.fromkeys(writer.adapter(row))
+        except Exception as error:
+            raise _NotWritten from error
+        writer.columns = [*columns]
+        self._write(staged, chunk_index, documents, writer)
 
     def _write_united(
         self, staged: StagedFiles, chunk_index: int, documents: Iterable[Finished]
@@ -148,12 +168,16 @@ class ChunkWriting:
         staged.discard()
         return False
 
+    def _rows(self, data: bytes) -> Iterable[Document]:
+        return self._rows_of(self._decode(data))
+
     def _find_schema(self, staged: StagedFiles, documents: Iterable[Finished]) -> Schema:
         types = ColumnTypes(self._given)
         rows = ShownRows(self._copy(staged), types.add)
         try:
             for finished in documents:
-                rows(self._decode(finished.document))
+                for row in self._rows(finished.document):
+                    rows(row)
             rows.end()
             return types.schema()
         except CkptError:
@@ -176,7 +200,7 @@ class ChunkWriting:
         documents: Iterable[Finished],
         writer: DiskWriter,
     ) -> None:
-        write = write_for(writer, self._decode, self._names, chunk_index)
+        write = write_for(writer, self._decode, self._names, chunk_index, self._rows_of)
         finished = None
         try:
             for finished in documents:
@@ -207,7 +231,7 @@ class ChunkWriting:
         writer = self._copy(None)
         culprit = None
         with suppress(Exception):  # of a user's adapter; other writers have no schema
-            culprit = name_culprit(writer, documents, self._decode, known, self._given)
+            culprit = name_culprit(writer, documents, self._rows, known, self._given)
         if culprit is not None:
             why = culprit
             advice = ONE_TYPE
@@ -341,7 +365,7 @@ def raw_types(schema: Schema) -> dict[str, DataType]:
 def name_culprit(
     writer: DiskWriter,
     documents: Iterable[Finished],
-    decode: Callable[[bytes], Document],
+    rows: Callable[[bytes], Iterable[Document]],
     known: dict[str, DataType],
     given: Types,
 ) -> str | None:
@@ -359,16 +383,15 @@ def name_culprit(
         check = partial(check_rows, schema=writer.schema)
         where = "the writer's schema"
     for finished in documents:
-        document = decode(finished.document)
-        name = f"document {safe_repr(document.id)} (number {finished.ordinal} of this task)"
-        try:
-            check([writer.adapter(document)])
-        except NotUnited as error:
-            return (
-                f"{name}: column {error.column!r} is {error.new} there, and {error.old} in {where}"
-            )
-        except Exception as error:
-            return f"{name}: {safe_text(error)}"
+        for row in rows(finished.document):
+            name = f"document {safe_repr(row.id)} (number {finished.ordinal} of this task)"
+            try:
+                check([writer.adapter(row)])
+            except NotUnited as error:
+                columns = f"column {error.column!r} is {error.new} there, and {error.old} in"
+                return f"{name}: {columns} {where}"
+            except Exception as error:
+                return f"{name}: {safe_text(error)}"
     return None
 
 
@@ -543,15 +566,18 @@ class ChunkOutput:
     Args:
         folder: the rank's output folder. Its writer is never opened itself.
         pace: when files that are uploaded to the hub are committed.
+        rows: makes rows of a document.
     """
 
-    def __init__(self, folder: OutputFolder, lease: RankLease, pace: CommitPace) -> None:
+    def __init__(
+        self, folder: OutputFolder, lease: RankLease, pace: CommitPace, rows: RowsOf
+    ) -> None:
         self.names = folder.names
         self._folder = folder
         self._check = folder.check
         self._lease = lease
         self._rank = folder.rank
-        self._writing = ChunkWriting(folder.writer, folder.rank, folder.names)
+        self._writing = ChunkWriting(folder.writer, folder.rank, folder.names, rows)
         self._taken: dict[str, tuple[str, int]] = {}
         self._has_published = False
         self._target = make_target(folder, lease, pace)

@@ -14,6 +14,7 @@ other owner, and is read with dicts in place of dataclasses.
 from __future__ import annotations
 
 import base64
+import copy
 import dataclasses
 import datetime
 import decimal
@@ -24,7 +25,7 @@ import math
 import pathlib
 import re
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, ClassVar, NoReturn, Protocol
@@ -41,6 +42,7 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.arrow_types import Row
+from datatrove_ckpt.output.file_managers import OutputStream
 from datatrove_ckpt.output.formats import JSONL, PARQUET
 from datatrove_ckpt.output.names import FileNames, OurTemplate
 
@@ -651,8 +653,43 @@ def for_orjson(value: object) -> object:
     return value
 
 
+RowsOf = Callable[[Document], Iterable[Document]]
+
+
+def one_row(document: Document) -> Iterable[Document]:
+    return (document,)
+
+
+def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]:
+    """Yields a row for each item in a column of the metadata: ``n``, and the keys of an item that
+    is a dictionary, are columns beside the document's. A name that is taken gets ``column`` in
+    front.
+
+    Args:
+        key: of the whole results, which the first row has alone.
+    """
+    metadata = document.metadata
+    items = metadata.pop(column)
+    taken = {*metadata, *_NAMES}
+    for n, item in enumerate(items):
+        row = {**metadata}
+        fields = item if isinstance(item, dict) else {column: item}
+        for field, value in [("n", n), *fields.items()]:
+            name = str(field)
+            while name in taken or name in row:
+                name = f"{column}_{name}"
+            row[name] = value
+        media = [copy.copy(one) for one in document.media or ()]  # a writer changes them
+        yield Document(document.text, f"{document.id}/{n}", media, row)
+        metadata.pop(key, None)
+
+
 def write_for(
-    writer: DiskWriter, decode: Callable[[bytes], Document], names: FileNames, chunk_index: int
+    writer: DiskWriter,
+    decode: Callable[[bytes], Document],
+    names: FileNames,
+    chunk_index: int,
+    rows: RowsOf = one_row,
 ) -> Callable[[bytes], object]:
     """Returns what writes an encoded document, in the cheapest way that gives the same bytes as
     ``DiskWriter.write``.
@@ -665,8 +702,8 @@ def write_for(
     writer.update_doc_stats = _count_nothing
 
     def write(data: bytes) -> None:
-        document = decode(data)
-        writer.write(document, names.rank, **names.keywords(document, chunk_index))
+        for document in rows(decode(data)):
+            writer.write(document, names.rank, **names.keywords(document, chunk_index))
 
     def write_line(data: bytes) -> None:
         line = line_of(data, writer.expand_metadata)
@@ -675,11 +712,18 @@ def write_for(
         else:
             writer.output_mg.get_file(name).write(line)
 
-    has_lines = type(writer) is JsonlWriter and decode is decode_json
+    if rows is not one_row:
+        writer._write = partial(_write_counted, writer._write)
+    has_lines = type(writer) is JsonlWriter and decode is decode_json and rows is one_row
     if not has_lines or names.fields or writer.max_file_size > 0:
         return write
     name = names.fill({"chunk_index": names.chunk_field(chunk_index)})
     return write_line
+
+
+def _write_counted(write: Callable[..., None], row: Row, file: OutputStream, name: str) -> None:
+    file.count_row()
+    write(row, file, name)
 
 
 def _count_nothing(*numbers: object) -> None:

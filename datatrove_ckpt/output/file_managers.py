@@ -94,6 +94,9 @@ class OutputStream:
     def __getattr__(self, name: str) -> Any:  # what a writer uses of a file
         return getattr(self._stream, name)
 
+    def count_row(self) -> None:
+        self._file.rows += 1
+
     def close(self) -> None:
         if self._filename in self._manager.finished:
             return

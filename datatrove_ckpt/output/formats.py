@@ -6,6 +6,7 @@ this module: a format imports what it needs in its methods.
 
 from __future__ import annotations
 
+import csv
 import io
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Rows = Iterator[tuple[JsonObject | None, bytes]]
 
+RESULTS = "rollout_results"
+"""The usual ``metadata_key``."""
 _BLOCK = 1 << 20  # bytes
 
 
@@ -137,9 +140,31 @@ class Parquet(Format):
                     yield row, b""
 
 
+class Csv(Format):
+    """Cells are read as texts; but for the results, which are JSON."""
+
+    writer = "CsvWriter"
+    module = "datatrove_ckpt.output.csv_writer"
+    suffix = ".csv"
+    compressions = ()
+    loader = "csv"
+
+    def settings(self, has_columns: bool) -> JsonObject:
+        return {"expand_metadata": True}
+
+    def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
+        with io.TextIOWrapper(file, "utf-8", newline="") as lines:
+            for cells in csv.DictReader(lines):
+                row: JsonObject = dict(cells)
+                if row.get(RESULTS):
+                    row[RESULTS] = loads(row[RESULTS])
+                yield row, b""
+
+
 JSONL = Jsonl()
 PARQUET = Parquet()
-FORMATS: tuple[Format, ...] = (JSONL, PARQUET)
+CSV = Csv()
+FORMATS: tuple[Format, ...] = (JSONL, PARQUET, CSV)
 BY_NAME = {
     f"{one.suffix[1:]}{compression}": one
     for one in FORMATS

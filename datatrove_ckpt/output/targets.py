@@ -142,7 +142,7 @@ class OutputTarget(Placement):
                 self._replace(file.path, name)
         self._settle_names(staged.finished)
         published = [
-            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name))
+            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name), rows=file.rows)
             for name, file in finished
         ]
         files.disk.remove_tree(staged.folder)
@@ -509,7 +509,7 @@ class HubTarget(OutputTarget):
             file.earlier = intents.hashes(file.name)
         self._uploaded[chunk_index] = uploaded, staged.folder
         return [
-            OutputFile(name, file.size, file.hexdigest(), hashes[name])
+            OutputFile(name, file.size, file.hexdigest(), hashes[name], rows=file.rows)
             for name, file in finished.items()
         ]
 

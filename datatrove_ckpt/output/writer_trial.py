@@ -19,8 +19,8 @@ from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.arrow_types import Row, Schema, Types, to_arrow
 from datatrove_ckpt.output.chunk_writing import ColumnTypes
-from datatrove_ckpt.output.documents import decode_for, is_usual
-from datatrove_ckpt.output.formats import JSONL, PARQUET
+from datatrove_ckpt.output.documents import RowsOf, decode_for, is_usual, one_row
+from datatrove_ckpt.output.formats import CSV, FORMATS, JSONL, PARQUET
 
 
 class _InMemory:
@@ -51,17 +51,19 @@ class WriterTrial:
 
     Args:
         given: types of the input's columns, by their paths in the writer's rows.
+        rows: makes rows of a document.
 
     Attributes:
         is_quick: whether a trial may run in the event loop.
+        takes_json: whether the writer can write all documents of plain JSON.
     """
 
-    def __init__(self, writer: DiskWriter, given: Types) -> None:
+    def __init__(self, writer: DiskWriter, given: Types, rows: RowsOf = one_row) -> None:
         self._writer = writer
+        self._rows = rows
         self._given = given
-        self.is_quick = is_usual(writer) and (
-            JSONL.is_written_by(writer) or PARQUET.is_written_by(writer)
-        )
+        self.is_quick = is_usual(writer) and any(one.is_written_by(writer) for one in FORMATS)
+        self.takes_json = not CSV.is_written_by(writer)
         self._copied = self._copy()
 
     def __call__(self, data: bytes, doc_id: str) -> bool:
@@ -99,15 +101,17 @@ class WriterTrial:
         copied, decode = self._copied
         if not self.is_quick:
             copied, decode = self._copy()
-        document = decode(data)
-        if PARQUET.is_written_by(copied):
-            row = copied.adapter(document)
-            for field in self._schema(row):
-                to_arrow(field.type, [row.get(field.name)])
-        elif self.is_quick:
-            copied._write(copied.adapter(document), io.BytesIO(), "")
-        else:
-            copied.write(document, rank=0, chunk_index="00000")
+        for document in self._rows(decode(data)):
+            if PARQUET.is_written_by(copied):
+                row = copied.adapter(document)
+                for field in self._schema(row):
+                    to_arrow(field.type, [row.get(field.name)])
+            elif not self.takes_json:
+                copied.cells(copied.adapter(document))
+            elif self.is_quick:
+                copied._write(copied.adapter(document), io.BytesIO(), "")
+            else:
+                copied.write(document, rank=0, chunk_index="00000")
 
     def _schema(self, row: Row) -> Schema:
         if self._writer.schema is not None:

@@ -477,6 +477,26 @@ TICK_SECONDS = 0.5
 """Between two drawings of a bar."""
 _FIRST_LINE_SECONDS = 10.0
 
+
+class NotebookBar:
+    """The bar of tqdm in a notebook. Raises ImportError: ``ipywidgets`` is not installed."""
+
+    def __init__(self, progress: RunProgress) -> None:
+        from tqdm.notebook import tqdm
+
+        self._progress = progress
+        self._bar = tqdm(total=1.0, bar_format="{desc}{bar}{postfix}")
+
+    def draw(self) -> None:
+        self._bar.n = self._progress.share or 0.0
+        self._bar.set_description_str(self._progress.head, refresh=False)
+        self._bar.set_postfix_str(", ".join(self._progress.parts()))
+
+    def __exit__(self, *error: object) -> None:
+        self.draw()
+        self._bar.close()
+
+
 Report = Callable[[int, RankProgress], object]
 
 _report: Report | None = None
@@ -486,8 +506,8 @@ _report: Report | None = None
 class Screen:
     """Shows progress while the ranks of a command run in a ``with`` block.
 
-    Without a terminal, or outside of the block, it logs lines: the first after 10 seconds, then one
-    each ``interval``.
+    Without a terminal or notebook, or outside of the block, it logs lines: the first after 10
+    seconds, then one each ``interval``.
     """
 
     progress: RunProgress
@@ -497,7 +517,7 @@ class Screen:
 
     def __post_init__(self) -> None:
         self._next = self.clock() + min(_FIRST_LINE_SECONDS, self.interval)
-        self._terminal: BarTerminal | None = None
+        self._terminal: BarTerminal | NotebookBar | None = None
         # A rank that reports must not log the line as its own.
         self._context = contextvars.copy_context()
 
@@ -511,6 +531,10 @@ class Screen:
         _report = self.update
         if has_terminal() and multiprocess.parent_process() is None:
             self._terminal = BarTerminal(lambda columns: bar(self.progress, columns)).__enter__()
+        elif "ipykernel" in sys.modules and multiprocess.parent_process() is None:
+            with suppress(ImportError):
+                self._terminal = NotebookBar(self.progress)
+        if self._terminal is not None:
             self._terminal.draw()
             self._next = 0.0
         return self

@@ -14,11 +14,11 @@ pipeline ``InferenceRunner`` takes positions from documents, and returns a saved
 from datatrove's.
 """
 
-from datatrove_ckpt.readers.base import SeekingReader, Stateful
+from datatrove_ckpt.readers.base import DamagedLine, SeekingReader, Stateful
 from datatrove_ckpt.readers.batch import BatchReader
 from datatrove_ckpt.readers.csv_rows import CSVReader
 from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
-from datatrove_ckpt.readers.jsonl import DamagedLine, JsonlReader
+from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.pages import PageReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Reading, position_state
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader

@@ -24,9 +24,11 @@ from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.errors import (
     ConfigError,
+    DocumentError,
     DocumentNotSerializable,
     InputError,
 )
+from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
     Digest,
@@ -55,6 +57,7 @@ from datatrove_ckpt.readers.positions import (
 )
 
 READER_VERSION = 1
+_LOGGED = 5  # rows that cannot be read
 
 USUAL_KEYS = {"text_key": "text", "id_key": "id"}
 """The options that decide what a row becomes, and their defaults.
@@ -72,14 +75,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: State) -> None: ...
 
 
+class DamagedLine(DocumentError):
+    """A line or row of an input file cannot be read, and ``max_skipped`` allows no more of them."""
+
+
 class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """The base of the readers that seek.
 
     A subclass lists it before datatrove's reader of the format.
     """
 
-    shuffle_seed: int | None
+    shuffle_seed: int | None = None
     path_columns: bool = False
+    max_skipped: int | None = None  # pickles of earlier releases
     format: ClassVar[str]
     """The name of the format, in states.
 
@@ -100,6 +108,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     _position: Position | None = None
     _file_extent: FileExtent = FileExtent()
     _resolved: dict[str, str] | None = None
+    types: DeclaredTypes | None = None  # of formats that have none
+    _damaged_rows = 0  # rows of the task so far
 
     def __init__(
         self,
@@ -107,6 +117,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         *arguments: Any,
         shuffle_seed: int | None = None,
         path_columns: bool = False,
+        max_skipped: int | None = 0,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
@@ -125,6 +136,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
         self.path_columns = path_columns
+        self.max_skipped = max_skipped
 
     def state_dict(self) -> State:
         """Returns the position right after the last document that the reader yielded.
@@ -175,6 +187,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._start_state = self._next_state
         self._next_state = None
         start = start_reader(self._start_state)
+        self._damaged_rows = start.skipped.damaged
         if rank == 0 and world_size > 1 and self.limit != -1:
             logger.info(
                 f"limit={self.limit} applies to each of {world_size} tasks: up to "
@@ -199,6 +212,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if self.path_columns:
             for name, value in path_columns(source_file).items():
                 data.setdefault(name, value)
+        if self.types is not None:
+            self.types.convert(data)
         fields = self.adapter(data, source_file, id_in_file)
         if self.text_key is None and not fields.get("text"):
             metadata = fields.get("metadata", {})
@@ -242,14 +257,52 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             document.metadata.setdefault("file_path", self._resolved[source_file])
         return document
 
+    def document_of(
+        self, data: Row, file: str, id_in_file: int | str, where: str
+    ) -> Document | Skipped:
+        """Returns the document of a row, or why it has none. ``where``: the row, for people."""
+        try:
+            return self.get_document_from_dict(data, file, id_in_file) or Skipped.WITHOUT_TEXT
+        except DocumentNotSerializable as error:
+            return self.skip_damaged(file, where, error)
+
+    def skip_damaged(self, file: str, where: str, error: object, begin: str = "") -> Skipped:
+        """Counts a line or row that cannot be read. ``begin``: of its text.
+
+        Raises DamagedLine: ``max_skipped`` allows no more of them.
+        """
+        self._damaged_rows += 1
+        if self.max_skipped is not None and self._damaged_rows > self.max_skipped:
+            if begin:
+                begin = f", in {begin!r}"
+            problem = str(error).removesuffix(".")
+            raise DamagedLine(
+                f"`{file}`, {where}: {problem}{begin}. Correct or remove it, choose the reader of "
+                "its format, or give max_skipped: so many may be left out (null: any number)."
+            )
+        self.stat_update("damaged_lines")
+        count = self.stats["damaged_lines"].total
+        advice = ""
+        if "UTF-8" in str(error):
+            advice = ". Save it as UTF-8"
+        if count == _LOGGED:
+            advice += "; others are only counted"
+        if count <= _LOGGED:
+            logger.warning(f"Error when reading `{file}`, {where}: {error}{advice}")
+        return Skipped.DAMAGED
+
     def read_file(self, filepath: str) -> Iterator[Document]:
         for document, _ in self._read(filepath, ()):
             if not isinstance(document, Skipped):
                 yield document
 
     def schemas(self) -> Iterable[tuple[str, Any]]:
-        """Yields the name and Arrow schema of each input file, if the format has schemas."""
-        return ()
+        """Yields the name and Arrow schema of each input file, if the format has schemas, or what
+        ``types`` declares.
+        """
+        if self.types is None:
+            return ()
+        return [("types", self.types.schema())]
 
     def list_inputs(self, rank: int, world_size: int, state: State | None) -> Inputs:
         names = list_input(self, afresh=state is not None, of_rank=True).names
@@ -439,6 +492,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             if getattr(self, key) != usual
         }
         options["default_metadata"] = metadata_hash(self.default_metadata)
+        if self.types is not None:
+            options["types"] = metadata_hash(self.types.names)
         if self.path_columns:
             options["path_columns"] = True
         if self.shuffle_seed is not None:

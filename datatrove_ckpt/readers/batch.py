@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import copy
 from itertools import islice
+from typing import Any
 
 import orjson
 from datatrove.data import Document
+from datatrove.io import DataFolderLike
 
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.readers.base import DamagedLine
 from datatrove_ckpt.readers.inputs import list_input
-from datatrove_ckpt.readers.jsonl import DamagedLine, JsonlReader
+from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import PositionedDocument, Row
 
 _URLS = (
@@ -37,7 +40,15 @@ class BatchReader(JsonlReader):
     """
 
     format = JsonlReader.format
-    _bad_line_advice = "Correct or remove the line."
+
+    def __init__(
+        self,
+        data_folder: DataFolderLike,
+        *arguments: Any,
+        max_skipped: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(data_folder, *arguments, max_skipped=max_skipped, **options)
 
     def check(self) -> None:
         """Reads the first 100,000 lines of all files together.
@@ -46,7 +57,7 @@ class BatchReader(JsonlReader):
             ConfigError: one of them is no request, or has the ``custom_id`` of another one.
         """
         strict = copy.deepcopy(self)
-        strict.stop_on_bad_line = True
+        strict.max_skipped = 0
         left = _CHECKED
         earlier = set[str]()
         for name in list_input(self).names:
@@ -57,7 +68,7 @@ class BatchReader(JsonlReader):
                     if custom_id in earlier:
                         raise ConfigError(
                             f"`{name}`, line {position[1]}: an earlier line has the custom_id "
-                            f"{custom_id!r}, too. {self._bad_line_advice}"
+                            f"{custom_id!r}, too. Correct or remove the line."
                         )
                     earlier.add(custom_id)
             except DamagedLine as error:
@@ -80,8 +91,10 @@ class BatchReader(JsonlReader):
             return document
         return PositionedDocument(text, name, metadata={"url": data["url"]})
 
-    def _damaged(self, name: str, id_in_file: int | str, error: object) -> Document:
-        super()._damaged(name, id_in_file, error)
+    def _damaged(
+        self, name: str, id_in_file: int | str, error: object, begin: str = ""
+    ) -> Document:
+        super()._damaged(name, id_in_file, error, begin)
         problem = f"`{name}`, line {int(id_in_file) + 1}: {error}"
         return PositionedDocument(
             problem, problem, metadata={"problem": problem, "custom_id": None}

@@ -1,77 +1,119 @@
-"""CSV as datatrove reads it, but for what Python's defaults lose in silence."""
+"""CSV as datatrove reads it, but for what Python's defaults lose in silence.
+
+A ``FilePosition`` is (rows, hash of these rows). A resume reads the file from its beginning, and
+compares the hash.
+"""
 
 from __future__ import annotations
 
 import codecs
 import csv
+import io
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import IO, Any
 
-from datatrove.data import DocumentsPipeline
+from datatrove.data import Document
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
+from xxhash import xxh3_64
 
+from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
-from datatrove_ckpt.readers.inputs import refuse_pointer
+from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
+from datatrove_ckpt.readers.jsonl import JsonlReader
+from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead
 
 _END = "\0end of the file"
 """A row after the last one, which an open quote takes into its cell."""
 _QUOTES = "Close each quote, double those within a cell"
 
 
-class CSVReader(datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
+class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, unused-ignore]
     """datatrove's ``CSVReader``, with its arguments. A byte order mark is no part of a name, and
     line breaks within a cell stay as they are.
 
     Args:
+        shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
         path_columns: folders such as ``lang=en`` are columns.
+        max_skipped: how many rows of a task may be left out because they have more or fewer cells
+            than there are names, or a ``media`` that is none. One more stops the task
+            (``DamagedLine``). None: any number.
+
+        types: see ``JsonlReader``. An empty cell is null.
 
     Raises:
-        InputError: two columns have one name, a row has more or fewer cells than there are names, a
-            quote is not closed, or another character than the comma is between cells.
+        InputError: two columns have one name, a quote is not closed, or another character than the
+            comma is between cells.
     """
 
-    path_columns = False  # pickles of earlier releases
-    _resolved: dict[str, str] | None = None
-    has_default_adapter = SeekingReader.has_default_adapter
-    get_document_from_dict = SeekingReader.get_document_from_dict
+    format = "csv"
+    _order_options = (*SeekingReader._order_options, "compression")
+    codec = JsonlReader.codec
+    open_content = JsonlReader.open_content
+    _may_grow = JsonlReader._may_grow
 
     def __init__(
         self,
         data_folder: DataFolderLike,
         *arguments: Any,
-        path_columns: bool = False,
+        types: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
-        self.path_columns = path_columns
+        self.types = declared_types(types)
 
-    def read_file(self, filepath: str) -> DocumentsPipeline:
-        options = {"compression": self.compression, "encoding": "utf-8-sig", "newline": ""}
-        with self.data_folder.open(filepath, "r", **options) as file:
-            rows = _rows(file, filepath)
+    def _read(self, name: str, file_position: FilePosition) -> FileRead:
+        done, kept_hash = file_position or (0, 0)
+        extent = self._file_extent
+        with self.open_content(name) as content, _lines(content) as lines:
+            stored = getattr(content, "stored", content)
+            rows = _rows(lines, name)
             _, names = next(rows, (1, []))
-            refuse_equal_names(names, filepath)
+            refuse_equal_names(names, name)
             if len(names) == 1 and self.text_key not in names:
-                refuse_pointer(names[0].encode(), filepath)
-                _refuse_other_delimiter(names[0], filepath)
-            for number, (line, cells) in enumerate(rows):
-                if len(cells) != len(names):
-                    more_or_fewer = "more" if len(cells) > len(names) else "fewer"
-                    raise _odd_row(
-                        filepath,
-                        f"{more_or_fewer} cells than columns",
-                        line,
-                        "Put cells with commas or line breaks in quotes, end no row early",
-                    )
-                row = dict(zip(names, cells, strict=True))
+                refuse_pointer(names[0].encode(), name)
+                _refuse_other_delimiter(names[0], name)
+            digest = xxh3_64("\0".join(names).encode())
+            for number, (line, cells) in enumerate(rows, 1):
+                digest.update("\0".join(cells).encode())
+                if number < done:
+                    continue
+                if number == done:
+                    if digest.intdigest() & PLAIN_INTEGER != kept_hash:
+                        raise misfit(f"The input file {name!r} has changed before line {line}.")
+                    continue
+                extent.per = stored.tell() / number
                 with self.track_time():
-                    document = self.get_document_from_dict(row, filepath, number)
-                if document:
-                    yield document
+                    document = self._document(name, names, cells, number - 1, line)
+                yield document, (number, digest.intdigest())
+            extent.end = stored.tell()
+
+    def _document(
+        self, name: str, names: list[str], cells: list[str], number: int, line: int
+    ) -> Document | Skipped:
+        where = f"the row that begins in line {line}"
+        if len(cells) != len(names):
+            more_or_fewer = "more" if len(cells) > len(names) else "fewer"
+            problem = f"{more_or_fewer} cells than columns; put cells with commas in quotes"
+            return self.skip_damaged(name, where, problem)
+        return self.document_of(dict(zip(names, cells, strict=True)), name, number, where)
+
+    def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
+        return True  # the reading itself does
+
+
+@contextmanager
+def _lines(content: IO[bytes]) -> Iterator[io.TextIOWrapper]:
+    lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
+    try:
+        yield lines
+    finally:
+        lines.detach()  # the file is closed by its owner
 
 
 def _rows(lines: Iterable[str], file: str) -> Iterator[tuple[int, list[str]]]:

@@ -191,11 +191,11 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                         row += 1
                         if row <= done:
                             continue
-                        document = self.get_document_from_dict(
-                            line, self.dataset, f"{rank:05d}/{documents}"
+                        document = self.document_of(
+                            line, self.dataset, f"{rank:05d}/{documents}", f"row {row}"
                         )
-                        documents += document is not None
-                        made.append((document or Skipped.WITHOUT_TEXT, (row,)))
+                        documents += not isinstance(document, Skipped)
+                        made.append((document, (row,)))
                 yield from made
 
     def _refuse_without_documents(self, name: str, damaged: bool) -> None:

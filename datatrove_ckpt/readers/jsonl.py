@@ -20,7 +20,7 @@ import io
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import IO, Any, ClassVar, TypeVar
+from typing import IO, Any, TypeVar
 
 import numpy as np
 import orjson
@@ -33,13 +33,13 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from datatrove_ckpt.checkpoint.skipped import Skipped
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import (
-    DocumentError,
     DocumentNotSerializable,
     InputError,
 )
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Group, changed
 from datatrove_ckpt.readers.compressed import codec_of, decompressed, naming_damage
+from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import naming_hub_input
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES, read_line, refuse_array
@@ -50,12 +50,8 @@ PART_BYTES = 2**20
 _SKIP_BYTES = 2**20
 _HEAD = 2**16
 _WITH_HEAD = 1
-_LOGGED = 5
+_SHOWN = 60
 T = TypeVar("T")
-
-
-class DamagedLine(DocumentError):
-    """A line of a JSONL file holds no document, and ``stop_on_bad_line`` is set."""
 
 
 class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[misc, unused-ignore]
@@ -64,26 +60,33 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
         path_columns: folders such as ``lang=en`` are columns.
-        stop_on_bad_line: raise ``DamagedLine`` if a line cannot be parsed, instead of counting it
-            (``damaged_lines`` in the stats) with a warning.
+        max_skipped: how many lines of a task may be left out because they cannot be read. One more
+            stops the task (``DamagedLine``). None: any number.
+        types: of columns, by Arrow's names, such as ``{score: float64, day: date32}``: values are
+            converted, and Parquet output has these types. A value that does not fit makes its line
+            one that cannot be read.
+        stop_on_bad_line: true for a training, which else leaves such lines out. False is
+            deprecated: write ``max_skipped: null``.
     """
 
     format = "jsonl"
     _order_options = (*SeekingReader._order_options, "compression")
-    _bad_line_advice: ClassVar[str] = (
-        "Fix or remove the line, or set stop_on_bad_line to false to count such lines and continue."
-    )
     _parsing = 0.0  # seconds, of this block
 
     def __init__(
         self,
         data_folder: DataFolderLike,
         *arguments: Any,
-        stop_on_bad_line: bool = False,
+        stop_on_bad_line: bool | None = None,
+        types: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
+        self.types = declared_types(types)
         self.stop_on_bad_line = stop_on_bad_line
+        if stop_on_bad_line is False:
+            logger.warning("stop_on_bad_line: false is deprecated. Write max_skipped: null.")
+            self.max_skipped = None
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         offset, number = file_position[:2] or (0, 0)
@@ -153,7 +156,8 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             refuse_pointer(line, name)
             if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                 refuse_array(self, name)
-            return self._damaged(name, id_in_file, error)
+            begin = line[:_SHOWN].decode(errors="replace").rstrip()
+            return self._damaged(name, id_in_file, error, begin)
         except DocumentNotSerializable as error:  # a number as text, a text as media
             return self._damaged(name, id_in_file, error)
         finally:
@@ -170,25 +174,16 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             finally:
                 self.stats.time_stats.update(self._parsing, "batch")
 
-    def _damaged(self, name: str, id_in_file: int | str, error: object) -> Document | Skipped:
+    def _damaged(
+        self, name: str, id_in_file: int | str, error: object, begin: str = ""
+    ) -> Document | Skipped:
         """Counts a damaged line, and returns its replacement."""
-        self.stat_update("damaged_lines")
         if isinstance(id_in_file, int):
-            where = f"line {id_in_file + 1}"
-        else:
-            where = f"the line at byte {id_in_file.removeprefix('@')}"
-        if self.stop_on_bad_line:
-            raise DamagedLine(f"`{name}`, {where}: {error}. {self._bad_line_advice}")
-        count = self.stats["damaged_lines"].total
-        if count > _LOGGED:
-            return Skipped.DAMAGED
-        advice = ""
-        if "UTF-8" in str(error):
-            advice = ". Save it as UTF-8"
-        if count == _LOGGED:
-            advice += "; others are only counted"
-        logger.warning(f"Error when reading `{name}`, {where}: {error}{advice}")
-        return Skipped.DAMAGED
+            return self.skip_damaged(name, f"line {id_in_file + 1}", error, begin)
+        if not self.stop_on_bad_line:  # a training has no limit: it reads lines in each epoch
+            self._damaged_rows = -1
+        where = f"the line at byte {id_in_file.removeprefix('@')}"
+        return self.skip_damaged(name, where, error, begin)
 
     def open_file(self, name: str) -> LineBlocks:
         return LineBlocks(self, name)

@@ -75,10 +75,11 @@ class _TableReader(SeekingReader):
             documents: list[ReadResult] = []
             with self.track_time("batch"):
                 for data in _python_rows(batch, name):
-                    document = self.get_document_from_dict(data, name, number)
-                    number += document is not None
                     row += 1
-                    documents.append((document or Skipped.WITHOUT_TEXT, (group, row, number)))
+                    where = f"row {row} of group {group + 1}"
+                    document = self.document_of(data, name, number, where)
+                    number += not isinstance(document, Skipped)
+                    documents.append((document, (group, row, number)))
             yield from documents
 
 
@@ -148,6 +149,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
         path_columns: folders such as ``lang=en`` are columns.
+        max_skipped: how many rows of a task may be left out because they cannot be read.
     """
 
     format = "parquet"
@@ -172,6 +174,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     Args:
         shuffle_seed: shuffles the files by this number; ``shuffle_files`` is refused.
         path_columns: folders such as ``lang=en`` are columns.
+        max_skipped: how many rows of a task may be left out because they cannot be read.
     """
 
     format = "ipc"

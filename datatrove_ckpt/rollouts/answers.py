@@ -35,7 +35,7 @@ _WITH_FIELDS = [
 ]
 
 _MANY_BLANKS = 64
-_FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
+FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 
 
 _CUT_OFF = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded"})
@@ -101,7 +101,7 @@ class AnswerForm(NamedTuple):
         """Returns the answer's text without what surrounds it, and what is wrong with it, or ""."""
         text = text.strip()
         problem = self._problem(text)
-        fenced = _FENCE.fullmatch(text)
+        fenced = FENCE.fullmatch(text)
         if problem and fenced:
             text = fenced[1].strip()
             problem = self._problem(text)

@@ -59,8 +59,11 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
     work += OldRuns(runner.step.changed(accept_changes=True), runner.identity).unchecked
     if job.numbers.paid:
         work += f" Paid: {job.numbers.paid}."
+    rows = ""
+    if job.numbers.rows:
+        rows = f", as {plural(job.numbers.rows, 'row')},"
     return (
-        f"{counts.written} of {plural_is(counts.read, 'document')} in "
+        f"{counts.written} of {plural_is(counts.read, 'document')}{rows} in "
         f"{plural(job.numbers.files, 'file')} in {folder} ({counts.dropped} dropped, "
         f"{plural(counts.dead, 'dead letter')}), for {plural(counts.requests, 'request')} with "
         f"{counts.prompt_tokens} prompt and "

@@ -59,6 +59,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         checkpoints_local_dir=str(folder / "checkpoints"),
         checkpoints_remote_dir=None,
         records_per_chunk=number,
+        explode=False,  # the whole answers are shown
         on_document_error="dead_letter",
         skip_bad_requests=True,
         max_dead_letters=None,

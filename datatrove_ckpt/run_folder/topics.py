@@ -157,6 +157,8 @@ def progress_of(state: RunState) -> str:
 def _documents(totals: Totals) -> str:
     done = totals.done
     written = f"{totals.counts.written:,} written in {counted(totals.chunks, 'chunk')}"
+    if totals.rows:
+        written += f" as {counted(totals.rows, 'row')}"
     text = f"{done.read:,} done: {written}, {done.dropped:,} dropped, {done.dead:,} dead"
     if totals.unfinished_chunks:
         more = (

@@ -84,12 +84,12 @@ class Problem:
 
 @dataclass(slots=True)
 class CommittedChunk:
-    """``documents``: the number of documents in its files; None: unknown."""
+    """``rows``: the number of rows, usually documents, in its files; None: unknown."""
 
     rank: RankLedger
     index: int
     files: list[OutputFile]
-    documents: int | None
+    rows: int | None
 
     def __str__(self) -> str:
         return name_place(*self.rank.key, self.index)
@@ -250,8 +250,13 @@ def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
         return
     is_countable = is_known(str(rank.run.get("output_writer")))
     for commit in rank.commits.values():
-        documents = commit.counts.written if is_countable else None
-        report.chunks.append(CommittedChunk(rank, commit.chunk_index, commit.files, documents))
+        rows = commit.counts.written
+        if rank.run.get("explode"):
+            rows = sum(file.rows for file in commit.files)
+        chunk = CommittedChunk(
+            rank, commit.chunk_index, commit.files, rows if is_countable else None
+        )
+        report.chunks.append(chunk)
     yield from _check_ordinals(rank)
     yield from _check_dead_letters(rank)
     yield from _list_unfinished(rank)
@@ -515,14 +520,14 @@ def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> t
 
 def _check_documents(report: Report, chunk: CommittedChunk) -> Iterator[Problem]:
     found = None
-    if chunk.documents is not None:
+    if chunk.rows is not None:
         with suppress(ImportError, ValueError, OSError, EOFError):
             found = sum(_count_documents(report.folder, file.path) for file in chunk.files)
     if found is None:
         report.uncounted.add(str(chunk.rank.run.get("output_writer")))
-    elif found != chunk.documents:
+    elif found != chunk.rows:
         message = (
-            f"its output files hold {found} documents instead of the {chunk.documents} that "
+            f"its output files hold {found} documents or rows instead of the {chunk.rows} that "
             "were committed."
         )
         yield Problem("documents", f"{message} Please report this.", *chunk.rank.key, chunk.index)

@@ -1,4 +1,5 @@
 """Parquet in and out: ``python -m tests.bench.shapes [--rows 20000] [--rounds 3]``.
+Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100 --way 0 --way 2 --way 3``.
 
 Tables of two shapes (plain columns; and dates, decimals, nanoseconds, maps, binary, vectors) by each
 way, in turn, each time in a process of its own: datatrove's reader and writer; its writer behind our
@@ -29,7 +30,12 @@ FILES = 4
 SHAPES = ("plain", "typed")
 
 
-def make(folder, shape, rows):
+def texts(random, count, characters):
+    letters = random.integers(97, 123, count * characters, np.uint8).tobytes().decode()
+    return [letters[at : at + characters] for at in range(0, len(letters), characters)]
+
+
+def make(folder, shape, rows, characters):
     random = np.random.default_rng(0)
     count = rows // FILES
     day = datetime.date(2026, 1, 1)
@@ -37,7 +43,7 @@ def make(folder, shape, rows):
         first = number * count
         columns = {
             "id": [f"{row:09d}" for row in range(first, first + count)],
-            "text": ["".join(map(chr, row)) for row in random.integers(97, 123, (count, 600))],
+            "text": texts(random, count, characters),
             "number": random.integers(0, 2**40, count),
             "score": random.random(count),
             "lang": random.choice(["de", "en", "fr"], count),
@@ -155,14 +161,18 @@ def main():
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=20_000)
     options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--characters", type=int, default=600, help="of a text")
+    options.add_argument("--shape", choices=SHAPES, action="append", help="one of both")
+    options.add_argument("--way", type=int, action="append", help="from 0; all unless said")
     given = options.parse_args()
+    ways = dict([*WAYS.items()][number] for number in given.way or range(len(WAYS)))
     lines = []
     with tempfile.TemporaryDirectory() as name:
-        for shape in SHAPES:
+        for shape in given.shape or SHAPES:
             folder = Path(name, shape)
-            make(folder, shape, given.rows)
+            make(folder, shape, given.rows, given.characters)
             found = interleaved(
-                WAYS, given.rounds, lambda way, folder=folder: measured(way, folder)
+                ways, given.rounds, lambda way, folder=folder: measured(way, folder)
             )
             for way, results in found.items():
                 if failed := results[0].get("failed"):

@@ -9,14 +9,22 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
+from tests.crash.test_every_effect import OF_FILES
 from tests.integration.test_typed_ways import PATHS
+from tests.jobs import chat
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
+
+
+async def pairs(document, generate):
+    answer = await generate(chat(document.text))
+    return [{"question": word, "answer": answer.text} for word in document.text.split()]
 
 
 @pytest.mark.matrix(
     "rollout",
     [
+        pairs,
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
         JudgeRollout(
             "Q {text}",
@@ -27,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("code_described_once")
         EmbedRollout(column="vector"),
         ClassifyRollout(labels=["bad", "good"]),
     ],
-    ids=lambda rollout: type(rollout).__name__,
+    ids=lambda rollout: getattr(rollout, "__name__", type(rollout).__name__),
 )
 def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
     def attempt(folder):
@@ -35,16 +43,19 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
         writer = JsonlWriter(
             str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
         )
-        checkpoints = str(folder / "checkpoints")
-        InferenceRunner(
-            rollout, config, writer, checkpoints_local_dir=checkpoints, records_per_chunk=1
-        ).run([Document(text="It rained. It snowed.", id="a")])
+        settings = {"checkpoints_local_dir": str(folder / "checkpoints"), "records_per_chunk": 1}
+        InferenceRunner(rollout, config, writer, explode=rollout is pairs, **settings).run(
+            [Document(text="It rained. It snowed.", id="a")]
+        )
 
     with FakeServer(answer) as first, FakeServer(answer) as second:
         first.paths = second.paths = PATHS
         (ram / "job").mkdir()
         report = assert_same_output_after_crash(
-            attempt, ram / "job", recoveries=False, counted=("commit",)
+            attempt,
+            ram / "job",
+            recoveries=False,
+            counted=OF_FILES if rollout is pairs else ("commit",),
         )
     assert len(report.points) >= 2
 

@@ -101,11 +101,11 @@ def test_lines_are_read_as_json_reads_them(tmp_path, name, suffix):
     [
         (b"[" + ROW + b"]", "'a.jsonl' .* holds a JSON array"),
         (b"[\n" + ROW + b",\n" + ROW + b"\n]\n", "'a.jsonl' .* holds a JSON array"),
-        (json.dumps(json.loads(ROW), indent=2).encode(), "'a.jsonl' .* is not empty"),
-        (ROW.decode().encode("utf-16"), "'a.jsonl' .* is not empty"),
+        (json.dumps(json.loads(ROW), indent=2).encode(), "`a.jsonl`, line 1: .* in '{'"),
+        (ROW.decode().encode("utf-16"), "`a.jsonl`, line 1: .* not valid UTF-8"),
         (b'{"id": "1", "txt": "a"}\n', "text_key='text'.* 'id', 'txt'"),
         (b'{"id": "1", "text": 5}\n', "text of type int"),
-        (b"id,text\n1,a\n", "'a.jsonl' .* is not empty"),
+        (b"id,text\n1,a\n", "`a.jsonl`, line 1: .* in 'id,text'.* the reader of its format"),
     ],
 )
 def test_what_is_no_json_lines_is_refused(tmp_path, server, content, message):
@@ -163,8 +163,8 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name):
         (b",,text\n1,2,a\n", "'a.csv' has several columns named '': numbers 1, 2"),
         (b"id;text\n1;a\n", "'a.csv' has ';' between its cells"),
         (b"id\ttext\n1\ta\n", "'a.csv' has .* between its cells"),
-        (b"id,text\n1,a,b\n", "'a.csv' has more cells than columns in .* line 2"),
-        (b"id,text\n1\n2,b\n", "'a.csv' has fewer cells than columns in .* line 2"),
+        (b"id,text\n1,a,b\n", "`a.csv`, .* line 2: more cells than columns"),
+        (b"id,text\n1\n2,b\n", "`a.csv`, .* line 2: fewer cells than columns"),
         (b'id,text\n1,"a\n2,b\n', "'a.csv' has a quote that is not closed in .* line 2"),
         (b'id,"text\n1,a\n', "'a.csv' has a quote that is not closed in .* line 1"),
         ("id,text\n1,é\n".encode("latin1"), "'a.csv' is not UTF-8"),

@@ -182,7 +182,9 @@ def test_a_file_that_cannot_be_read_twice_is_refused_before_a_request(
 # What was skipped is said ------------------------------------------------------------------------
 
 
-def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(job, tmp_path):
+def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts(
+    job, command, tmp_path
+):
     first = tmp_path / "documents/0.jsonl"
     first.write_text(
         lines(0)
@@ -197,16 +199,19 @@ def test_skipped_lines_are_in_the_closing_lines_and_count_once_over_all_attempts
     whole = gzip.compress((lines(4, 5) + "end\n").encode())
     (tmp_path / "documents/2.jsonl.gz").write_bytes(whole[:-4])
     for _ in range(2):
-        assert "'2.jsonl.gz' is damaged or cut off" in job(code=1).err
+        assert "`0.jsonl`, line 6: list, not an object" in job(max_skipped=1, code=1).err
+    for _ in range(2):
+        assert "'2.jsonl.gz' is damaged or cut off" in job(max_skipped=3, code=1).err
     (tmp_path / "documents/2.jsonl.gz").write_bytes(whole)
     skipped = "Skipped: 3 damaged lines and 2 rows without text."
-    assert skipped in job().out
+    assert skipped in job(max_skipped=3).out
+    assert "3 damaged lines" in command("status", "job.yaml")
     closing = [(tmp_path / f"logs/logs/task_0000{rank}.log").read_text() for rank in range(2)]
     assert "Task 0: 7 of 7" in closing[0]
     assert f"completion tokens. {skipped} If you" in closing[0]
     assert "Task 1: 4 of 4" in closing[1]
     assert "Skipped: " not in closing[1]
-    assert skipped in job().out
+    assert skipped in job(max_skipped=3).out
     assert kept(tmp_path)["skipped"] == [3, 2]
 
 
@@ -336,7 +341,7 @@ def test_the_mirror_holds_the_record_of_a_finished_rank(tmp_path, server):
     (tmp_path / "documents").mkdir()
     (tmp_path / "documents/a.jsonl").write_text(lines(0, 1) + "torn\n")
     step = runner(tmp_path, server, checkpoints_remote_dir=f"{tmp_path}/mirror")
-    step.run(JsonlReader(f"{tmp_path}/documents").run())
+    step.run(JsonlReader(f"{tmp_path}/documents", max_skipped=1).run())
     before = kept(tmp_path)
     shutil.rmtree(tmp_path / "checkpoints")
     restore_rank(f"{tmp_path}/mirror", tmp_path / "checkpoints", 0, retries=False)
@@ -374,7 +379,7 @@ def test_the_record_is_right_after_a_crash_at_every_effect(ram, monkeypatch, ste
         job = runner(folder, server, last_once_committed, records_per_chunk=1, sync_seconds=3600)
 
         def attempt(folder):
-            job.run(JsonlReader((folder / "documents").as_posix()).run())
+            job.run(JsonlReader((folder / "documents").as_posix(), max_skipped=1).run())
             assert kept(folder)["skipped"][:2] == [1, 1]
             assert [file[0] for file in kept(folder)["readers"][0]["files"]] == ["a.jsonl"]
 

@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import fsspec
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -35,6 +36,7 @@ from tests import golden
 from tests.histories import read_history
 from tests.jobs import rejects
 from tests.jobs import rows as written
+from tests.unit.tables import write_table
 
 JOB = {
     "run_folder": "runs/x",
@@ -995,3 +997,56 @@ def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_pr
         assert main(["run", "job.yaml"]) == 1
         assert main(["run", "job.yaml", leave]) == 0
         assert len(server.payloads) == asked
+
+
+@pytest.fixture
+def to_csv(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(table, *flags, code=0, suffix="jsonl"):
+        write_table(Path(f"in.{suffix}"), table)
+        with FakeServer() as server:
+            job = f"run --input in.{suffix} --prompt {{id}} --endpoint {server.url} --model m"
+            job += " --run-folder x --records-per-chunk 2 --output-format csv"
+            return command(*job.split(), *flags, code=code), len(server.payloads)
+
+    return run
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_csv_files_have_their_columns_in_the_first_line(to_csv, command, suffix):
+    text = 'a "b",\r\nc'
+    table = pa.table({"id": ["0", "1", "2"], "text": [text] * 3, "n": [None, 1.5, 2]})
+    to_csv(table, suffix=suffix)
+    files = sorted(Path("x/output").glob("*.csv"))
+    assert len(files) == 2
+    whole = pandas.concat(map(pandas.read_csv, files))
+    assert whole["text"].tolist() == [text] * 3
+    assert whole["n"].tolist()[1:] == [1.5, 2]
+    assert len({*whole["answer"]}) == 3
+    assert json.loads(whole["rollout_results"].tolist()[0])[0]["finish_reason"] == "stop"
+    command("verify", "x", "--full")
+    command("export", "x", "all.parquet")
+    assert "finish_reason" in command("show", "x") or "Columns: " in command("show", "x")
+    before = [path.read_bytes() for path in files]
+    to_csv(table, suffix=suffix)
+    assert [path.read_bytes() for path in files] == before
+
+
+@pytest.mark.parametrize(("suffix", "requests"), [("jsonl", 2), ("parquet", 0)])
+def test_csv_refuses_a_list_before_a_request_where_the_types_are_known(to_csv, suffix, requests):
+    table = pa.table({"id": ["0", "1"], "text": ["a", "b"], "tags": [["a"], ["b"]]})
+    said, sent = to_csv(table, code=1, suffix=suffix)
+    assert "'tags'" in said
+    assert "which CSV cannot hold. Write output_format: " in said
+    assert sent <= requests
+
+
+def test_declared_types_of_json_lines_are_those_of_a_table(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"id": "0", "text": "a", "day": "2026-01-02"}\n')
+    with FakeServer() as server:
+        job = f"run --input in.jsonl --prompt {{text}} --endpoint {server.url} --model m"
+        command(*job.split(), "--run-folder=x", "--output-format=parquet", "--types={day: date32}")
+    (file,) = Path("x/output").glob("*.parquet")
+    assert pq.read_schema(file).field("day").type == pa.date32()

@@ -5,12 +5,19 @@ import json
 import shutil
 from decimal import Decimal
 
+import pandas
 import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint.layout import COLUMNS
-from datatrove_ckpt.errors import DocumentNotSerializable, InputError
-from datatrove_ckpt.readers import IpcReader, ParquetReader
+from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.readers import (
+    CSVReader,
+    DamagedLine,
+    IpcReader,
+    JsonlReader,
+    ParquetReader,
+)
 from tests.jobs import letters, rejects, rows, runner
 
 pa = pytest.importorskip("pyarrow")
@@ -275,7 +282,7 @@ def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, kin
 
 
 def test_a_text_of_bytes_is_refused_before_a_request(tmp_path, server):
-    with pytest.raises(DocumentNotSerializable, match="a text of type bytes"):
+    with pytest.raises(DamagedLine, match="a text of type bytes"):
         run(tmp_path, server, pa.table({"text": [b"t1"], "id": ["1"]}))
     assert not server.asked
 
@@ -382,3 +389,39 @@ def test_nanoseconds_that_a_rollout_sets_stay_or_are_refused(tmp_path, server):
     )
     assert read(files)["v"].to_pylist() == [moment] * 3
     assert len(letters(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_declared_types_are_those_of_the_output_and_a_value_that_does_not_fit_is_named(
+    tmp_path, server, suffix
+):
+    rows = [{"id": str(n), "text": "a", "score": n, "day": f"2026-01-0{n + 1}"} for n in range(3)]
+    path = tmp_path / "in" / f"a.{suffix}"
+    path.parent.mkdir()
+    if suffix == "csv":
+        pandas.DataFrame(rows).to_csv(path, index=False)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(path.read_text().replace("2026-01-03", "2026-01-33"))
+    kinds = {"csv": CSVReader, "jsonl": JsonlReader}
+    types = {"score": "float64", "day": "date32"}
+    writer = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
+    step = runner(tmp_path, server, output_writer=writer, records_per_chunk=1)
+
+    def start():
+        step.run(kinds[suffix](str(path.parent), types=types).run())
+
+    message = "line [34]: the column .day. has .2026-01-33., which is no date32"
+    with pytest.raises(DamagedLine, match=message):
+        start()
+    assert len(server.asked) <= 2
+    path.write_text(path.read_text().replace("2026-01-33", ""))
+    start()
+    found = [pq.read_table(one) for one in sorted((tmp_path / "output").glob("*.parquet"))]
+    for table in found:
+        assert table.schema.field("score").type == pa.float64()
+        assert table.schema.field("day").type == pa.date32()
+    assert [table["score"][0].as_py() for table in found] == [0.0, 1.0, 2.0]
+    assert [str(table["day"][0]) for table in found] == ["2026-01-01", "2026-01-02", "None"]
+    with pytest.raises(ConfigError, match="'dat' of the column 'day' is no type of Arrow"):
+        kinds[suffix](str(path.parent), types={"day": "dat"})

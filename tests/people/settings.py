@@ -62,7 +62,7 @@ def job_yaml(settings, url):
     }
     if settings.mirror:
         runner |= {"checkpoints_remote_dir": "mirror", "mirror_seconds": 0.1}
-    reader = {"data_folder": "input", "text_key": settings.text_key}
+    reader = {"data_folder": "input", "text_key": settings.text_key, "max_skipped": None}
     pipeline = [
         {"class_path": "JsonlReader", "init_args": reader},
         {"class_path": "InferenceRunner", "init_args": runner},

@@ -2,13 +2,14 @@
 read again.
 """
 
+import copy
 from pathlib import Path
 
 import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.output.documents import document_of
-from datatrove_ckpt.output.formats import BY_NAME, format_of_file, is_known
+from datatrove_ckpt.output.formats import BY_NAME, CSV, format_of_file, is_known
 from datatrove_ckpt.output.names import stem, writer_name
 
 DOCUMENTS = [
@@ -35,7 +36,11 @@ def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_pa
         assert known.count(file) == len(DOCUMENTS)
     with known.open(writer.output_folder, path.name) as file:
         rows = [row for row, _ in known.rows(file)]
-    assert [document_of(row) for row in rows] == DOCUMENTS
+    wanted = copy.deepcopy(DOCUMENTS)
+    if known is CSV:
+        for document in wanted:
+            document.metadata["n"] = str(document.metadata["n"])
+    assert [document_of(row) for row in rows] == wanted
     assert known.dataset([str(path)])["text"][:] == [document.text for document in DOCUMENTS]
 
 

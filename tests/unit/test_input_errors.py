@@ -102,7 +102,7 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
 ):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
-        list(JsonlReader(tmp_path.as_posix(), **options).run())
+        list(JsonlReader(tmp_path.as_posix(), max_skipped=None, **options).run())
 
 
 def test_a_column_of_chats_is_named_with_the_setting_that_sends_it(tmp_path):
@@ -121,7 +121,7 @@ def test_a_table_without_the_text_column_or_for_a_reader_of_lines_is_named(tmp_p
     with pytest.raises(
         InputError, match=r"'a.parquet' .* begins with 'PAR1.*, choose another reader"
     ):
-        texts(JsonlReader(str(tmp_path)))
+        texts(JsonlReader(str(tmp_path), max_skipped=None))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
     with pytest.raises(
         InputError, match=r"'b.jsonl' in .* holds a JSON array\. Write one object per line"
     ):
-        list(JsonlReader(str(tmp_path)).run())
+        list(JsonlReader(str(tmp_path), max_skipped=3).run())
     (tmp_path / "b.jsonl").unlink()
-    assert len(list(JsonlReader(str(tmp_path)).run())) == 1
+    assert len(list(JsonlReader(str(tmp_path), max_skipped=3).run())) == 1
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,12 @@ def test_a_number_as_text_text_as_media_and_a_line_in_latin_1_are_treated_alike(
 ):
     """Skipped and counted with a warning that names file and line, or refused with it."""
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + line + LINES[1])
-    reader = JsonlReader(str(tmp_path))
+    reader = JsonlReader(str(tmp_path), max_skipped=1)
     assert texts(reader) == ["0", "1"]
     assert reader.stats["damaged_lines"].total == 1
     assert any("`a.jsonl`, line 2" in one and why in one for one in log)
     with pytest.raises(DamagedLine, match=r"`a\.jsonl`, line 2"):
-        texts(JsonlReader(str(tmp_path), stop_on_bad_line=True))
+        texts(JsonlReader(str(tmp_path)))
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])
@@ -288,7 +288,7 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path, size):
     lines = [b'{"text": "%d", "filler": "%s"}\n' % (i, b"x" * size) for i in range(6)]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join([*lines[:3], b"torn\n", *lines[4:]]))
-    reader = JsonlReader(tmp_path.as_posix(), stop_on_bad_line=True)
+    reader = JsonlReader(tmp_path.as_posix())
     read = read_until(DamagedLine, reader)
     path.write_bytes(b"".join(lines))
     assert resumed(reader, read) == ["3", "4", "5"]

@@ -19,12 +19,14 @@ import pytest
 import zstandard
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.readers import CSVReader as OriginalCSV
 from datatrove.pipeline.readers import IpcReader as OriginalIpc
 from datatrove.pipeline.readers import JsonlReader as OriginalJsonl
 from datatrove.pipeline.readers import ParquetReader as OriginalParquet
 
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import (
+    CSVReader,
     IpcReader,
     JsonlReader,
     ParquetReader,
@@ -98,6 +100,14 @@ def write_jsonl(folder, codec=None):
         path.write_bytes(COMPRESS[codec](content))
 
 
+def write_csv(folder):
+    """Rows of several lines, blank lines, and a file without rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, count in enumerate([9, 0, 3]):
+        cells = [f'"{row["text"]}\n",{row["number"]}\n\n' for row in rows(count, number)]
+        (folder / f"{number}.csv").write_text("".join(["text,number\n", *cells]))
+
+
 def write_tables(folder, kind):
     """Groups of several sizes, empty ones among them, and a file without rows."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,23 +134,26 @@ SCHEMA = pa.schema([("text", pa.string()), ("number", pa.int64())])
 def write(folder, kind):
     if kind.startswith("jsonl"):
         write_jsonl(folder, {"jsonl": None, "jsonl gzip": "gzip", "jsonl zstd": "zstd"}[kind])
+    elif kind == "csv":
+        write_csv(folder)
     else:
         write_tables(folder, kind)
 
 
 def reader(folder, kind, **options):
     usual = {"batch_size": 4} if kind == "parquet" else {}
-    classes = {"jsonl": JsonlReader, "parquet": ParquetReader}
+    usual |= {"max_skipped": None}
+    classes = {"jsonl": JsonlReader, "parquet": ParquetReader, "csv": CSVReader}
     return classes.get(kind.split()[0], IpcReader)(folder, **usual | options)
 
 
 def original(folder, kind, **options):
     usual = {"parquet": {"batch_size": 4}, "arrows": {"stream": True}}.get(kind, {})
-    classes = {"jsonl": OriginalJsonl, "parquet": OriginalParquet}
+    classes = {"jsonl": OriginalJsonl, "parquet": OriginalParquet, "csv": OriginalCSV}
     return classes.get(kind.split()[0], OriginalIpc)(folder, **usual | options)
 
 
-KINDS = ["jsonl", "jsonl gzip", "jsonl zstd", "parquet", "arrow", "arrows"]
+KINDS = ["jsonl", "jsonl gzip", "jsonl zstd", "parquet", "arrow", "arrows", "csv"]
 FEW_KINDS = ["jsonl zstd", "parquet", "arrows"]
 
 
@@ -524,7 +537,7 @@ def test_a_current_file_with_other_content_is_refused(tmp_path, kind, grows):
         codec = {"jsonl": None, "jsonl gzip": "gzip", "jsonl zstd": "zstd"}[kind]
         content = bytearray(COMPRESS[codec](b"".join(ODD_LINES).replace(b"plain", b"Plain")))
     else:
-        content[-12] ^= 1
+        content[13 if kind == "csv" else -12] ^= 1
     first.write_bytes(content)
     fresh = reader(tmp_path.as_posix(), kind)
     fresh.load_state_dict(state_of(documents[1]))

@@ -2,10 +2,12 @@
 terminal.
 """
 
+import io
 import os
 import sys
 import threading
 from io import TextIOWrapper
+from types import ModuleType
 
 import pytest
 from loguru import logger
@@ -195,3 +197,34 @@ def test_without_a_terminal_the_first_line_comes_after_10_seconds_then_each_inte
         lines.tick()
     assert [seconds for seconds, _ in said] == [10, 130, 250]
     assert said[0][1].startswith("3.0 % of the input, 3 docs, ")
+
+
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_a_notebook_has_the_bar_of_tqdm_where_its_widgets_are_installed(monkeypatch, has_widgets):
+    shown = []
+
+    class Bar:
+        def __init__(self, **options):
+            if not has_widgets:
+                raise ImportError("IProgress not found")
+
+        def set_description_str(self, text, refresh):
+            self.text = text
+
+        def set_postfix_str(self, text):
+            shown.append((self.n, self.text, text))
+
+        def close(self):
+            shown.append("closed")
+
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setattr("tqdm.notebook.tqdm", Bar)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    clock, lines = Clock(), []
+    with Screen(RunProgress(1, clock=clock), 120, clock, lines.append) as screen:
+        clock.now += 1
+        screen.update(0, at(50, 50))
+        assert screen.has_bar is has_widgets
+    assert not lines
+    assert [one[:2] for one in shown[-2:-1]] == [(0.5, "50.0 %")] * has_widgets
+    assert shown[-1:] == ["closed"] * has_widgets

@@ -1,0 +1,76 @@
+"""CSV files: a line of column names, then a row for each document."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from typing import IO, Any
+
+import numpy as np
+from datatrove.io import DataFolderLike
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.output.arrow_types import Row
+from datatrove_ckpt.output.documents import for_orjson
+from datatrove_ckpt.output.formats import RESULTS
+
+
+class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
+    """Writes a document as a row. datatrove has no such writer.
+
+    Args:
+        expand_metadata: save each metadata entry in a column.
+        json_columns: columns whose lists and dictionaries become JSON. Those of other columns are
+            refused, because a reader could not tell them from texts.
+
+    Attributes:
+        columns: of the files that are written next; empty: those of a file's first row.
+    """
+
+    default_output_filename = "${rank}.csv"
+    name = "🔢 Csv"
+
+    def __init__(
+        self,
+        output_folder: DataFolderLike,
+        output_filename: str | None = None,
+        compression: str | None = None,
+        adapter: Any = None,
+        expand_metadata: bool = True,
+        json_columns: Sequence[str] = (RESULTS,),
+    ) -> None:
+        super().__init__(
+            output_folder, output_filename, compression, adapter, "wt", expand_metadata
+        )
+        self.json_columns = json_columns
+        self.columns: list[str] = []
+        self._written: dict[str, list[str]] = {}
+
+    def cells(self, row: Row) -> Row:
+        """Raises TypeError: a value has no form in CSV."""
+        cells = {}
+        for name, value in row.items():
+            if isinstance(value, dict | list | tuple | np.ndarray):
+                if name not in self.json_columns:
+                    raise TypeError(
+                        f"the column {name!r} has a {type(value).__name__}, which CSV cannot hold. "
+                        "Write output_format: jsonl or parquet, or name it in json_columns"
+                    )
+                value = json.dumps(value, ensure_ascii=False, default=str)
+            elif isinstance(value, bytes):
+                value = for_orjson(value)
+            cells[name] = value
+        return cells
+
+    def _write(self, document: Row, file_handler: IO[str], filename: str) -> None:
+        cells = self.cells(document)
+        writer = csv.writer(file_handler, lineterminator="\n")
+        if filename not in self._written:
+            self._written[filename] = self.columns or [*cells]
+            writer.writerow(self._written[filename])
+        columns = self._written[filename]
+        others = [name for name in cells if name not in columns]
+        if others:
+            raise ValueError(f"the column {others[0]!r} is not in the first line of {filename}")
+        writer.writerow([cells.get(name) for name in columns])

@@ -1,0 +1,105 @@
+"""``explode: true``: a row of each item of a list, exactly once and in order."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from datatrove_ckpt.run_folder.run_output import OutputPath
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget, rejects
+
+TEXTS = ["a b", "c", "", "d e f", "bad", "g h"]
+ROWS = [f"{n}/{at}" for n, text in enumerate(TEXTS) if text != "bad" for at in range(len(text.split()))]  # fmt: skip
+WORDS = [word for text in TEXTS if text != "bad" for word in text.split()]
+FORMS = {
+    "dictionaries": (lambda word: {"word": word, "n": 7, "text": word}, "word"),
+    "texts": (lambda word: word, "answer"),
+}
+
+
+def answer(form):
+    """For a server: a list of the words of the prompt, which some models put in a fence."""
+
+    def says(payload, times):
+        text = payload["messages"][-1]["content"]
+        return f"```json\n{json.dumps([form(word) for word in text.split()])}\n```"
+
+    return says
+
+
+@pytest.fixture
+def job(command, tmp_path, monkeypatch):
+    """Runs it with flags. ``budget``: stops the task when so many requests are answered."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": str(n), "text": text or " ", "year": n} for n, text in enumerate(TEXTS)]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = pa.table({name: [row[name] for row in rows] for name in ("id", "text")})
+    pq.write_table(table.append_column("year", pa.array(range(6), pa.int16())), "in.parquet")
+
+    def job(form="dictionaries", given="in.jsonl", folder="x", code=0, budget=10**9, more=""):
+        explode = "" if "--explode" in more else "--explode true"
+        with FakeServer(answer(FORMS[form][0])) as server:
+            stop = Budget()
+            stop.left = budget
+            bad = rejects(["bad"])
+            server._status = lambda *request: bad(*request) or stop(*request)
+            flags = f"--input {given} --prompt {{text}} --endpoint {server.url} --model m"
+            flags += f" --run-folder {folder} {explode} {more} --records-per-chunk 2"
+            flags += " --server-patience-seconds 9 --skip-bad-requests true --max-concurrent-generations 1"
+            said = command("run", *flags.split(), code=code)
+            return said, len(server.payloads)
+
+    return job
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("given", ["in.jsonl", "in.parquet"])
+def test_each_item_is_a_row_after_a_stop_and_documents_are_counted_as_documents(
+    job, command, form, given
+):
+    job(form, given, budget=3, code=1)
+    said, _ = job(form, given)
+    assert "4 of 6 documents are, as 8 rows, in 3 files" in said
+    assert "(1 dropped, 1 dead letter)" in said
+    rows = [document.metadata | {"id": document.id} for document in OutputPath("x/output")]
+    assert [row["id"] for row in rows] == ROWS
+    assert [row["n"] for row in rows] == [int(name[-1]) for name in ROWS]
+    assert [row["year"] for row in rows] == [int(name[0]) for name in ROWS]
+    assert [row[FORMS[form][1]] for row in rows] == WORDS
+    if form == "dictionaries":
+        assert [row["answer_text"] for row in rows] == WORDS
+        assert {row["answer_n"] for row in rows} == {7}
+    whole = [row["id"] for row in rows if row.get("rollout_results")]
+    assert whole == [name for name in ROWS if name.endswith("/0")]
+    if given == "in.parquet":
+        schemas = [pq.read_schema(path) for path in sorted(Path("x/output").glob("*"))]
+        assert [schema.field("year").type for schema in schemas] == [pa.int16()] * 3
+    command("verify", "x", "--full")
+    assert "4 written in 3 chunks as 8 rows" in command("status", "x")
+    assert command("export", "x", "all.csv") == "8 rows in all.csv.\n"
+    assert "2 of 8 rows" in command("show", "x", "--n", "2")
+
+
+@pytest.mark.parametrize("given", ["in.jsonl", "in.parquet"])
+def test_whole_documents_of_an_old_run_become_rows_and_rows_no_documents(job, given):
+    more = "--rollouts-per-document 2"
+    job(given=given, folder="wanted", more=more)
+    job(given=given, folder="old", more=f"{more} --explode false")
+    old = '--finished-from ["old/output","old/checkpoints"]'
+    _, requests = job(given=given, folder="new", more=f"{more} {old}")
+    assert requests <= 2  # of the dead one
+    names, again = ([row.id for row in OutputPath(f"{name}/output")] for name in ("wanted", "new"))
+    assert names == again
+    assert names[:4] == ["0/0", "0/1", "0/2", "0/3"]
+    said, _ = job(folder="x", more="--finished-from wanted/output", code=2)
+    assert "rows do not say what their document was" in said
+
+
+def test_a_sample_shows_whole_answers(job):
+    said, requests = job(more="--sample 1")
+    assert requests == 1
+    assert '"word": "a"' in said
+    assert '"word": "b"' in said

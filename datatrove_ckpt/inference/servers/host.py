@@ -56,6 +56,7 @@ from datatrove_ckpt.inference.servers.server import (
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
+_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -174,7 +175,7 @@ class EndpointAnswer:
     Attributes:
         url: without credentials and query string.
         cause: why it cannot be used; "" if it can.
-        refused: it refuses the key.
+        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
         api: the URL, or its /v1; None: not known yet.
         models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
             list, as with some gateways.
@@ -201,6 +202,9 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
                 url = below
                 target = below.api("models")
     except ExchangeFailed as error:
+        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
+            cause = f"speaks {scheme}: correct its URL"
+            return EndpointAnswer(str(target), cause, True)
         return EndpointAnswer(str(target), str(error), api=api)
     status = response.status
     if status in retrying.SERVER.retried:  # another answer may come later
@@ -211,6 +215,18 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
     return EndpointAnswer(
         str(target), api=url, models=_listed(response.body) if status == 200 else None
     )
+
+
+async def _other_scheme(target: HiddenUrl) -> str:
+    """Returns http for https, and https for http, if the server speaks it; else ""."""
+    scheme = "http" if target.reveal().scheme == "https" else "https"
+    url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
+    try:
+        await get(url, None, _PROBE_TIMEOUT, proxied=True)
+    except ExchangeFailed as error:
+        if error.kind != "SSLCertVerificationError":
+            return ""
+    return scheme
 
 
 def _listed(body: bytes) -> dict[str, object] | None:

@@ -57,7 +57,6 @@ run job.yaml --input cases
 run job.yaml --input semicolons.csv
 run job.yaml --input latin.csv
 run job.yaml --input array.json
-run job.yaml --input text.jsonl
 run job.yaml --prompt prompt.txt
 run job.yaml --system-prompt prompt.txt
 run job.yaml --json-schema schema.json
@@ -68,7 +67,7 @@ run job.yaml --prompt 'Answer as {"a": 1}: {text}'
 run job.yaml --tp 4 --endpoint null --model Qwen/Qwen3-4B
 run job.yaml --endpoint null --model gpt-4o
 run job.yaml --endpoint localhost:8000
-run job.yaml --output-format csv
+run job.yaml --output-format xlsx
 run job.yaml --on-document-error skip
 run tabs.yaml
 run unquoted.yaml
@@ -109,7 +108,6 @@ def job(here, server, monkeypatch):
         "mine.py": MINE,
         "semicolons.csv": "id;text\n1;a\n",
         "array.json": f"[\n{row}]",
-        "text.jsonl": "Rain falls.\n",
         "tabs.yaml": "run_folder: runs/x\nslurm:\n\tpartition: gpu\n",
         "unquoted.yaml": "run_folder: runs/x\nprompt: Topic: {text}\n",
         "documents/a.jsonl": row,

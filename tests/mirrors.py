@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lines import read_lines
@@ -22,7 +21,7 @@ from datatrove_ckpt.errors import ServerUnavailable
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import STOPS_SOON, chat, config, documents, writer
+from tests.jobs import STOPS_SOON, chat, documents, runner
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
@@ -87,15 +86,10 @@ class Job:
             "checkpoints_remote_dir": self.remote,
             "mirror_seconds": 1000,
             "records_per_chunk": 3,
-        }
-        settings |= {
             "checkpoints_local_dir": str(self.checkpoints),
-            "output_writer": writer(self.folder),
-            **changes,
+            "config": ONE_BY_ONE | dict(patience),
         }
-        InferenceRunner(ask_twice, config(server, **ONE_BY_ONE | dict(patience)), **settings).run(
-            documents(number)
-        )
+        runner(self.folder, server, ask_twice, **settings | changes).run(documents(number))
 
     def run_until(self, question, wait=lambda: None, **changes):
         """Runs until this question fails; then the rank uploads a last time.

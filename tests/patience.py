@@ -37,9 +37,9 @@ def until(condition, seconds=300.0):
         time.sleep(0.005)
 
 
-async def until_async(condition, seconds=300.0):
+async def until_async(condition):
     """The same in an event loop."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -12,10 +12,13 @@ last step.
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
 
 from datatrove_ckpt.inference.servers.server import Admission, Metrics
 
@@ -316,100 +319,77 @@ def _blocks(tokens):
     return -(-tokens // BLOCK)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What there was at the end of a step: the time in seconds, requests, and the target of
-    ``auto``.
-    """
-
-    at: float
-    running: int
-    waiting: int
-    target: int
-
-
 class Simulation:
     """A run of one engine.
 
     Args:
         limit: requests in flight, or what adapts it.
         lengths: of the requests.
-        requests: that want to be in flight at once. None: always more than the limit.
+        requests: that want to be in flight at once.
 
     Attributes:
-        steps: what there was at the end of each.
+        steps: at the end of each: the time in seconds, the requests that run, those that wait, and
+            the target of ``auto``.
     """
 
-    def __init__(
-        self,
-        engine,
-        lengths,
-        limit,
-        *,
-        seed=0,
-        requests=None,
-    ):
+    def __init__(self, engine, lengths, limit, *, seed=0, requests=math.inf):
         self.engine = engine
         self.lengths = lengths
-        self.admission = limit if isinstance(limit, Admission) else None
+        self.admission = (
+            limit if isinstance(limit, Admission) else SimpleNamespace(limit=limit, target=0)
+        )
         self.steps = []
         self.in_flight = 0
-        self._fixed = limit if isinstance(limit, int) else 0
         self._requests = requests
         self._chance = random.Random(seed)
         self._now = 0.0
         self._busy = False
         self._events = []
-        self._count = 0
+        self._count = count()
         self._seen = Metrics(0.0, 0.0, 0.0)
 
     def run(self, seconds):
-        if self.admission is not None:
+        if isinstance(self.admission, Admission):
             self._after(0.25, self._read_metrics)
         self._send()
         while self._events[0][0] < seconds:
-            self._now, _, event = heapq.heappop(self._events)
-            event()
+            self._now, _, event, arguments = heapq.heappop(self._events)
+            event(*arguments)
         return self
 
     def mean_running(self, since):
         """Requests that run, from then on. Between two runs it varies less than the tokens."""
-        part = [step.running for step in self.steps if step.at >= since]
+        part = [running for at, running, _, _ in self.steps if at >= since]
         return sum(part) / len(part)
 
-    def _after(self, seconds, event):
-        self._count += 1
-        heapq.heappush(self._events, (self._now + seconds, self._count, event))
+    def _after(self, seconds, event, *arguments):
+        heapq.heappush(self._events, (self._now + seconds, next(self._count), event, arguments))
 
-    def _delay(self):
-        return self._chance.expovariate(50)
+    def _soon(self, event, *arguments):
+        self._after(self._chance.expovariate(50), event, *arguments)
 
     def _send(self):
-        limit = self.admission.limit if self.admission else self._fixed
-        while self.in_flight < min(limit, self._requests or limit):
+        while self.in_flight < min(self.admission.limit, self._requests):
             self.in_flight += 1
-            request = Request(*self.lengths(self._chance, self._now))
-            self._after(self._delay(), lambda request=request: self._arrive(request))  # type: ignore[misc]
+            self._soon(self._arrive, Request(*self.lengths(self._chance, self._now)))
 
     def _arrive(self, request):
         self.engine.submit(request)
         self._step()
 
     def _step(self):
-        if self._busy or self.engine.is_idle:
-            return
-        self._busy = True
-        seconds, finished = self.engine.step()
-        self._after(seconds, lambda: self._end_step(finished))
+        if not self._busy and not self.engine.is_idle:
+            self._busy = True
+            seconds, finished = self.engine.step()
+            self._after(seconds, self._end_step, finished)
 
     def _end_step(self, finished):
         self._busy = False
         self._seen = self.engine.metrics()
-        target = self.admission.target if self.admission else 0
         running, waiting = len(self.engine.running) + len(finished), len(self.engine.waiting)
-        self.steps.append(Step(self._now, running, waiting, target))
+        self.steps.append((self._now, running, waiting, self.admission.target))
         for _ in finished:
-            self._after(self._delay(), self._answer)
+            self._soon(self._answer)
         self._step()
 
     def _answer(self):
@@ -417,11 +397,9 @@ class Simulation:
         self._send()
 
     def _read_metrics(self):
-        seen = self._seen
-        self._after(self._delay(), lambda: self._update(seen))
+        self._soon(self._update, self._seen)
 
     def _update(self, metrics):
-        assert self.admission is not None
         self.admission.update(metrics, self.in_flight)
         self._after(0.25, self._read_metrics)
         self._send()

@@ -6,10 +6,18 @@ import time
 from tests.processes import write_program
 
 TASKS = 3
+ROLLOUT = """
+from pathlib import Path
+
+async def ask(document, generate):
+    if Path("bad").exists() and document.text == "text 1":
+        raise ValueError("bad")
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+"""
 
 
 def enter(folder, monkeypatch, answer, path):
-    """The folder has input for each of TASKS tasks; scontrol notes what it is asked, and answers.
+    """The folder has input for each of TASKS tasks, and a rollout; scontrol notes what it is asked, and answers.
 
     Array 17 has 17 as its own job number, too.
 
@@ -18,6 +26,7 @@ def enter(folder, monkeypatch, answer, path):
         path: where other programs are.
     """
     (folder / "input").mkdir()
+    (folder / "my_rollout.py").write_text(ROLLOUT)
     write_program(folder / "tools/scontrol", f'#!/bin/sh\necho "$@" >> {folder}/asked\n{answer}\n')
     for rank in range(TASKS):
         (folder / f"input/{rank}.jsonl").write_text(

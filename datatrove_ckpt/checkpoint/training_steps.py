@@ -60,17 +60,14 @@ class StepName(NamedTuple):
             return f"step-{self.step:08}.{self.rollbacks}"
         return f"step-{self.step:08}"
 
-    @classmethod
-    def parse(cls, name: str) -> StepName | None:
-        found = _NAME.fullmatch(name)
-        if found:
-            return cls(int(found[2] or 0), int(found[1]))
-        return None
-
 
 def step_names(names: Iterable[str]) -> list[StepName]:
-    found = map(StepName.parse, names)
-    return sorted(name for name in found if name is not None)
+    found = filter(None, map(_NAME.fullmatch, names))
+    return sorted(StepName(int(match[2] or 0), int(match[1])) for match in found)
+
+
+def steps_in(folder: Path) -> list[StepName]:
+    return step_names(path.name for path in folder.iterdir())
 
 
 def read_manifest(folder: Path, name: StepName) -> Manifest:
@@ -174,11 +171,10 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
 def is_training(what: str | None) -> bool:
     """Returns whether a folder holds steps of a training."""
     folder = Path(what or "/dev/null")
-    return folder.is_dir() and bool(step_names(path.name for path in folder.iterdir()))
+    return folder.is_dir() and bool(steps_in(folder))
 
 
 HISTORY = "history.jsonl"
-CURVE = "metrics.csv"
 
 Row = tuple[int, dict[str, float]]
 """A step and its metrics."""
@@ -242,4 +238,6 @@ class TrainingHistory:
         for step, metrics in rows:
             metrics |= {name: math.nan for name, value in metrics.items() if value is None}
             table.writerow({"step": step, **metrics})
-        files.disk.replace(self._folder / CURVE, text.getvalue().encode(), files.PUBLIC_FILE)
+        files.disk.replace(
+            self._folder / "metrics.csv", text.getvalue().encode(), files.PUBLIC_FILE
+        )

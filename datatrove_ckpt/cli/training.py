@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from datatrove_ckpt.cli.printing import as_json, say, takes_unicode
@@ -20,7 +19,6 @@ from datatrove_ckpt.run_folder.training import (
     read_training,
 )
 
-_CELLS = 48
 _BARS = "▁▂▃▄▅▆▇█"
 _ASCII = "_.-=*#"
 
@@ -57,7 +55,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     problems = sum(finding.state == "problem" for finding in findings)
     lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]
     lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
-    content = {"exit_code": int(problems > 0), "checks": [asdict(each) for each in findings]}
+    content = {"exit_code": int(problems > 0), "checks": [each._asdict() for each in findings]}
     _print(arguments, content, lines)
     return int(problems > 0)
 
@@ -102,7 +100,7 @@ def _plot(state: TrainingState, name: str) -> Iterator[str]:
     if points:
         values = [value for _, value in points]
         bars = _BARS if takes_unicode() else _ASCII
-        drawn = plotted(values, _CELLS, bars)
+        drawn = plotted(values, bars)
         ends = ", ".join(f"{figure(value)} at {step}" for step, value in (points[0], points[-1]))
         yield f"  {name:<10} {drawn} {ends}; least {figure(min(values))}"
 

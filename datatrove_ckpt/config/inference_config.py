@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -334,19 +334,11 @@ class InferenceConfig:
     def places(self) -> str:
         """What ``max_concurrent_generations`` means, for a person."""
         number = self.max_concurrent_generations
-        known = "as the engine's queue and KV cache allow"
-        adapts = f"starts with {FIRST_LIMIT}, follows the server's answers and limits"
+        if number != "auto":
+            return f"up to {number * self.servers:,} at once"
         if self.follows_metrics:
-            return f"auto: {known}"
-        if number == "auto" and self.server_type == "endpoint":
-            return f"auto: {known} where /metrics shows them; else {adapts}"
-        if number == "auto":
-            return f"auto: {adapts}"
-        if self.servers == 1:
-            return f"up to {number:,} at once"
-        return (
-            f"up to {number:,} at each of {self.servers} servers, {number * self.servers:,} in all"
-        )
+            return "auto: as the engine's queue and KV cache allow"
+        return f"auto: starts with {FIRST_LIMIT}, follows the server's answers, limits and metrics"
 
     @property
     def servers(self) -> int:
@@ -743,7 +735,7 @@ class Engine:
         """Returns why ``generate`` has no such method with this engine; "" if it has."""
         if way in self.ways:
             return ""
-        having = engines_where(lambda engine: way in engine.ways)
+        having = ", ".join(engine.name for engine in ENGINES.values() if way in engine.ways)
         return f"server_type {self.name!r} has no generate.{way}; these have: {having}"
 
     def require_package(self) -> None:
@@ -817,7 +809,3 @@ def dashed_names(kwargs: Kwargs | None) -> Kwargs:
 
 ENGINES: dict[str, Engine] = {}
 """By ``server_type``. ``config.engines`` fills it."""
-
-
-def engines_where(is_one: Callable[[Engine], bool]) -> str:
-    return ", ".join(engine.name for engine in ENGINES.values() if is_one(engine))

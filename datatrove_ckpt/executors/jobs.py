@@ -20,7 +20,7 @@ import signal
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
@@ -73,8 +73,6 @@ _ALIVE = ("SCHEDULING", "RUNNING")
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
-_MOST_SHOWN = 5
-_CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # a code of ``code_of_rank``
 
 T = TypeVar("T")
@@ -263,17 +261,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no
-        others.
+        """Cancels the jobs of this run. Returns how many there were. A coordinator that waits for
+        one ends.
 
         Raises:
             CkptError: some could not be canceled; the message names them.
         """
         from huggingface_hub import cancel_job
 
-        # Between two jobs there is nothing to cancel.
-        with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
-            file.write(str(time.time()))
         jobs = self._alive()
         left = []
         why = ""
@@ -314,7 +309,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         GivenUp: some ranks were given up.
         CkptError: no other job would help.
         """
-        self._began = time.time()
         with (
             Interruption([signal.SIGTERM]),
             self._as_worker()._open_claims(runs_all=False) as claims,
@@ -411,11 +405,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         if stage == "COMPLETED":
             logger.info(f"Job {job.url} has ended: no task was free.")
         else:
-            if retries:
-                again = f", without progress: {retries} of {self.max_retries}"
-            else:
-                again = ""
-            logger.warning(f"{what}. Its tasks go on in another job{again}.")
+            logger.warning(f"{what}. Its tasks go on in another job.")
         return retries
 
     def _failure(self, job: _Job) -> tuple[int, str]:
@@ -427,11 +417,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return code, said
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
-        if self._is_canceled():
-            raise CkptError(
-                f"This run was canceled. {plural(len(alive), 'job')} of it may still end: "
-                f"{_shown([*alive.values()])}. Run the same command again to resume."
-            )
         reached = self._progress()
         for _ in range(number):
             try:
@@ -451,13 +436,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
                 return  # if only the answer was lost, the job is found in the list
             alive[job.id] = job
-
-    def _is_canceled(self) -> bool:
-        try:
-            with self.logging_dir.open(_CANCELED, "r") as file:
-                return float(file.read()) > self._began
-        except (OSError, ValueError):  # there is none
-            return False
 
     def _submit(self, reached: dict[int, Progress], retries: int) -> _Job:
         from huggingface_hub import run_uv_job
@@ -641,12 +619,8 @@ def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
             yield key, str(name), str(value)
 
 
-def _shown(jobs: Sequence[_Job]) -> str:
-    if len(jobs) > _MOST_SHOWN:
-        more = f" and {len(jobs) - _MOST_SHOWN} more"
-    else:
-        more = ""
-    return ", ".join(job.url for job in jobs[:_MOST_SHOWN]) + more
+def _shown(jobs: Iterable[_Job]) -> str:
+    return ", ".join(job.url for job in jobs)
 
 
 def _note(launch: str) -> str:

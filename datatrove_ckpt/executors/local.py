@@ -33,7 +33,7 @@ from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, CountOrAll, check, check_value, one_of
-from datatrove_ckpt.common.formatting import plural, plural_is, ranges
+from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.errors import (
     CheckpointLocked,
     CkptError,
@@ -58,7 +58,7 @@ from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code.script_names import nothing_carried
 
 if TYPE_CHECKING:
-    from datatrove_ckpt.claims.claims import Claimant, Claims, Progress
+    from datatrove_ckpt.claims.claims import Claims, Progress
 
 _DEPENDENCY_POLL = 120.0  # seconds
 _CLAIMS_POLL = 2.0  # seconds
@@ -408,7 +408,12 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             ):
                 free, are_left = claims.free()
                 if free and not claims.has_time:
-                    self._end_before_time_limit()
+                    logger.info(
+                        "Tasks are free, but would hardly end before the job's time limit: this "
+                        "process takes none of them."
+                    )
+                    with Preemption([], 0.0) as preemption:  # which requeues the job, and raises
+                        preemption.stop_for_time_limit()
                 if free:
                     worker._run_all(free, screen, done, may_overlap=not are_left)
                     line_at = 0.0
@@ -422,43 +427,31 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 elif self._is_worker:
                     break
                 elif time.monotonic() >= line_at:
-                    logger.info(_waiting_for(left, claims.others()))
+                    others = [
+                        other.process for other in claims.others() if left.intersection(other.ranks)
+                    ]
+                    logger.info(
+                        f"Waiting for {plural(len(left), 'task')} of other processes: "
+                        f"{', '.join(others) or 'without claims'}."
+                    )
                     line_at = time.monotonic() + _WAITING_LINE
                 if screen is not None:
                     screen.tick()
                 time.sleep(_CLAIMS_POLL if self.logging_dir.is_local() else _REMOTE_CLAIMS_POLL)
             runs = [other.process for other in claims.others() if other.runs_all]
-            if left and self._is_worker and runs:
+            taken = left if runs else left & claims.locked
+            if taken and self._is_worker:
                 raise CheckpointLocked(
-                    f"All tasks of this job are run by {', '.join(runs)}, which was started "
-                    "as one run of all tasks. Stop it, and start every machine as a worker (run "
-                    "--worker). If it was killed on another machine or in another container, it "
-                    "counts as alive for five minutes."
-                )
-            locked = left & claims.locked
-            if locked and self._is_worker:
-                raise CheckpointLocked(
-                    f"{plural_is(len(locked), 'task')} run by processes that were started "
-                    f"as one run of all tasks. Task {min(locked)} is the first. Wait for them, "
-                    "and start this command again."
+                    f"{plural_is(len(taken), 'task')} run by {', '.join(runs) or 'processes'}, as "
+                    "one run of all tasks. Wait for its end, or stop it and start every machine as "
+                    "a worker (run --worker). If it was killed on another machine or in another "
+                    "container, it counts as alive for five minutes."
                 )
             given_up = claims.given_up()
             if given_up:
                 raise given_up_error(given_up, self.world_size)
             if not self._is_worker:
                 claims.clear()
-
-    def _end_before_time_limit(self) -> None:
-        """Raises:
-        Preempted: no free task would end in time.
-        BaseException: of a signal handler, which requeues the job.
-        """
-        logger.info(
-            "Tasks are free, but would hardly end before the job's time limit: this process takes "
-            "none of them."
-        )
-        with Preemption([], 0.0) as preemption:
-            preemption.stop_for_time_limit()
 
     def _run_all(
         self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True
@@ -710,16 +703,3 @@ def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
         f"up:{named}\nCorrect the cause, and "
         "run the job again, not as a worker, to resume."
     )
-
-
-def _waiting_for(left: set[int], others: Sequence[Claimant]) -> str:
-    unclaimed = set(left)
-    parts = []
-    for other in others:
-        claimed = left.intersection(other.ranks)
-        if claimed:
-            parts.append(f"{ranges(claimed)} by {other.process}")
-            unclaimed -= claimed
-    if unclaimed:
-        parts.append(f"{ranges(unclaimed)} by processes without claims")
-    return f"Waiting for {plural(len(left), 'task')} of other processes: {'; '.join(parts)}."

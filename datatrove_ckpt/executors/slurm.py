@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import sys
 import uuid
@@ -42,9 +41,6 @@ from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error, safe_log
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
-# datatrove writes names and options into the script as they are. Bash fills in options.
-_NAME = re.compile(r"[\w@+=:,./~-]*")
-_OPTION = re.compile(r"""[^\s"'#\\`]*|"[^"\\`\n]*"|'[^'\n]*'""")
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
 
 
@@ -95,19 +91,15 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             raise ConfigError(f"{name}: workers take tasks until none is left. Give workers.")
         if options.get("nodes_per_task", 1) > 1:  # a node that fails must not leave the others
             options["srun_args"] = {"kill-on-bad-exit": 1, **(options.get("srun_args") or {})}
-        place = {"tasks": tasks, "time": time, "partition": partition, "workers": workers}
-        super().__init__(pipeline, **place, **options, max_array_size=-1)
-        single = {name: options.get(name) for name in ("venv_path", "condaenv")}
-        single |= {**(options.get("sbatch_args") or {}), **(options.get("srun_args") or {})}
-        resolved = {"logging_dir": self.logging_dir.resolve_paths(""), "env_command": None}
-        for name, text in (place | options | single | resolved).items():
-            allowed = _OPTION if name in single else _NAME
-            if isinstance(text, str) and not allowed.fullmatch(text):
-                raise ConfigError(
-                    f"{name}: {text!r} would be several words or lines in the script for sbatch. "
-                    "Choose a name of letters, digits and @+=:,./~_-, or put quotes of its own "
-                    "around an option."
-                )
+        super().__init__(
+            pipeline,
+            tasks=tasks,
+            time=time,
+            partition=partition,
+            workers=workers,
+            **options,
+            max_array_size=-1,
+        )
         check_depends(self.depends, DatatroveExecutor)
         if any(getattr(step, "retry_dead_letters", False) for step in self.pipeline):
             self.skip_completed = False  # complete ranks have dead letters

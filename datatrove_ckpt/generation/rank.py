@@ -60,7 +60,7 @@ from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.open_files import enough_open_files
+from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.readers.pipeline import steps_before
 from datatrove_ckpt.readers.revisions import Revisions
@@ -83,9 +83,9 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
     # The servers and their connections are shared: the executor has counted them.
     if rank_of_many() is not None:
         requests = servers = 0
-    limit = enough_open_files(requests, servers)
     preemption = step.preemption()
-    with raised_for_scripts(), limit, preemption, step.track_time(unit="total"):
+    with raised_for_scripts(), preemption, step.track_time(unit="total"):
+        raise_limit(requests, servers)
         preemption.check_time_limit()
         check_rank_in_template(step.output_writer, world_size)
         documents = () if step.retry_dead_letters else data or ()

@@ -10,13 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Literal
 
 from loguru import logger
 
-from datatrove_ckpt.errors import CkptError, ConfigError, TooManyOpenFiles, causes
+from datatrove_ckpt.errors import ConfigError, TooManyOpenFiles
 
 # The lifeline pipe, the log while it starts, one connection for health and one for metrics.
 _PER_SERVER = 4
@@ -43,7 +42,11 @@ def files_needed(requests: int, servers: int) -> int:
     Args:
         servers: those that the rank launches, or URLs that it sends requests to.
     """
-    return _open_now() + requests + servers * _PER_SERVER + _FILES
+    try:
+        opened = sum(1 for _ in os.scandir("/dev/fd"))
+    except OSError:
+        opened = 32  # a usual number
+    return opened + requests + servers * _PER_SERVER + _FILES
 
 
 def requests_at_once(setting: int | Literal["auto"], servers: int) -> int:
@@ -128,36 +131,6 @@ def limit_reached(what: str) -> TooManyOpenFiles:
     return TooManyOpenFiles(
         f"{what}: too many open files (this process may have {limits()[0]}). {_ADVICE}"
     )
-
-
-@contextmanager
-def enough_open_files(requests: int, servers: int) -> Iterator[None]:
-    """Raises the limit, and turns any error that the limit caused into ``TooManyOpenFiles``.
-
-    Raises:
-        ConfigError: see ``raise_limit``.
-    """
-    raise_limit(requests, servers)
-    try:
-        yield
-    except TooManyOpenFiles:
-        raise
-    except Exception as error:
-        if any(is_caused_by_limit(cause) for cause in causes(error)):
-            first = str(error).partition("\n")[0].rstrip(".")
-            if isinstance(error, CkptError):
-                name = ""
-            else:
-                name = f"{type(error).__name__}: "
-            raise limit_reached(name + first) from error
-        raise
-
-
-def _open_now() -> int:
-    try:
-        return sum(1 for _ in os.scandir("/dev/fd"))
-    except OSError:
-        return 32  # a usual number
 
 
 def _is_exhausted() -> bool:

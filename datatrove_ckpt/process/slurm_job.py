@@ -78,18 +78,15 @@ def requeue_if_preempted() -> None:
 
 
 def _ask(*command: str) -> str:
-    done = subprocess.run(
+    return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=_TIMEOUT,
-        check=False,
+        check=True,
         env={**os.environ, "SLURM_TIME_FORMAT": "standard"},
-    )
-    if done.returncode:
-        raise subprocess.SubprocessError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
+    ).stdout
 
 
 # The time limit ----------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, NoReturn, Protocol, Self
 
 import fsspec.asyn
@@ -99,12 +99,7 @@ class TaskList:
 
 def in_turn(run: Callable[[int], object], tasks: Tasks) -> None:
     for task in iter(tasks.next, None):
-        try:
-            result = run(task)
-        except BaseException as error:
-            tasks.failed(task, error)
-            raise
-        tasks.done(task, result)
+        tasks.done(task, run(task))
 
 
 # Seconds that workers have to end after a second signal, and once they have closed.
@@ -112,35 +107,34 @@ _AFTER_SECOND_SIGNAL = 10.0
 _TO_EXIT = 5.0
 
 
+@dataclass(eq=False)
 class _Process:
-    def __init__(
-        self,
-        context: BaseContext,
-        slot: int,
-        count: int,
-        run: Work,
-        numbers: list[int],
-        below_bar: bool,
-    ) -> None:
-        self.slot = slot
-        self.tasks: set[int] = set()
-        self.is_ready = False  # for a task
-        self.was_ready = False
-        self.is_ending = False  # it gets no more tasks
-        self.is_failing = False
-        self.stopped = ""  # by which signal
-        self.ends_by = math.inf
-        self.is_silent = False  # no more messages can come
-        self.connection, theirs = connections.Pipe()
-        # Not a daemon: a step may start processes of its own.
-        environment = {**os.environ, WORKERS_VARIABLE: str(count)}
-        arguments = (theirs, environment, numbers, run, slot, below_bar)
-        self.process = context.Process(target=work, args=arguments, daemon=False)
-        with theirs:  # closed here once the worker has it
-            self.process.start()
-        self._handle: int | None = None  # it has ended, or there are no pidfds here
+    """One worker, as its parent sees it.
+
+    Attributes:
+        _handle: a pidfd; None: it has ended, or the kernel or the container knows no pidfds.
+        is_ready: for a task.
+        is_ending: it gets no more tasks.
+        stopped: by which signal.
+        is_silent: no more messages can come.
+    """
+
+    slot: int
+    connection: Connection
+    process: Any
+    _handle: int | None = None
+    tasks: set[int] = field(default_factory=set)
+    is_ready: bool = False
+    was_ready: bool = False
+    is_ending: bool = False
+    is_failing: bool = False
+    stopped: str = ""
+    ends_by: float = math.inf
+    is_silent: bool = False
+
+    def __post_init__(self) -> None:
         if sys.platform == "linux":
-            with suppress(OSError):  # it has ended, or the kernel or the container knows no pidfds
+            with suppress(OSError):
                 self._handle = os.pidfd_open(self.process.pid)
 
     @property
@@ -282,9 +276,14 @@ class Workers:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._numbers)
             try:
                 below_bar = self.screen is not None and self.screen.has_bar
-                self._workers.append(
-                    _Process(self.context, slot, self.count, self.work, self._numbers, below_bar)
-                )
+                environment = {**os.environ, WORKERS_VARIABLE: str(self.count)}
+                ours, theirs = connections.Pipe()
+                arguments = (theirs, environment, self._numbers, self.work, slot, below_bar)
+                # Not a daemon: a step may start processes of its own.
+                process = self.context.Process(target=work, args=arguments, daemon=False)
+                with theirs:  # closed here once the worker has it
+                    process.start()
+                self._workers.append(_Process(slot, ours, process))
             except (EOFError, ConnectionError):  # the fork server has ended
                 self._error = _cannot_start("the process that starts them has ended")
             finally:
@@ -519,7 +518,10 @@ class _Worker:
         try:
             run(slot, self)
         except BaseException as error:
-            self.failed(None, error)
+            task = None
+            if len(self._at_work) == 1:
+                (task,) = self._at_work
+            self.failed(task, error)
         finally:
             if self._stop_signal is not None:
                 self._send(Message("stopped", value=self._stop_signal))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.training_steps import (
@@ -18,7 +19,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     read_events,
     read_manifest,
     size_of,
-    step_names,
+    steps_in,
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import byte_size
@@ -76,9 +77,8 @@ class TrainingState:
 
 def read_training(folder: Path, full: bool) -> TrainingState:
     """Reads the folder; with ``full`` each file of each step, else only file sizes."""
-    names = step_names(path.name for path in folder.iterdir())
-    found = [(name, *_read(folder, name, full)) for name in names]
-    left = set(step_names(path.name for path in folder.iterdir()))  # a training removes steps
+    found = [(name, *_read(folder, name, full)) for name in steps_in(folder)]
+    left = set(steps_in(folder))  # a training removes steps
     training = ""
     steps = []
     for name, manifest, damage in reversed(found):
@@ -115,8 +115,7 @@ def _read(folder: Path, name: StepName, full: bool) -> tuple[Manifest | None, st
     return manifest, ""
 
 
-@dataclass(frozen=True)
-class TrainingFinding:
+class TrainingFinding(NamedTuple):
     """``state``: ok, warning or problem."""
 
     state: str
@@ -144,9 +143,9 @@ def examine_training(state: TrainingState) -> Iterator[TrainingFinding]:
         yield TrainingFinding("warning", "lock", message)
 
 
-def plotted(values: Sequence[float], cells: int, bars: str) -> str:
-    """Draws a curve in one line: the mean of each cell, between the least and the greatest."""
-    count = min(cells, len(values))
+def plotted(values: Sequence[float], bars: str) -> str:
+    """Draws a curve in 48 cells: the mean of each, between the least and the greatest."""
+    count = min(48, len(values))
     edges = [number * len(values) // count for number in range(count + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     least = min(means)

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -43,8 +43,6 @@ _SAMPLED_ROWS = 64
 _SAMPLED_BYTES = 2**22
 _OPEN_FILES = 32
 _THREADS = 16
-
-_Result = TypeVar("_Result")
 
 FilesReader = JsonlReader | ParquetReader | IpcReader
 """The readers whose rows can be counted, and read in any order."""
@@ -145,7 +143,7 @@ class BlockInput:
         for name, file in zip(self.names, self._index, strict=True):
             if file.rows:
                 schemas.setdefault(file.schema, name)
-        if not isinstance(self._reader, JsonlReader):
+        if not self.gives_dicts:
             self._unified = Unified(schemas.items(), columns)
 
     def expect(self, file: int, blocks: Iterable[Block]) -> None:
@@ -160,31 +158,32 @@ class BlockInput:
         return self.__dict__ | {"_opened": OrderedDict()}
 
     def _index_files(self) -> list[FileIndex]:
-        numbers = range(len(self.names))
-        # The footers of Parquet files have the rows.
-        if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
-            return _in_threads(self._index_file, numbers)
-        options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
-        kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
-        counts = RowCounts(self._inputs, kind)
-        self._counts = counts
-        known = _in_threads(counts.get, numbers)
-        if None not in known:
-            return [index for index in known if index is not None]
-        logger.info(
-            f"One process counts the rows of {known.count(None)} files in "
-            f"{self._inputs.folder.path}, once."
-        )
-        with counts.counting():
+        with ThreadPoolExecutor(_THREADS) as threads:
+            numbers = range(len(self.names))
+            # The footers of Parquet files have the rows.
+            if isinstance(self._reader, ParquetReader) and self._reader.data_folder.is_local():
+                return list(threads.map(self._index_file, numbers))
+            options = [getattr(self._reader, name, None) for name in ("compression", "stream")]
+            kind = f"{self._reader.format}/{options}/{jsonl.PART_BYTES}"
+            counts = RowCounts(self._inputs, kind)
+            self._counts = counts
+            known = list(threads.map(counts.get, numbers))
+            if None not in known:
+                return [index for index in known if index is not None]
+            logger.info(
+                f"One process counts the rows of {known.count(None)} files in "
+                f"{self._inputs.folder.path}, once."
+            )
+            with counts.counting():
 
-            def count(number: int) -> FileIndex:
-                index = known[number] or counts.get(number)
-                if index is None:
-                    index = self._index_file(number)
-                    counts.put(number, index)
-                return index
+                def count(number: int) -> FileIndex:
+                    index = known[number] or counts.get(number)
+                    if index is None:
+                        index = self._index_file(number)
+                        counts.put(number, index)
+                    return index
 
-            return _in_threads(count, numbers)
+                return list(threads.map(count, numbers))
 
     def _index_file(self, number: int) -> FileIndex:
         with closing(self._reader.open_file(self.names[number])) as file:
@@ -198,7 +197,7 @@ class BlockInput:
         Parquet counts repeated texts once: rows of a long prompt can be a thousand times larger.
         """
         full = [number for number, index in enumerate(self._index) if index.rows]
-        if isinstance(self._reader, JsonlReader) or not full:  # dicts are counted elsewhere
+        if self.gives_dicts or not full:  # dicts are counted elsewhere
             return 4
         size = 4
         for number in {full[0], full[len(full) // 2], full[-1]}:
@@ -226,11 +225,6 @@ class BlockInput:
             file.size = self._size
         file.use(self._index[number])
         return file
-
-
-def _in_threads(call: Callable[[int], _Result], numbers: Sequence[int]) -> list[_Result]:
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(call, numbers))
 
 
 def _cut(files: Sequence[FileIndex], size: int) -> Iterator[Block]:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from inspect import isawaitable, isgenerator
+from inspect import isawaitable
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -580,7 +580,8 @@ class TrainingCheckpoints:
                 self._not_saved = None
                 return
             self._steps.write(name, contents, metrics, {"save": save})
-            self._publish(name)
+            self._steps.publish(name)
+            self._damaged.discard(name)
             self._write_seconds = time.monotonic() - began
             self._note(
                 "saved",
@@ -598,10 +599,6 @@ class TrainingCheckpoints:
             self._uploading.start(self._upload)
         if time.monotonic() - self._curve_at > _CURVE_SECONDS:
             self._write_curve()
-
-    def _publish(self, name: StepName) -> None:
-        self._steps.publish(name)
-        self._damaged.discard(name)
 
     @property
     def _manifests(self) -> dict[StepName, Manifest]:
@@ -745,16 +742,12 @@ class TrainingCheckpoints:
                 seconds = time.monotonic() - began
                 self._note("restored", name, seconds=seconds, passed_over=passed)
         finally:
-            self._unlock_unless_claimed()  # after a fetch
+            if not self._has_claimed:  # a process that only reads locks no training out
+                self._steps.unlock()
         if self._ranks.rank == 0:
             at = time.strftime("%F %T", time.localtime(self._steps.manifest(name)["at"]))
             logger.info(f"Restored {self._steps.folder / str(name)}, saved at {at}.")
         return name.step
-
-    def _unlock_unless_claimed(self) -> None:
-        """Unlocks before the first save: a process that only reads locks no training out."""
-        if not self._has_claimed:
-            self._steps.unlock()
 
     def _note(self, event: str, name: StepName, **others: object) -> None:
         with suppress(Exception):
@@ -814,7 +807,8 @@ class TrainingCheckpoints:
             return []
         with suppress(CheckpointLocked, StorageFailed):  # of a training that runs, this only reads
             self._steps.lock()
-            self._unlock_unless_claimed()
+            if not self._has_claimed:
+                self._steps.unlock()
         manifests = self._steps.manifests()
         if manifests:
             self._steps.training = manifests[max(manifests)]["training"]
@@ -1009,7 +1003,8 @@ class TrainingCheckpoints:
         self._steps.back_to = old.step
         if self._is_owner:
             self._uploading.join()
-            self._publish(new)
+            self._steps.publish(new)
+            self._damaged.discard(new)
             for name in self._steps.names():
                 if is_left_behind(name, new):
                     self._steps.remove(name)
@@ -1060,7 +1055,7 @@ def _check_names(states: Iterable[str]) -> None:
 
 def _write_all(writer: Writer, folder: Path) -> None:
     returned = writer(folder)
-    if isawaitable(returned) or isgenerator(returned) or hasattr(returned, "result"):
+    if isawaitable(returned) or hasattr(returned, "result"):
         raise ConfigError(
             f"the writer returned a {type(returned).__name__}, and may not have ended. Let it wait "
             "until all is written."

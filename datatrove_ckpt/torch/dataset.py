@@ -39,7 +39,7 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.blocks import FilesReader
 from datatrove_ckpt.torch.index import Index, InputRow, RowSource
-from datatrove_ckpt.torch.order import BlockTable, Window, order_by_files, order_by_rows, unevenness
+from datatrove_ckpt.torch.order import Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import (
     DatasetState,
@@ -94,20 +94,6 @@ def _continued(start: DatasetState, then: DatasetState) -> DatasetState:
     return replace(start, order=order, done=then.done, samples=then.samples, skipped=then.skipped)
 
 
-def _file_shares(table: BlockTable, seed: int | None, topology: Topology) -> int:
-    """Returns the number of shares of whole files; 0: shares are cut by rows.
-
-    By rows, all workers read all blocks if rows are not shuffled or files are compressed. Then
-    whole files are better, if they make even shares.
-    """
-    count = topology.slots if topology.batch == 1 else topology.ranks
-    if count == 1 or (seed is not None and not table.is_stream.any()):
-        return 0
-    if unevenness(table, count) > _UNEVEN:
-        return 0
-    return count
-
-
 # The limits of what becomes Python objects together.
 _CHUNK_BYTES = 2**22
 _CHUNK_ROWS = 8192
@@ -142,7 +128,13 @@ class Epoch(Iterator[object]):
         self._number = number
         self._after_end = after_end
         self._topology = Topology(slot.world_size, slot.workers, dataset._batch)
-        start = dataset._state_at(number, slot, _file_shares(table, seed, self._topology))
+        # By rows, all workers read all blocks if rows are not shuffled or files are compressed.
+        # Then shares of whole files are better, if they are even.
+        shares = self._topology.slots if dataset._batch == 1 else slot.world_size
+        by_rows = shares == 1 or (seed is not None and not table.is_stream.any())
+        if by_rows or unevenness(table, shares) > _UNEVEN:
+            shares = 0
+        start = dataset._state_at(number, slot, shares)
         if then is not None:
             start = _continued(start, then)
         shares = start.order["shares"]

@@ -23,7 +23,6 @@ import numpy.typing as npt
 from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.readers.block_file import Rows
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
@@ -184,10 +183,8 @@ def owned(table: pa.Table) -> pa.Table:
     """Copies a slice, which else keeps the whole table in memory."""
     import pyarrow as pa
 
-    if table.num_rows < 2:
-        return pa.concat_tables([table, table]).combine_chunks().slice(0, table.num_rows)
-    half = table.num_rows // 2  # one chunk alone would not be copied
-    return pa.concat_tables([table.slice(0, half), table.slice(half)]).combine_chunks()
+    # One chunk alone would not be copied.
+    return pa.concat_tables([table, table.slice(0, 0)]).combine_chunks()
 
 
 def _joined(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -228,7 +225,7 @@ class Index:
         self.blocks = BlockInput(reader)
         self._inputs = self.blocks._inputs
         size = 1
-        if isinstance(reader, JsonlReader):
+        if self.blocks.gives_dicts:
             size = _OF_DICTS
         self.table = BlockTable(
             self.blocks, self.blocks.sequential, reader.skip, reader.limit, size

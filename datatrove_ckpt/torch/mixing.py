@@ -98,21 +98,20 @@ class Mix(StatefulWrapper):
     def _new_pass(self, epoch: int, slot: Slot, state: State | None) -> Mixing:
         if state is None:
             state = {"drawn": 0, "sources": [None] * len(self._sources)}
-        started = [self._start(number, epoch, each) for number, each in enumerate(state["sources"])]
+        started = []
+        for number, then in enumerate(state["sources"]):
+            source = _Source(number)
+            if then is not None:
+                source = _Source(number, **{key: then[key] for key in _KEPT}, last=then["state"])
+            if source.is_live:
+                self.begin_pass(source, epoch, source.last)
+            started.append(source)
         # The rank counts, so that ranks do not all draw the same sources at the same time.
         draws = f"{self.seed}/{epoch}/{slot.rank}/{slot.worker}/{slot.workers}"
         return Mixing(self, epoch, draws, started, int(state["drawn"]))
 
     def _source_states(self, state: State) -> list[State | None]:
         return [one["state"] for one in state.get("sources", [])]
-
-    def _start(self, number: int, epoch: int, state: State | None) -> _Source:
-        source = _Source(number)
-        if state is not None:
-            source = _Source(number, **{key: state[key] for key in _KEPT}, last=state["state"])
-        if source.is_live:
-            self.begin_pass(source, epoch, source.last)
-        return source
 
     def begin_pass(self, source: _Source, epoch: int, state: State | None) -> None:
         source.iterable = self._sources[source.number]

@@ -22,8 +22,6 @@ from datatrove_ckpt.checkpoint.training_steps import StepName
 from datatrove_ckpt.common.declared import Count, CountFromZero, Seconds, check
 from datatrove_ckpt.errors import ConfigError
 
-_FIRST_SECONDS = 60.0  # of "auto", before a save was timed
-
 Metrics = Mapping[StepName, Mapping[str, float | None]]
 """The metrics of the steps."""
 
@@ -117,14 +115,12 @@ class EverySeconds(SavePolicy):
     mtbf_seconds: float = 6 * 3600.0
 
     def is_due(self, moment: Moment) -> bool:
-        return moment.seconds >= self.interval(moment)
-
-    def interval(self, moment: Moment) -> float:
         if self.seconds != "auto":
-            return self.seconds
-        if not moment.pause_seconds:
-            return _FIRST_SECONDS
-        return max(daly(moment.pause_seconds, self.mtbf_seconds), moment.write_seconds)
+            return moment.seconds >= self.seconds
+        if not moment.pause_seconds:  # before a save was timed
+            return moment.seconds >= 60.0
+        interval = daly(moment.pause_seconds, self.mtbf_seconds)
+        return moment.seconds >= max(interval, moment.write_seconds)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,8 @@ class Ranks:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        return [float(value) for value in tensor.tolist()]
+        highest: list[float] = tensor.tolist()
+        return highest
 
     def owner(self, folder: Path) -> int:
         """Returns the lowest rank that sees this very folder: a disk of its node, or a shared

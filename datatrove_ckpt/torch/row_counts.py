@@ -14,7 +14,7 @@ import os
 import uuid
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import orjson
@@ -55,21 +55,23 @@ class RowCounts:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Lets one process at a time count, if the file system can lock."""
-        with ExitStack() as stack:
-            if self._folder is not None:
-                name = xxh3_128_hexdigest(self._source.encode())
-                try:
-                    self._folder.mkdir(parents=True, exist_ok=True)
-                    lock = stack.enter_context((self._folder / f"{name}.lock").open("a"))
-                except OSError as error:
-                    logger.warning(
-                        "The rows that are counted cannot be kept, so the next start counts again: "
-                        f"{error}"
-                    )
-                    self._folder = None
-                else:
-                    with suppress(OSError):  # a file system without locks
-                        fcntl.flock(lock, fcntl.LOCK_EX)
+        if self._folder is None:
+            yield
+            return
+        name = xxh3_128_hexdigest(self._source.encode())
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            lock = (self._folder / f"{name}.lock").open("a")
+        except OSError as error:
+            logger.warning(
+                f"The rows that are counted cannot be kept, so the next start counts again: {error}"
+            )
+            self._folder = None
+            yield
+            return
+        with lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def get(self, number: int) -> FileIndex | None:

@@ -270,7 +270,7 @@ def hashes(states: States) -> dict[str, str]:
     """
     found = {}
     for key, state in states.items():
-        if isinstance(state, torch.nn.Module):
+        if isinstance(state, nn.Module):
             state = dict(state.named_parameters())
         tensors = leaves(state, key) if isinstance(state, dict) else ()
         for name, tensor in tensors:

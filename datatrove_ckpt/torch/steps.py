@@ -31,6 +31,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     sealed,
     size_and_hash,
     step_names,
+    steps_in,
 )
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import (
@@ -174,7 +175,7 @@ class Steps:
     # read ----------------------------------------------------------------------------------------
 
     def names(self) -> list[StepName]:
-        return step_names(path.name for path in self.folder.iterdir())
+        return steps_in(self.folder)
 
     def manifest(self, name: StepName) -> Manifest:
         """Raises what ``read_manifest`` raises."""

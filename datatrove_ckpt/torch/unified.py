@@ -78,14 +78,11 @@ def plain(table: pa.Table) -> pa.Table:
 def _plain_schema(schema: pa.Schema) -> pa.Schema:
     import pyarrow as pa
 
-    return pa.schema([(field.name, _plain(field.type)) for field in schema])
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    import pyarrow as pa
-    import pyarrow.types as types
-
-    if types.is_dictionary(kind):
-        kind = kind.value_type
     views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-    return views.get(kind, kind)
+    fields = []
+    for field in schema:
+        kind = field.type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        fields.append((field.name, views.get(kind, kind)))
+    return pa.schema(fields)

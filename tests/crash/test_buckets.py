@@ -15,7 +15,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfFileSystem
 from loguru import logger
 
-from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
+from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.checkpoint import storage
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
@@ -24,7 +24,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import EFFECTS, CrashingDisk, SimulatedCrash, disk_in_place
 from tests.crash.test_hub import crashing_client
 from tests.crash.test_mirror import ask_twice
-from tests.jobs import config
+from tests.jobs import runner
 from tests.mirrors import ONE_BY_ONE, PASSES, answered
 
 pytestmark = [
@@ -59,15 +59,10 @@ def attempt(folder, server):
     """A process of its own: it has seen no listing yet."""
     HfFileSystem.clear_instance_cache()
     DataFolder.clear_instance_cache()
-    step = InferenceRunner(
-        ask_twice,
-        config(server, **ONE_BY_ONE),
-        JsonlWriter(f"{BUCKET}/output", "${rank}_${chunk_index}.jsonl", compression=None),
-        checkpoints_local_dir=str(folder / "checkpoints"),
-        records_per_chunk=2,
-        checkpoints_remote_dir=f"{BUCKET}/mirror",
-        mirror_seconds=0,
-    )
+    name = "${rank}_${chunk_index}.jsonl"
+    writer = JsonlWriter(f"{BUCKET}/output", name, compression=None)
+    mirror = {"checkpoints_remote_dir": f"{BUCKET}/mirror", "mirror_seconds": 0}
+    step = runner(folder, server, ask_twice, config=ONE_BY_ONE, output_writer=writer, **mirror)
     job = LocalPipelineExecutor(
         [JsonlReader(f"{BUCKET}/input"), step], logging_dir=f"{BUCKET}/logs"
     )

@@ -92,36 +92,35 @@ def in_newest_version(folder):
     return answered(scratch / "00000")
 
 
-def lose_the_node(folder):
+def lose_the_node(folder, run=None):
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
 
-def keep_the_node(folder):
+def keep_the_node(folder, run=None):
     pass
 
 
-def prove(folder, after_crash, torn, number, step=1):
-    with FakeServer() as server:
-        known = Counter()
+def prove(folder, server, run, after_crash, counted=REMOTE_EFFECTS, **how):
+    """All runs, also those of ``after_crash``, ask for nothing that a version holds."""
+    known = Counter(in_newest_version(folder))
 
-        def run(folder):
-            server.asked.clear()
-            mirrored(folder, server).run(documents(number))
-            assert_not_asked_again(known, server)
+    def run_and_check(folder):
+        server.asked.clear()
+        run(folder)
+        assert_not_asked_again(known, server)
 
-        def note(folder):
-            after_crash(folder)
-            known.update(in_newest_version(folder))
+    def note(folder):
+        known.update(in_newest_version(folder))
+        after_crash(folder, run_and_check)
+        known.update(in_newest_version(folder))
 
-        return assert_same_output_after_crash(
-            run,
-            folder,
-            torn=torn,
-            after_crash=note,
-            counted=REMOTE_EFFECTS,
-            step=step,
-            recoveries=0,
-        )
+    return assert_same_output_after_crash(
+        run_and_check, folder, after_crash=note, counted=counted, recoveries=0, **how
+    )
+
+
+def of_documents(server, number):
+    return lambda folder: mirrored(folder, server).run(documents(number))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +137,10 @@ def prove(folder, after_crash, torn, number, step=1):
 def test_a_crash_at_every_effect_of_mirroring_ends_in_the_same_bytes_and_costs_what_came_after_the_version(
     folder, after_crash, torn, number, warnings
 ):
-    report = prove(folder, after_crash, torn, number, step=1 + 8 * (number == 2))
+    step = 1 + 8 * (number == 2)
+    with FakeServer() as server:
+        job = of_documents(server, number)
+        report = prove(folder, server, job, after_crash, torn=torn, step=step)
     print(report)
     assert torn or not [line for line in warnings if "are damaged" in line], (
         "a kill leaves complete versions only"
@@ -159,19 +161,6 @@ def stopped_in_the_middle(folder):
     assert in_newest_version(folder) == up_to("text 5 again")
 
 
-def prove_restoring(folder, server, after_crash, counted, step):
-    known = in_newest_version(folder)
-
-    def run(folder):
-        server.asked.clear()
-        Job(folder).run(server)
-        assert_not_asked_again(known.copy(), server)
-
-    return assert_same_output_after_crash(
-        run, folder, torn=True, after_crash=after_crash, counted=counted, step=step, recoveries=0
-    )
-
-
 ALL = (*EFFECTS, *REMOTE_EFFECTS)
 
 
@@ -185,7 +174,8 @@ def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_fo
 ):
     stopped_in_the_middle(folder)
     with FakeServer() as server:
-        report = prove_restoring(folder, server, after_crash, counted, step)
+        job = lambda folder: Job(folder).run(server)  # noqa: E731
+        report = prove(folder, server, job, after_crash, counted, torn=True, step=step)
     print(report)
     for step in (
         "create chunk_00001.jsonl",
@@ -208,11 +198,8 @@ def test_a_crash_at_every_effect_of_every_recovery_from_a_lost_node_ends_in_the_
             lose_the_node(folder)
 
     with FakeServer() as server:
-
-        def run(folder):
-            mirrored(folder, server).run(documents(1))
-
-        print(assert_same_output_after_crash(run, folder, torn=True, after_crash=lose_it_once))
+        job = of_documents(server, 1)
+        print(assert_same_output_after_crash(job, folder, torn=True, after_crash=lose_it_once))
 
 
 # The proofs above are worth something only if a wrong order fails them. --------------------------
@@ -230,33 +217,20 @@ def test_collecting_garbage_before_the_manifest_is_noticed(folder, monkeypatch):
     monkeypatch.setattr(manifests, "KEPT_VERSIONS", 1)
     monkeypatch.setattr(Versions, "write_manifest", lambda *args: waiting.append(args))
     monkeypatch.setattr(Uploads, "_collect_garbage", collect_first)
-    with pytest.raises(
-        CheckpointCorrupt, match="There is no version at all, but there are objects"
+    with (
+        FakeServer() as server,
+        pytest.raises(CheckpointCorrupt, match="There is no version at all, but there are objects"),
     ):
-        prove(folder, lose_the_node, False, 2)
+        prove(folder, server, of_documents(server, 2), lose_the_node)
 
 
 # another node ------------------------------------------------------------------------------------
 
 
 def prove_with_another_node(folder, after_crash, step):
-    """All runs make the checks of ``run``. ``after_crash`` gets a function that runs the job."""
     with FakeServer() as server:
-        known = Counter()
-
-        def run(folder):
-            server.asked.clear()
-            executor(folder, server).run()
-            assert_not_asked_again(known, server)
-
-        def note(folder):
-            known.update(in_newest_version(folder))
-            after_crash(folder, run)
-            known.update(in_newest_version(folder))
-
-        return assert_same_output_after_crash(
-            run, folder, after_crash=note, counted=ALL, step=step, recoveries=0
-        )
+        job = lambda folder: executor(folder, server).run()  # noqa: E731
+        print(prove(folder, server, job, after_crash, ALL, step=step))
 
 
 def executor(folder, server):
@@ -285,7 +259,7 @@ def finish_on_another_node(folder, run):
 @pytest.mark.parametrize("step", [50, 1])
 def test_killed_at_every_effect_finished_on_another_node_and_run_again_is_complete(folder, step):
     write_input(folder, [f"text {n}" for n in range(3)])
-    print(prove_with_another_node(folder, finish_on_another_node, step))
+    prove_with_another_node(folder, finish_on_another_node, step)
 
 
 @pytest.mark.slow
@@ -299,4 +273,4 @@ def test_another_node_is_killed_at_every_effect_and_the_first_or_a_third_one_goe
     leave_the_node(folder)
     if after_crash is finish_on_another_node:
         shutil.rmtree(folder / "other")
-    print(prove_with_another_node(folder, after_crash, step=1))
+    prove_with_another_node(folder, after_crash, step=1)

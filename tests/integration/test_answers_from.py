@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.layout import LOCK, is_finished
@@ -14,7 +13,7 @@ from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigEr
 from datatrove_ckpt.run_folder.verify import verify
 from datatrove_ckpt.testing import assert_same_output_after_crash, outputs
 from tests.crash.test_every_effect import OF_FILES
-from tests.jobs import chat, documents, writer
+from tests.jobs import chat, documents, runner
 from tests.make_release import run
 from tests.mirrors import known_ordinals
 from tests.patience import until_async
@@ -46,31 +45,11 @@ class TwoSteps:
         return second.text
 
 
-def start(
-    folder,
-    server,
-    rollout,
-    number=DOCUMENTS,
-    changed=None,
-    config=None,
-    world_size=1,
-    **settings,
-):
-    """Runs the only task. ``changed``: id of a document with another text."""
-    found = documents(number)
-    for document in found:
-        document.text += " changed" if document.id == changed else ""
-    InferenceRunner(
-        rollout,
-        InferenceConfig(
-            server_type="endpoint",
-            endpoint_url=server.url,
-            **{"model_name_or_path": "fake", "max_concurrent_generations": 1, **(config or {})},
-        ),
-        writer(folder),
-        checkpoints_local_dir=str(folder / "checkpoints"),
-        **{"records_per_chunk": 2, **settings},
-    ).run(found, 0, world_size)
+def start(folder, server, rollout, number=DOCUMENTS, config=None, world_size=1, **settings):
+    """Runs the only task."""
+    config = {"max_concurrent_generations": 1, **(config or {})}
+    step = runner(folder, server, rollout, config=config, **settings)
+    step.run(documents(number), 0, world_size)
 
 
 @pytest.fixture

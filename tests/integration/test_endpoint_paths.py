@@ -111,10 +111,3 @@ def test_a_server_that_wants_a_key_says_whether_one_was_sent(tmp_path, key, says
         config = InferenceConfig("endpoint", "m", endpoint_url=url, api_key=key)
         with pytest.raises(ServerRefused, match=says):
             InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))
-
-
-def test_https_where_the_server_speaks_http_ends_at_once_and_says_so(tmp_path):
-    with gateway("/v1") as (url, _):
-        config = InferenceConfig("endpoint", "m", endpoint_url=url.replace("http", "https"))
-        with pytest.raises(ServerRefused, match=r"/v1/models speaks http: correct its URL"):
-            InferenceRunner(ask, config, writer(tmp_path)).run(documents(2))

@@ -8,11 +8,9 @@ logs and mirror are in a bucket of the fake hub.
 import json
 import os
 import random
-import re
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -359,19 +357,6 @@ def test_jobs_with_other_settings_are_refused(hub, here, monkeypatch):
         executor._running()
 
 
-def test_a_cancellation_between_two_jobs_starts_no_other(hub, jobs, here, monkeypatch):
-    executor = an_executor(hub, here)
-    executor._began = time.time()
-    monkeypatch.setattr(executor, "_submit", lambda reached, retries: _Job("1", "url"))
-    alive = {}
-    assert executor.cancel() == 0
-    with pytest.raises(CkptError, match="This run was canceled"):
-        executor._start(alive, 1, 0)
-    executor._began = time.time()  # the same command again
-    executor._start(alive, 1, 0)
-    assert alive.keys() == {"1"}
-
-
 def test_jobs_that_cannot_be_canceled_are_named_and_the_others_are(hub, here, monkeypatch):
     executor, canceled = an_executor(hub, here), []
 
@@ -474,9 +459,7 @@ def test_the_short_form_and_datatroves_own_executor(
     assert job["flavor"] == "a10g-small"
     assert job["env"]["DATATROVE_CKPT_JOB_SECONDS"] == "7200"
     assert job["script"] == "job_launch.py"
-    names = {re.split("[<>=;]", one)[0] for one in job["dependencies"]}
-    assert {"aiohttp", "datatrove", "datasets", "huggingface_hub"} <= names
-    assert "vllm" not in names
+    assert any(one.startswith("datatrove") for one in job["dependencies"])
     assert "short.yaml: nothing has started yet" in command("status", "short.yaml")
 
     content = yaml.safe_load(Path("job.yaml").read_text())

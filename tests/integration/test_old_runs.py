@@ -17,6 +17,7 @@ from tests.jobs import Budget, ask, documents, rows, run_job, runner
 from tests.kept import edit
 
 NUMBER = 8
+OTHER = 'model: "fake" -> "other"'
 EARLIER = {"identity_version": 4}
 MIXED = {"identity_version": 5, "accepted_changes": [{}]}
 UNCHECKED = (
@@ -45,9 +46,16 @@ def job(here, command):
         yield run
 
 
+def refused(job, difference, *flags):
+    """Before a request."""
+    said, asked = job(*flags, code=1)
+    assert difference in said.error
+    assert not asked
+
+
 CHAINS = {
     "a later prompt in the same file": ("--prompt=Tell {text}", "prompt: \"Say {text}\" -> \"Tell {text}\""),
-    "another model": ("--model=other", 'model: "fake" -> "other"'),
+    "another model": ("--model=other", OTHER),
     "other parameters": ("--temperature=0.5", "temperature: (not set) -> 0.5"),
 }  # fmt: skip
 PLACES = (
@@ -65,9 +73,7 @@ def test_results_of_another_run_are_refused_before_a_request_unless_they_are_acc
     job()
     new = (flag, "--run-folder=new")
     for place in PLACES:
-        said, asked = job(*new, f"--finished-from={place}", code=1)
-        assert difference in said.error
-        assert not asked
+        refused(job, difference, *new, f"--finished-from={place}")
         assert not Path("new/checkpoints").exists()
     said, asked = job(*new, "--finished-from=old", "--accept-changes=true")
     assert not asked
@@ -79,9 +85,8 @@ def test_results_of_another_run_are_refused_before_a_request_unless_they_are_acc
 def test_another_run_folder_beside_the_right_one_is_refused(job):
     job()
     job("--prompt=Tell {text}", "--run-folder=another")
-    said, asked = job("--run-folder=new", "--finished-from=[old, another]", code=1)
-    assert 'prompt: "Tell {text}" -> "Say {text}"' in said.error
-    assert not asked
+    difference = 'prompt: "Tell {text}" -> "Say {text}"'
+    refused(job, difference, "--run-folder=new", "--finished-from=[old, another]")
 
 
 def test_the_same_run_in_other_folders_tasks_and_chunks_is_taken_over_without_a_word(job):
@@ -98,18 +103,15 @@ def test_the_last_line_says_that_results_without_an_identity_were_taken_over_unc
     """A run folder that moved as a whole has its checkpoints still."""
     job()
     shutil.copytree("old/output", "alone")
-    said, asked = job("--run-folder=a", "--finished-from=[alone, old/output]")
+    said, _ = job("--run-folder=a", "--finished-from=[alone, old/output]")
     assert f"finished_from: results in alone {UNCHECKED}" in said.out.splitlines()[-1]
     assert f"Task 0: finished_from: results in alone {UNCHECKED}" in said.err
     Path("old").rename("moved")
-    said, asked = job("--run-folder=b", "--finished-from=moved", "--model=other", code=1)
-    assert 'model: "fake" -> "other"' in said.error
-    said, asked = job("--run-folder=b", "--finished-from=moved/output", "--model=other", code=1)
-    assert 'model: "fake" -> "other"' in said.error
-    assert not asked
+    for place in ("moved", "moved/output"):
+        refused(job, OTHER, "--run-folder=b", f"--finished-from={place}", "--model=other")
     for number, changes in enumerate((EARLIER, MIXED)):
         edit(Path("moved/checkpoints/job.json"), **changes)
-        said, asked = job(f"--run-folder=c{number}", "--finished-from=moved")
+        said, _ = job(f"--run-folder=c{number}", "--finished-from=moved")
         assert f"results in moved {UNCHECKED}" in said.out
 
 
@@ -119,9 +121,7 @@ def test_a_copy_is_compared_by_its_own_checkpoints(job):
     edit(Path("old/checkpoints/job.json"), model="other")  # which goes on with another model
     said, _ = job("--run-folder=a", "--finished-from=copy/output")
     assert "finished_from" not in said.out
-    said, asked = job("--run-folder=b", "--finished-from=copy/output", "--model=other", code=1)
-    assert 'model: "fake" -> "other"' in said.error
-    assert not asked
+    refused(job, OTHER, "--run-folder=b", "--finished-from=copy/output", "--model=other")
 
 
 def test_a_run_that_has_accepted_another_prompt_holds_results_of_the_earlier_one(job):
@@ -130,9 +130,8 @@ def test_a_run_that_has_accepted_another_prompt_holds_results_of_the_earlier_one
         Path("old/checkpoints/job.json"),
         accepted_changes=[{"field": "rollout_fn.prompt", "old": "Tell {text}"}],
     )
-    said, asked = job("--run-folder=new", "--finished-from=old", code=1)
-    assert 'prompt: "Tell {text}" -> "Say {text}"' in said.error
-    assert not asked
+    difference = 'prompt: "Tell {text}" -> "Say {text}"'
+    refused(job, difference, "--run-folder=new", "--finished-from=old")
     said, _ = job("--run-folder=new", "--finished-from=old", "--accept-changes=true")
     assert f"results in old {UNCHECKED}" in said.out
 
@@ -145,13 +144,11 @@ def test_what_was_taken_over_is_not_passed_on_without_a_word(job, source):
     second = ("--run-folder=second", "--prompt=Tell {text}", "--accept-changes=true")
     job(*second, f"--finished-from={source}")
     third = ("--run-folder=third", "--prompt=Tell {text}", "--finished-from=second")
-    said, asked = job(*third, code=1)
-    assert not asked
     difference = {
         "old": 'prompt: "Say {text}" -> ',
         "alone": 'from: "unchecked results" -> (not set)',
     }
-    assert difference[source] in said.error
+    refused(job, difference[source], *third)
     said, _ = job(*third, "--accept-changes=true")
     assert f"results in second {UNCHECKED}" in said.out
 

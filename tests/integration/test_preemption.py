@@ -254,19 +254,31 @@ def test_what_fails_while_a_stop_saves_is_said_and_stays_a_stop(
     assert any("could not be saved: No space left" in line for line in log)
 
 
-def test_a_rollout_that_sleeps_is_not_waited_for_once_nothing_is_in_flight(
-    tmp_path, reraised, server
+@pytest.mark.parametrize("who", ["rollout", "reader"])
+def test_what_sleeps_keeps_nobody_waiting_once_nothing_is_in_flight(
+    tmp_path, reraised, server, who
 ):
-    async def sleeps(document, generate):
+    never = threading.Event()
+
+    async def rollout(document, generate):
         result = await plain(document, generate)
-        if document.id == "id 0":
+        if who == "rollout":
             send_signal()
             await asyncio.Event().wait()
         return result
 
-    with pytest.raises(Preempted):
-        # Longer than a test may take.
-        run_job(tmp_path, server, 1, sleeps, drain_seconds=3600)
+    def reader():
+        yield from documents(1)
+        if who == "reader":
+            send_signal()
+            never.wait()
+
+    try:
+        with pytest.raises(Preempted):
+            # Longer than a test may take.
+            runner(tmp_path, server, rollout, drain_seconds=3600).run(reader())
+    finally:
+        never.set()
 
 
 def test_a_request_that_was_refused_and_waits_keeps_nobody_waiting(tmp_path, reraised, policy):
@@ -284,30 +296,21 @@ def test_a_request_that_was_refused_and_waits_keeps_nobody_waiting(tmp_path, rer
             step.run(documents(1))
 
 
-def test_a_blocked_reader_keeps_nobody_waiting(tmp_path, reraised, server):
-    never = threading.Event()
-
-    def blocked():
-        yield from documents(2)
-        send_signal()
-        never.wait()
-
-    try:
-        with pytest.raises(Preempted):
-            runner(tmp_path, server, plain, drain_seconds=3600).run(blocked())
-    finally:
-        never.set()
+def launching(here, monkeypatch, script):
+    """A step that launches a server of this script, and waits long for its requests."""
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    (here / "engine.py").write_text(script)
+    kwargs = {"server_script": "engine.py"}
+    config = InferenceConfig("custom", "m", model_kwargs=kwargs, max_concurrent_generations=2)
+    checkpoints = str(here / "checkpoints")
+    return InferenceRunner(
+        plain, config, writer(here), checkpoints_local_dir=checkpoints, drain_seconds=600
+    )
 
 
 def test_a_server_that_is_starting_is_stopped_at_once(here, reraised, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(here))
-    (here / "loads.py").write_text(
-        "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(3600)"
-    )
-    config = InferenceConfig("custom", "m", model_kwargs={"server_script": "loads.py"})
-    step = InferenceRunner(
-        plain, config, writer(here), checkpoints_local_dir=str(here / "checkpoints")
-    )
+    script = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(3600)"
+    step = launching(here, monkeypatch, script)
     loads = signal_once(lambda: (here / "pid").exists() and (here / "pid").read_text())
     with loads, pytest.raises(Preempted):
         step.run(documents(2))
@@ -319,18 +322,7 @@ def test_a_server_that_ends_of_the_same_signal_is_not_started_again(
     here, reraised, monkeypatch, log
 ):
     """Slurm signals all processes of a step, the server among them."""
-    monkeypatch.setattr("tempfile.tempdir", str(here))
-    Path("engine.py").write_text(ENGINE)
-    config = InferenceConfig(
-        "custom", "m", model_kwargs={"server_script": "engine.py"}, max_concurrent_generations=2
-    )
-    step = InferenceRunner(
-        plain,
-        config,
-        writer(here),
-        checkpoints_local_dir=str(here / "checkpoints"),
-        drain_seconds=600,
-    )
+    step = launching(here, monkeypatch, ENGINE)
     asked = signal_once(lambda: Path("asked").exists() and len(lines("asked")) >= 2)
     with (
         asked,

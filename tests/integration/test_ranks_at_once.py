@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -33,6 +32,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
 from tests.bench.barrier import measure
 from tests.histories import read_history
+from tests.integration.test_signals import Process
 from tests.integration.test_supervision import asked, engines
 from tests.integration.test_warm_servers import SCRIPT
 from tests.kept import until_kept
@@ -340,51 +340,35 @@ async def ask(document, generate):
 config = InferenceConfig("endpoint", "fake", endpoint_url=sys.argv[1], max_concurrent_generations=20)
 writer = JsonlWriter("output", "${rank}_chunk_${chunk_index}.jsonl", compression=None)
 step = InferenceRunner(ask, config, writer, checkpoints_local_dir="checkpoints", records_per_chunk=3)
-workers, at_once = int(sys.argv[2]), int(sys.argv[3])
-pipeline = [JsonlReader("input"), step]
 LocalPipelineExecutor(
-    pipeline, tasks=3 * workers, workers=workers, logging_dir="logs", start_method="fork", ranks_at_once=at_once
+    [JsonlReader("input"), step], tasks=3, workers=1, logging_dir="logs", ranks_at_once=3
 ).run()
 """
 
 
-@contextmanager
-def job(server, before="", workers=1, at_once=3):
+def job(server, before=""):
     Path("job.py").write_text(before + JOB)
     Path("input").mkdir(exist_ok=True)
-    for rank in range(3 * workers):
+    for rank in range(3):
         lines = [json.dumps({"id": f"{rank}-{n}", "text": f"text {rank} {n}"}) for n in range(5)]
         Path(f"input/{rank}.jsonl").write_text("\n".join(lines) + "\n")
-    command = [sys.executable, "job.py", server.url, str(workers), str(at_once)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def ends_well(process):
-    code = process.wait(300)
-    assert process.stderr is not None
-    said = process.stderr.read().decode()
-    assert code == 0, "\n".join(said.splitlines()[-20:])
-    return True
+    return Process([sys.executable, "job.py", server.url], Path.cwd())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_while_three_ranks_have_requests_in_flight(number):
     with FakeServer(hold_after=9) as server:
-        with job(server) as process:
-            until(lambda: len(server.payloads) == 15)
-            until_kept(Path("checkpoints"), 9)
-            os.kill(process.pid, number)
-            if number == signal.SIGTERM:
-                until(lambda: b"SIGTERM" in Path("logs/logs/task_00002.log").read_bytes())
-                server.release()
-            assert process.wait(300) == (-9 if number == signal.SIGKILL else 128 + number)
+        process = job(server)
+        until(lambda: len(server.payloads) == 15)
+        until_kept(Path("checkpoints"), 9)
+        os.kill(process.popen.pid, number)
+        if number == signal.SIGTERM:
+            until(lambda: b"SIGTERM" in Path("logs/logs/task_00002.log").read_bytes())
+            server.release()
+        assert process.end() == (-9 if number == signal.SIGKILL else 128 + number)
         server.release()
-        with job(server) as process:
-            assert ends_well(process)
+        process = job(server)
+        assert process.end() == 0, process.log
         times = Counter(server.asked.values())
         assert times == ({1: 15} if number == signal.SIGTERM else {1: 9, 2: 6})
     assert jobs.ids(Path()) == sorted(f"{rank}-{n}" for rank in range(3) for n in range(5))
@@ -404,14 +388,14 @@ def lead(run):
 rank._Run.lead = lead
 """
     with FakeServer(hold_after=4) as server:
-        with job(server, slow) as process:
-            until(Path("waits").exists)
-            os.kill(process.pid, signal.SIGTERM)
-            until(lambda: b"SIGTERM" in Path("logs/logs/task_00000.log").read_bytes())
-            server.release()
-            assert process.wait(300) in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        with job(server) as process:
-            assert ends_well(process)
+        process = job(server, slow)
+        until(Path("waits").exists)
+        os.kill(process.popen.pid, signal.SIGTERM)
+        until(lambda: b"SIGTERM" in Path("logs/logs/task_00000.log").read_bytes())
+        server.release()
+        assert process.end() in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        process = job(server)
+        assert process.end() == 0, process.log
         assert set(server.asked.values()) == {1}
 
 

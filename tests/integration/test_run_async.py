@@ -10,13 +10,9 @@ import pytest
 from datatrove.pipeline.inference import run_inference as theirs
 
 from datatrove_ckpt import InferenceRunner, LocalPipelineExecutor
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, documents, rows, run_job, runner
 from tests.patience import until_async
-
-
-def outputs(folder):
-    return {path.name: path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
 
 
 async def test_datatroves_calls_of_it_work(tmp_path, server):
@@ -26,7 +22,7 @@ async def test_datatroves_calls_of_it_work(tmp_path, server):
         (one.name, one.default) for one in expected
     ]
     await runner(tmp_path, server).run_async(data_gen=iter(documents(2)), rank=7)
-    assert sorted(outputs(tmp_path)) == ["00007_chunk_00000.jsonl"]
+    assert sorted(outputs(tmp_path / "output")) == ["00007_chunk_00000.jsonl"]
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, None])
@@ -36,8 +32,8 @@ def test_the_output_is_that_of_run(tmp_path, new_loop, server):
     run_job(tmp_path / "run", server, 5)
     with asyncio.Runner(loop_factory=new_loop) as loop:
         loop.run(runner(tmp_path / "async", server).run_async(documents(5)))
-    assert outputs(tmp_path / "async") == outputs(tmp_path / "run")
-    assert len(outputs(tmp_path / "run")) == 3
+    assert outputs(tmp_path / "async" / "output") == outputs(tmp_path / "run" / "output")
+    assert len(outputs(tmp_path / "run" / "output")) == 3
 
 
 async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path, server):
@@ -60,7 +56,7 @@ async def test_rollouts_run_on_the_callers_loop_beside_its_other_tasks(tmp_path,
     _, found = await asyncio.gather(step.run_async(documents(4)), other())
     assert sorted(found) == [f"id {index}" for index in range(4)]
     assert step.stats.stats["documents_processed"].total == 4
-    assert len(outputs(tmp_path)) == 2
+    assert len(outputs(tmp_path / "output")) == 2
 
 
 async def test_several_ranks_run_on_one_loop_at_once(tmp_path, server):
@@ -76,7 +72,10 @@ async def test_several_ranks_run_on_one_loop_at_once(tmp_path, server):
         step.run_async(documents(2), rank=0, world_size=2),
         other.run_async(documents(2), 1, world_size=2),
     )
-    assert sorted(outputs(tmp_path)) == ["00000_chunk_00000.jsonl", "00001_chunk_00000.jsonl"]
+    assert sorted(outputs(tmp_path / "output")) == [
+        "00000_chunk_00000.jsonl",
+        "00001_chunk_00000.jsonl",
+    ]
 
 
 SECOND = "a further signal, or cancellation, ends the wait at once"
@@ -98,14 +97,16 @@ async def test_a_cancellation_drains_and_no_request_is_paid_twice(tmp_path, log)
         assert len(server.payloads) == 5
         await runner(tmp_path, server).run_async(documents(9))
         assert set(server.asked.values()) == {1}
-    assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 9
+    assert sum(len(content.splitlines()) for content in outputs(tmp_path / "output").values()) == 9
 
 
 async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tmp_path, log):
     with FakeServer(hold_after=4) as server:
         step = runner(tmp_path, server, config={"max_concurrent_documents": 1}, drain_seconds=3600)
         running = asyncio.create_task(step.run_async(documents(5)))
-        await until_async(lambda: len(outputs(tmp_path)) == 2 and len(server.payloads) == 5)
+        await until_async(
+            lambda: len(outputs(tmp_path / "output")) == 2 and len(server.payloads) == 5
+        )
         running.cancel()
         await until_async(lambda: any(SECOND in line for line in log))
         assert not running.done()
@@ -119,7 +120,7 @@ async def test_a_second_cancellation_ends_the_drain_and_the_same_call_resumes(tm
     with FakeServer() as server:
         await runner(tmp_path, server).run_async(documents(5))
         assert dict(server.asked) == {"text 4": 1}
-    assert sum(len(content.splitlines()) for content in outputs(tmp_path).values()) == 5
+    assert sum(len(content.splitlines()) for content in outputs(tmp_path / "output").values()) == 5
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])

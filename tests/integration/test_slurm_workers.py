@@ -43,21 +43,12 @@ SlurmPipelineExecutor(
     [JsonlReader("input"), runner], tasks=3, time="1:00:00", partition="p", logging_dir="logs", ranks_at_once=1
 ).run()
 """
-ROLLOUT = """
-from pathlib import Path
-
-async def ask(document, generate):
-    if Path("bad").exists() and document.text == "text 1":
-        raise ValueError("bad")
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-"""
 
 
 @pytest.fixture
 def array(tmp_path, monkeypatch):
     enter(tmp_path, monkeypatch, "echo here", "/usr/bin:/bin")
     (tmp_path / "job.py").write_text(JOB)
-    (tmp_path / "my_rollout.py").write_text(ROLLOUT)
     return tmp_path
 
 

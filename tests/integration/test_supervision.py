@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -524,15 +523,9 @@ class TwoNodes:
         found = [line.split() for line in lines("parts")] if Path("parts").exists() else []
         return [int(pid) for pid, part in found if part == str(rank)]
 
-    def until(self, condition):
-        deadline = time.monotonic() + 300
-        while not condition():
-            assert time.monotonic() < deadline, self.log(0)
-            time.sleep(0.02)
-
     def until_waiting(self):
         """Until all requests are answered, except those that wait at the gate."""
-        self.until(lambda: Path("done").exists())
+        until(Path("done").exists)
 
     def log(self, rank):
         return Path(f"node-{rank}.log").read_text()
@@ -554,7 +547,7 @@ def test_a_task_that_gets_sigterm_is_served_by_all_its_nodes_until_its_requests_
         task.until_waiting()
         for node in task.nodes.values():
             node.terminate()
-        task.until(lambda: "1 requests in flight have" in task.log(0))
+        until(lambda: "1 requests in flight have" in task.log(0))
         open_gate()
         assert task.codes() == [128 + signal.SIGTERM] * 2, task.log(0)
     assert lines("done") == ["a", "wait"]
@@ -567,7 +560,7 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_write
     with TwoNodes(["a", "wait"], monkeypatch) as task:
         task.until_waiting()
         os.kill(task.parts(1)[0], signal.SIGKILL)
-        task.until(lambda: len(task.parts(1)) == 2)
+        until(lambda: len(task.parts(1)) == 2)
         open_gate()
         assert task.codes() == [0, 0], task.log(0)
         assert (len(task.parts(0)), len(task.parts(1))) == (2, 2)
@@ -578,7 +571,7 @@ def test_a_part_that_dies_is_restarted_on_all_nodes_and_only_the_head_node_write
 @pytest.mark.slow
 def test_a_worker_node_that_is_late_serves_too(monkeypatch):
     with TwoNodes(["a"], monkeypatch, start=[0]) as task:
-        task.until(lambda: task.parts(0))
+        until(lambda: task.parts(0))
         task.start(1)
         assert task.codes() == [0, 0], task.log(0)
     assert lines("done") == ["a"]

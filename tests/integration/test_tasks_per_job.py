@@ -50,10 +50,6 @@ SlurmPipelineExecutor(
     [JsonlReader("input"), runner], tasks=3, tasks_per_job=3, time="1:00:00", partition="p", logging_dir="logs"
 ).run()
 """
-ROLLOUT = """
-async def ask(document, generate):
-    return await generate({"messages": [{"role": "user", "content": document.text}]})
-"""
 
 
 @pytest.fixture
@@ -63,7 +59,6 @@ def array(tmp_path, monkeypatch):
     (tmp_path / "logs").mkdir()
     (tmp_path / "record").write_text("here\n")  # the node list
     (tmp_path / "task.py").write_text(TASK)
-    (tmp_path / "my_rollout.py").write_text(ROLLOUT)
     (tmp_path / "logs/ranks_to_run.json").write_text(json.dumps(list(range(TASKS))))
     return tmp_path
 

@@ -76,7 +76,7 @@ def test_a_rank_takes_over_the_server_of_the_one_before_and_writes_the_same(log)
     path = Path("logs/server_rank_00003.log")
     for rank in (7, 8):
         assert (
-            f"DEBUG Task {rank} takes over the server that task 3 started (log {path.absolute()}).\n"
+            f"DEBUG Task {rank} takes over server 0 that task 3 started (log {path.absolute()}).\n"
             in log
         )
     run(8, folder="cold", reuse_servers=False)
@@ -97,19 +97,16 @@ def test_a_rank_without_documents_starts_no_server_and_leaves_the_warm_one():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
-    number, monkeypatch, policy, log
-):
+def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(number, monkeypatch, log):
     kill = server.InferenceServer.kill
 
     async def kill_and_have_patience(self):
-        monkeypatch.setattr(server, "_PROBE_TIMEOUT", 300.0)
+        monkeypatch.setattr(server, "_TAKE_OVER_TIMEOUT", 300.0)
         await kill(self)
 
     run(0)
     monkeypatch.setattr(server.InferenceServer, "kill", kill_and_have_patience)
-    monkeypatch.setattr(server, "_PROBE_TIMEOUT", 0.2)
-    policy("RELAUNCH", first=0.0)
+    monkeypatch.setattr(server, "_TAKE_OVER_TIMEOUT", 0.2)
     (guardian,) = [each.parent for each in process_table() if each.pid == engines()[0]]
     os.kill(engines()[0], number)
     if number == signal.SIGKILL:
@@ -118,14 +115,14 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(
     assert len(engines()) == 2
     assert running() == engines()[1:]
     (line,) = [
-        line for line in log if "Task 1 cannot take over the server that task 0 started" in line
+        line for line in log if "Task 1 cannot take over server 0 that task 0 started" in line
     ]
     what = "has ended" if number == signal.SIGKILL else "does not answer"
     assert line.startswith("WARNING")
     assert line.endswith(f"it {what}. It is started anew.\n")
     run(2)
     assert len(engines()) == 2
-    assert "takes over the server that task 1 started" in log[-1] + "".join(log)
+    assert "takes over server 0 that task 1 started" in log[-1] + "".join(log)
 
 
 @pytest.mark.matrix

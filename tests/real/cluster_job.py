@@ -36,8 +36,8 @@ def answer(payload, times):
     return f"answer to {payload['messages'][-1]['content']}"
 
 
-def counting_server(held=HELD):
-    return FakeServer(answer, delay=lambda payload, times: 0.02, hold_after=held)
+def counting_server():
+    return FakeServer(answer, delay=lambda payload, times: 0.02, hold_after=HELD)
 
 
 def pipeline(folder, url, **settings):

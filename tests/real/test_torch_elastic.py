@@ -224,12 +224,6 @@ def test_the_same_ranks_and_workers_get_exactly_what_would_have_followed(folder,
     np.testing.assert_equal(take(other), wanted)
 
 
-def test_the_draws_after_a_merge_are_the_same_at_each_start(folder):
-    _, states = stopped(lambda place: mixed(folder, place), (2, 2), 3)
-    orders = [rest(lambda place: mixed(folder, place), (2, 0), states)[0] for _ in range(2)]
-    assert orders[0] == orders[1]
-
-
 def test_states_that_cannot_be_merged_are_refused(folder):
     def states_of(make=packed, before=(2, 2), steps=3, **options):
         return stopped(lambda place: make(folder, place, **options), before, steps)[1]

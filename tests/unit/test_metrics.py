@@ -44,11 +44,11 @@ def spread():
     )
 
 
-def metrics(rank=3, state="running", documents=7, run="my run"):
-    now = progress(documents)
+def metrics(rank=3, state="running"):
+    now = progress(7)
     now.total = replace(now.total, cost=1_500_000_000)
     now.position = now.position._replace(tasks=9)
-    return RankNow(run, rank, "node7", "4711_5", 1000.0, state, now, spread())
+    return RankNow("my run", rank, "node7", "4711_5", 1000.0, state, now, spread())
 
 
 METRICS = {PREFIX + metric.name: metric for metric in prometheus.metrics(metrics())}

@@ -5,7 +5,6 @@ The real one is in tests/real/test_slurm.py.
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,10 +16,7 @@ from datatrove_ckpt.checkpoint.lines import seal, sealed_json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
-from datatrove_ckpt.cli.slurm_submit import script
 from datatrove_ckpt.cli.yaml_config import build
-from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 from tests import golden
 
 ROOT = Path(__file__).parents[2]
@@ -196,87 +192,3 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert "sbatch: error: invalid partition specified: gpu\n" in said
     assert f"error: sbatch ended with exit code 1; its message is above. {there}" in said
     assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
-
-
-# Names in the script -----------------------------------------------------------------------------
-
-NAMES = ("job_name", "logging_dir", "slurm_logs_folder", "partition", "qos", "mail_user")
-ODD_NAMES = [
-    "my run",
-    "it's",
-    'a "run"',
-    "$HOME",
-    "`id`",
-    "a;b",
-    "50%a",
-    "a#b",
-    "a\\b",
-    "a\nb",
-    "a\rb",
-]
-ODD_OPTIONS = ["my run", "it's", "a#b", "a\\b", "a\nb", '"a\\"', '"a`"', '"a\n#SBATCH --wait"']
-ALLOWED = {
-    "job_name": "été-7_b.c",
-    "venv_path": "$SLURM_TEST_HOME/venv/activate",
-    "sbatch_args": {
-        "constraint": "[a&b]|c",
-        "comment": '"two words # one"',
-        "exclude": "node[1-3]",
-    },
-    "srun_args": {"export": "ALL,HERE=$SLURM_TEST_HOME", "comment": "'two words'"},
-}
-
-
-def executor(folder, **changes):
-    settings = {"tasks": 2, "time": "1:00:00", "partition": "gpu", "qos": ""}
-    settings |= {"logging_dir": f"{folder}/logs", "slurm_logs_folder": f"{folder}/slurm"}
-    return SlurmPipelineExecutor([], **settings | changes)
-
-
-@pytest.mark.parametrize(
-    ("refused", "said"),
-    [
-        *((lambda odd, name=name: {name: odd}, "Choose a name of letters") for name in NAMES),
-        (lambda odd: {"sbatch_args": {"comment": odd}}, "put quotes of its own"),
-        (lambda odd: {"srun_args": {"comment": odd}}, "put quotes of its own"),
-        (lambda odd: {"venv_path": odd}, "put quotes of its own"),
-        (lambda odd: {"condaenv": odd}, "put quotes of its own"),
-    ],
-)
-def test_a_name_or_an_option_that_would_break_the_script_is_refused(
-    tmp_path, monkeypatch, refused, said
-):
-    for odd in ODD_NAMES if "name" in said else ODD_OPTIONS:
-        with pytest.raises(ConfigError, match=said):
-            executor(tmp_path, **refused(odd))
-    (tmp_path / "my run").mkdir()
-    monkeypatch.chdir(tmp_path / "my run")
-    with pytest.raises(ConfigError, match=r"logging_dir: .*my run/logs"):
-        executor(".", logging_dir="logs")
-
-
-def test_bash_reads_the_names_and_options_of_the_script_as_they_were_given(tmp_path):
-    made = executor(tmp_path, **ALLOWED)
-    text = script(made)
-    fakes = tmp_path / "bin"
-    fakes.mkdir()
-    (fakes / "srun").write_text(
-        f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
-    )
-    (fakes / "srun").chmod(0o755)
-    (tmp_path / "venv").mkdir()
-    (tmp_path / "venv/activate").write_text("echo activated\n")
-    environment = {"PATH": f"{fakes}:{os.environ['PATH']}", "SLURM_TEST_HOME": str(tmp_path)}
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    ran = subprocess.run(
-        ["bash"], input=text, text=True, env=environment, stdout=subprocess.PIPE, check=True
-    )
-    greeting, activated, words = ran.stdout.splitlines()
-    assert greeting == "Starting data processing job été-7_b.c"
-    assert activated == "activated"
-    assert json.loads(words) == [
-        f"--export=ALL,HERE={tmp_path}",
-        "--comment=two words",
-        *("-l", "-n", "1", "launch_pickled_pipeline", f"{tmp_path}/logs/executor.pik"),
-    ]
-    assert directives(text)["comment"] == '"two words # one"'

@@ -38,10 +38,10 @@ def clock():
     return Clock()
 
 
-def rank(documents, done, total=100, attempt=1, **numbers):
+def rank(documents, done, attempt=1, **numbers):
     work = (numbers.get("finished", documents), 2 * documents, 10 * documents)
     return RankProgress(
-        attempt, documents, work, InputPosition(done, total, "bytes", numbers.get("tasks"))
+        attempt, documents, work, InputPosition(done, 100, "bytes", numbers.get("tasks"))
     )
 
 

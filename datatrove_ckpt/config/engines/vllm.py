@@ -143,16 +143,17 @@ class Vllm(Engine):
             logger.info(
                 f"{_RAY[0]}: ray is left out: vLLM's own {nodes.count} nodes need no Ray cluster."
             )
-        start = _start(launch)
+        start: tuple[str, ...] = (
+            launch.python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+        )
+        if launch.found:
+            start = (launch.found, "serve")
+        elif nodes.count > 1:  # the module of the server alone does not know --headless
+            start = (launch.python, "-m", "vllm.entrypoints.cli.main", "serve")
         return EngineCommand((*start, config.model_name_or_path, *arguments(flags, given)), env)
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         return {"structured_outputs": {"json" if kind == "json_schema" else kind: value}}
-
-
-def _start(launch: Launch) -> tuple[str, ...]:
-    if launch.found:
-        return launch.found, "serve"
-    if launch.nodes.count > 1:  # the module of the server alone does not know --headless
-        return launch.python, "-m", "vllm.entrypoints.cli.main", "serve"
-    return launch.python, "-m", "vllm.entrypoints.openai.api_server", "--model"

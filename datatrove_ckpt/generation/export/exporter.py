@@ -36,16 +36,6 @@ def check_monitoring(config: MonitoringConfig) -> None:
         raise ConfigError(f"monitoring.metrics_port: {missing}")
 
 
-def _name_of(runner: Step) -> str:
-    folder = runner.output_writer.output_folder.resolve_paths("")
-    if runner.checkpoints_local_dir is not None:
-        folder = str(runner.checkpoints_root)
-    name = runner.monitoring.run_name or name_of_folder(folder)
-    if runner.retry_dead_letters:
-        return f"{name} (retry)"
-    return name
-
-
 _ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}
 
 
@@ -69,8 +59,7 @@ class Exports:
 
         try:
             port = metrics_port(config.metrics_host, config.metrics_port)
-            if port is not None:
-                self._stack.enter_context(port.shows(self._metrics))
+            self._stack.enter_context(port.shows(self._metrics))
         except Exception as error:  # such as too many open files
             logger.warning(
                 f"monitoring: could not be started: {error_text(error)}. The run goes on without "
@@ -91,8 +80,15 @@ class Exports:
             state = "running"
         else:
             state = "starting"
+        step = self.step
+        folder = step.output_writer.output_folder.resolve_paths("")
+        if step.checkpoints_local_dir is not None:
+            folder = str(step.checkpoints_root)
+        name = step.monitoring.run_name or name_of_folder(folder)
+        if step.retry_dead_letters:
+            name = f"{name} (retry)"
         return RankNow(
-            _name_of(self.step),
+            name,
             self.rank,
             socket.gethostname(),
             job_id() or "",

@@ -317,34 +317,29 @@ class ShownRanks:
 
 
 @cache
-def _port(process: int, host: str, first: int) -> ShownRanks | None:
+def _port(process: int, host: str, first: int) -> ShownRanks:
     shown = ShownRanks()
     registry = CollectorRegistry()
     registry.register(shown)
-    why = "no port is free"
     for port in range(first, min(first + _PORTS, 1 << 16)):
         try:
             server, _ = start_http_server(port, host, registry)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 continue
-            why = error.strerror or str(error)
-            break
+            raise
         # A fork of a rollout's may outlive this process.
         os.register_at_fork(after_in_child=server.socket.close)
         if port != first:
             logger.info(f"metrics_port: {first} is taken; this process has {host}:{port}.")
         return shown
-    logger.warning(
-        f"metrics_port: {host}:{first} cannot be used: {why}. The run goes on without metrics "
-        "there."
-    )
-    return None
+    raise OSError(f"metrics_port: no port of {host} is free from {first} on")
 
 
-def metrics_port(host: str, first: int) -> ShownRanks | None:
-    """Returns the ranks that this process shows; None, with a warning, if no port is free.
+def metrics_port(host: str, first: int) -> ShownRanks:
+    """Returns the ranks that this process shows. A fork has another one.
 
-    A fork has another one.
+    Raises:
+        OSError: no port is free.
     """
     return _port(os.getpid(), host, first)

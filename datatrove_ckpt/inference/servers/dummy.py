@@ -48,7 +48,9 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
             and request.path != "/health"
             and not hmac.compare_digest(given, f"Bearer {api_key}")
         ):
-            return _json({"error": {"message": "Invalid API key", "code": 401}}, status=401)
+            return web.json_response(
+                {"error": {"message": "Invalid API key", "code": 401}}, status=401
+            )
         return await handler(request)
 
     async def answer(request: web.Request) -> web.Response:
@@ -56,15 +58,19 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
         try:
             payload = orjson.loads(body)
         except orjson.JSONDecodeError:
-            return _json({"error": {"message": "the request is not JSON", "code": 400}}, status=400)
+            return web.json_response(
+                {"error": {"message": "the request is not JSON", "code": 400}}, status=400
+            )
         if latency:
             await asyncio.sleep(latency)
         if (other := _NUMBERS.get(request.path)) is not None:
             usage = {"prompt_tokens": len(body) // 4, "total_tokens": len(body) // 4}
-            return _json(
+            return web.json_response(
                 {"object": "list", "model": payload.get("model"), **other(payload), "usage": usage}
             )
-        return _json(_completion(payload, len(body), chat=request.path == "/v1/chat/completions"))
+        return web.json_response(
+            _completion(payload, len(body), chat=request.path == "/v1/chat/completions")
+        )
 
     app = web.Application(middlewares=[check_key], client_max_size=_MAX_BODY)
     app.router.add_get("/health", _health)
@@ -77,11 +83,11 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
 
 
 async def _health(_: web.Request) -> web.Response:
-    return _json({"status": "ok"})
+    return web.json_response({"status": "ok"})
 
 
 async def _models(_: web.Request) -> web.Response:
-    return _json({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
+    return web.json_response({"object": "list", "data": [{"id": "dummy-model", "object": "model"}]})
 
 
 def _completion(payload: JsonObject, size: int, *, chat: bool) -> JsonObject:
@@ -158,10 +164,6 @@ _NUMBERS = {
     "/classify": _classes,
     "/score": _scores,
 }
-
-
-def _json(value: object, status: int = 200) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, content_type="application/json")
 
 
 def main(arguments: list[str] | None = None) -> int:

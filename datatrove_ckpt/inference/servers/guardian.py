@@ -187,19 +187,16 @@ class Guardian:
         _kill_group(self.server, signal.SIGTERM)
         terminated_at = time.monotonic()
         self._reap()
-        while (
-            self.server_status is None
-            and (left := terminated_at + self._grace_seconds() - time.monotonic()) > 0
-        ):
+        while self.server_status is None:
+            grace = self.stop_timeout
+            if os.getppid() != self._runner:
+                grace = min(grace, _ORPHAN_TIMEOUT)
+            left = terminated_at + grace - time.monotonic()
+            if left <= 0:
+                return
             select.select([self._wakeup_read], [], [], min(left, _PARENT_CHECK))
             self._drain_wakeups()
             self._reap()
-
-    def _grace_seconds(self) -> float:
-        """Returns seconds between SIGTERM and SIGKILL, which shrink if the runner dies."""
-        if os.getppid() == self._runner:
-            return self.stop_timeout
-        return min(self.stop_timeout, _ORPHAN_TIMEOUT)
 
     def _kill_descendants(self) -> None:
         """Sends SIGKILL until no descendant is left: a dying process may still have forked."""

@@ -40,7 +40,6 @@ from datatrove_ckpt.inference.client.client import (
     Outage,
     hang_after,
 )
-from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Death, Router, Sender, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl
@@ -57,7 +56,6 @@ from datatrove_ckpt.inference.servers.server import (
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
-_OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -176,7 +174,7 @@ class EndpointAnswer:
     Attributes:
         url: without credentials and query string.
         cause: why it cannot be used; "" if it can.
-        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
+        refused: it refuses the key.
         api: the URL, or its /v1; None: not known yet.
         models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
             list, as with some gateways.
@@ -195,46 +193,24 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
     below = url.api("/v1")
     api = None if url.may_lack_version else url
     try:
-        response = await _get(target, api_key)
-        if api is None and response.status != 200:
-            found = await _get(below.api("models"), api_key)
-            if found.status == 200:
+        response = await get(target, api_key, _PROBE_TIMEOUT)
+        if api is None and response.status not in (200, *retrying.SERVER.retried):
+            found = await get(below.api("models"), api_key, _PROBE_TIMEOUT)
+            if found.status in (200, *retrying.SERVER.retried):
                 response = found
                 url = below
                 target = below.api("models")
     except ExchangeFailed as error:
-        if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
-            cause = f"speaks {scheme}: correct its URL"
-            return EndpointAnswer(str(target), cause, True)
         return EndpointAnswer(str(target), str(error), api=api)
     status = response.status
+    if status in retrying.SERVER.retried:  # another answer may come later
+        cause = f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
+        return EndpointAnswer(str(target), cause, api=api)
     if status in (401, 403):
         return EndpointAnswer(str(target), f"{key_hint(url, api_key)} (HTTP {status})", True)
     return EndpointAnswer(
         str(target), api=url, models=_listed(response.body) if status == 200 else None
     )
-
-
-async def _other_scheme(target: HiddenUrl) -> str:
-    """Returns http for https, and https for http, if the server speaks it; else ""."""
-    scheme = "http" if target.reveal().scheme == "https" else "https"
-    url = HiddenUrl(target.reveal().with_scheme(scheme).with_user(None).with_query(None))
-    try:
-        await get(url, None, _PROBE_TIMEOUT, proxied=True)
-    except ExchangeFailed as error:
-        if error.kind != "SSLCertVerificationError":
-            return ""
-    return scheme
-
-
-async def _get(target: HiddenUrl, api_key: Secret | None) -> Response:
-    """Raises ExchangeFailed if there is no response, or if another one may come later."""
-    response = await get(target, api_key, _PROBE_TIMEOUT, proxied=True)
-    if (status := response.status) in retrying.SERVER.retried:
-        raise ExchangeFailed(
-            f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
-        )
-    return response
 
 
 def _listed(body: bytes) -> dict[str, object] | None:
@@ -577,11 +553,7 @@ class ServerSupervisor:
     def __post_init__(self) -> None:
         self.target = self.model_servers.router.add(self.probe)
         self.restarts = 0
-        if self.config.replicas > 1:
-            which = f"Server {self.index}"
-        else:
-            which = "The server"
-        self._name = f"{self.config.said}{which} of task {self.rank}"
+        self._name = f"{self.config.said}Server {self.index} of task {self.rank}"
         self._death = Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recent_restarts = self.server.restarted_at

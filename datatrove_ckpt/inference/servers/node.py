@@ -58,7 +58,7 @@ class ServerRecord:
     def create(cls, name: str, guardian: int, log: int) -> Self | None:
         """Records a server that this process has launched. ``log`` is a file descriptor.
 
-        Returns None without /proc or a runtime folder; the server starts anyway.
+        Returns None without /proc.
         """
         started = {process.pid: process.started for process in process_table()}
         if guardian not in started or os.getpid() not in started:
@@ -67,14 +67,7 @@ class ServerRecord:
         pid = os.getpid()
         log_file = (status.st_dev, status.st_ino)
         record = cls(name, (pid, started[pid]), (guardian, started[guardian]), log_file)
-        try:
-            record._path.write_text(json.dumps(asdict(record)))
-        except (OSError, ConfigError) as error:
-            logger.warning(
-                f"Should this process and the guardian be killed together, nobody will end {name}: "
-                f"{error}"
-            )
-            return None
+        record._path.write_text(json.dumps(asdict(record)))
         return record
 
     @classmethod
@@ -139,12 +132,7 @@ def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
 
 
 def end_leftovers() -> None:
-    try:
-        paths = sorted(_folder().glob("*.json"))
-    except (OSError, ConfigError) as error:
-        logger.warning(f"What killed runs may have left on this node is not looked for: {error}")
-        return
-    for record in filter(None, map(ServerRecord.read, paths)):
+    for record in filter(None, map(ServerRecord.read, sorted(_folder().glob("*.json")))):
         alive = {
             (process.pid, process.started) for process in process_table() if not process.zombie
         }
@@ -221,7 +209,6 @@ def runtime_folder(part: str = "") -> Path:
 # Seconds. The server of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
 _LEASE_POLL = 0.2  # seconds
-_SILENT_WAIT = 5.0  # seconds
 
 
 @dataclass
@@ -310,19 +297,11 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
     # In Slurm a folder per job: another job's GPU 0 may be another GPU.
     folder = runtime_folder(os.environ.get("SLURM_JOB_ID", ""))
     began = time.monotonic()
-    said = False
     while True:
         locked = _try_lock_gpus(folder, visible, needed)
         if locked is not None:
             return locked
-        waited = time.monotonic() - began
-        if waited > _SILENT_WAIT and not said:
-            said = True
-            logger.info(
-                f"Waiting for {needed} of the GPUs {','.join(visible)}, which other processes on "
-                f"this node hold (locks in {folder}), {_LEASE_TIMEOUT:g} s at most."
-            )
-        if waited > _LEASE_TIMEOUT:
+        if time.monotonic() - began > _LEASE_TIMEOUT:
             raise ConfigError(
                 f"workers: this task needs {needed} of the GPUs {','.join(visible)}, and other "
                 f"tasks on this node hold too many of them (locks in {folder}). Run fewer workers "

@@ -299,7 +299,7 @@ _PORT_TRIES = 100
 _last_ports: deque[int] = deque(maxlen=100)  # a server needs a while until it listens
 _PROBE_TIMEOUT = 5.0  # seconds
 _SAY_EVERY = 30.0  # seconds
-_HEALTH_TRIES = 3  # of a running server of an earlier rank
+_TAKE_OVER_TIMEOUT = 15.0  # seconds
 
 
 class _StartAttemptFailed(Exception):
@@ -364,36 +364,21 @@ class InferenceServer:
         self.rank = rank
         if self._process is None:
             return False
-        problem = await self._lasting_problem()
-        whose = f"that task {self.started_by} started (log {self._log_path})"
-        if config.replicas > 1:
-            which = f"server {self.replica}"
-        else:
-            which = "the server"
+        problem: str | None = "has ended"
+        if self.is_running:  # on a busy machine an answer takes its time
+            problem = await request_health(
+                self.url, self.api_key, config.engine, _TAKE_OVER_TIMEOUT
+            )
+        server = f"server {self.replica} that task {self.started_by} started (log {self._log_path})"
         if problem is not None:
             logger.warning(
-                f"{config.said}Task {rank} cannot take over {which} {whose}: it {problem}. It is "
-                "started anew."
+                f"{config.said}Task {rank} cannot take over {server}: it {problem}. It is started "
+                "anew."
             )
             await self.kill()
             return False
-        logger.debug(f"{config.said}Task {rank} takes over {which} {whose}.")
+        logger.debug(f"{config.said}Task {rank} takes over {server}.")
         return True
-
-    async def _lasting_problem(self) -> str | None:
-        """Returns what is wrong with the server. On a busy machine one probe may fail."""
-        problem: str | None = None
-        for number in range(_HEALTH_TRIES):
-            if not self.is_running:
-                return "has ended"
-            if number:
-                await asyncio.sleep(retrying.RELAUNCH.first)
-            problem = await request_health(
-                self.url, self.api_key, self.config.engine, _PROBE_TIMEOUT
-            )
-            if problem is None:
-                break
-        return problem
 
     async def start(self) -> None:
         attempts = 1 + self.config.server_start_max_retries

@@ -79,7 +79,7 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     folder = SimpleNamespace(writer=output, scratch=tmp_path, rank=0)
     reads = HubReads(HubFolder.of(output.output_folder), StoppableCalls(), taken)
     commits = HubTarget(folder, reads, taken, CommitPace())
-    staged = SimpleNamespace(path=tmp_path / "staged", size=7, hexdigest=lambda: "")
+    staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
     done, failures = Mock(), queue.SimpleQueue()
     commits.wait(0, WaitingChunk(done, failures.put))

@@ -36,6 +36,9 @@ class Results:
         names: of the output files, to which a document may give a part.
         trial: tries the writer; None without a checkpoint, where a document that fails is lost
             anyway.
+
+    Attributes:
+        may_wait: ``encode`` may wait for a thread.
     """
 
     def __init__(self, step: Step, names: FileNames, trial: WriterTrial | None) -> None:
@@ -43,6 +46,7 @@ class Results:
         self._names = names
         self._trial = trial
         self._takes_usual = False  # not known yet
+        self.may_wait = trial is not None and not trial.is_quick
         self._has_media = writes_media(step.output_writer)
 
     def look_at_first(self, document: Document) -> None:
@@ -84,10 +88,10 @@ class Results:
         data = encode_finished(document, key)
         trial = self._trial
         if trial is not None and not (trial.takes_json and is_plain(data, self._takes_usual)):
-            if trial.is_quick:
-                self._takes_usual = trial(data, doc_id)
-            else:
+            if self.may_wait:
                 self._takes_usual = await asyncio.to_thread(trial, data, doc_id)
+            else:
+                self._takes_usual = trial(data, doc_id)
         return data
 
     def _drop_media(self, document: Document) -> None:

@@ -372,7 +372,8 @@ class Scheduler(RankRequests):
                 raise self._not_repeatable()
             kept = [result for result in results if result is not None]
             data = await self.results.encode(document, kept, slot.chunk.index, source.id)
-            self._raise_if_stopping(answers)
+            if self.results.may_wait:
+                self._raise_if_stopping(answers)
         except (Exception, asyncio.CancelledError) as raised:
             self._raise_if_stopping(answers)
             error: BaseException = raised

@@ -62,9 +62,9 @@ def test_a_resume_reads_what_is_kept_of_a_rank_twice_before_it_and_once_as_its_o
         count_calls(step, "run_identity")
         said = command("run", "job.yaml")
     assert "10 of 10 documents" in said
-    assert reads["run.json"] == 6  # the card, at the end
-    assert reads["commits.jsonl"] == 3
-    assert reads["00000.txt"] == 1  # the repair has removed it
+    assert reads["run.json"] == 6  # the card at the end reads each once
+    assert reads["commits.jsonl"] == 4
+    assert reads["00000.txt"] == 2  # the repair has removed it
     assert built == {"_find_runners": 1, "run_identity": 2}
 
 

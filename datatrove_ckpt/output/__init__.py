@@ -13,7 +13,7 @@ published in one step.
     stoppable.py       calls to storages: stopped with the rank, and retried
     hub*.py            the Hugging Face hub: access, uploads, their pace, its writers
     names.py, committed.py
-                       file names; the output folder's files, compared with a checkpoint's commits
+                       file names; the files in the folder, and those that commits name
     owner.py           the run that an output folder belongs to
     documents.py       a document as bytes and back, and as a cheap row for a writer
     arrow_types.py     the Arrow types of values

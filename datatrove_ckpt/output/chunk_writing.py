@@ -37,6 +37,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from datatrove.data import Document
@@ -564,23 +565,38 @@ class ChunkOutput:
     """Writes the chunks of one rank, one after the other.
 
     Args:
-        folder: the rank's output folder. Its writer is never opened itself.
+        folder: its writer is never opened itself.
+        scratch: the rank's checkpoint, below which files are staged.
+        prefix: stands before the chunk index in the names of a retry's files.
+        is_new: ``OutputFolder.refuse_existing`` has looked at the folder, and refused nothing.
         pace: when files that are uploaded to the hub are committed.
         rows: makes rows of a document.
     """
 
     def __init__(
-        self, folder: OutputFolder, lease: RankLease, pace: CommitPace, rows: RowsOf
+        self,
+        folder: OutputFolder,
+        rank: int,
+        scratch: Path,
+        prefix: str,
+        is_new: bool,
+        lease: RankLease,
+        pace: CommitPace,
+        rows: RowsOf,
     ) -> None:
-        self.names = folder.names
+        self.names = FileNames(folder.writer, rank, prefix, folder.root)
         self._folder = folder
-        self._check = folder.check
+        self._retry = ""
+        if prefix:
+            self._retry = scratch.parent.name
+        self._is_new = is_new
         self._lease = lease
-        self._rank = folder.rank
-        self._writing = ChunkWriting(folder.writer, folder.rank, folder.names, rows)
+        self._rank = rank
+        self._scratch = scratch
+        self._writing = ChunkWriting(folder.writer, rank, self.names, rows)
         self._taken: dict[str, tuple[str, int]] = {}
         self._has_published = False
-        self._target = make_target(folder, lease, pace)
+        self._target = make_target(folder, rank, scratch, lease, pace)
         self.placement: Placement = self._target
         """Puts the files of written chunks in place."""
 
@@ -589,18 +605,20 @@ class ChunkOutput:
 
         Raises OutputMismatch if the folder is not as the commits say.
         """
-        commits, found = self._look()
-        self._check.refuse_foreign(self._rank, found, self._check.unfinished(commits, found))
+        commits = self._commits()
+        found = self._look(commits)
+        own = self._folder.unfinished(commits, found)
+        self._folder.refuse_foreign(self._rank, found, own)
 
     def _commits(self) -> RankCommits:
-        return RankCommits(self._check.root, self._rank, read=self._lease.read_rank)
+        return RankCommits(self._folder.root, self._rank, read=self._lease.read_rank)
 
-    def _look(self, others: bool = True) -> tuple[RankCommits, FoundFiles]:
-        commits = self._commits()
-        found = self._folder.look(commits, others)
+    def _look(self, commits: RankCommits, others: bool = True) -> FoundFiles:
+        committed = self._folder.by_name([commits])
+        found = self._folder.look(committed, self._rank, others)
         self._target.settle(commits, found)
-        self._check.refuse_lost(self._check.by_name([commits]), found)
-        return commits, found
+        self._folder.refuse_lost(committed, found)
+        return found
 
     def prepare(self, given: Types = NO_TYPES) -> None:
         """Compares the folder with the commits, and removes what earlier processes staged.
@@ -613,22 +631,21 @@ class ChunkOutput:
             StorageFailed, OutputFailed: the folder cannot be written to. Checked before the first
                 request.
         """
-        is_first = self._folder.is_first
-        if not is_first:
+        if not self._is_new:
             self._folder.check_access()
-        self._intents = Intents(self._folder.scratch)
+        self._intents = Intents(self._scratch)
         # On the hub, one listing compares all ranks' files elsewhere.
         is_elsewhere = self._folder.hub is None
-        others = not is_first and (is_elsewhere or not self._intents.is_kept)
+        others = not self._is_new and (is_elsewhere or not self._intents.is_kept)
         commits = self._commits()
         if others or commits.files:
-            commits, found = self._look(others)
+            found = self._look(commits, others)
             if others:
                 self._refuse_strangers(found)
         self._writing.resume(commits.files, given)
         if self.names.fields:  # otherwise the chunk index alone distinguishes names
             self._taken = {one.path: (one.root, one.chunk_index) for one in commits.files}
-        if not is_first:
+        if not self._is_new:
             self._folder.claim()
         if not self._intents.is_kept:
             self._intents.add({})
@@ -644,8 +661,8 @@ class ChunkOutput:
         uncommitted = found.by_rank[self._rank]
         if not uncommitted:
             return
-        self._check.refuse_foreign(self._rank, found, self._check.published(self._rank, found))
-        names = {name for root, name in uncommitted if root == self._folder.retry}
+        self._folder.refuse_foreign(self._rank, found, self._folder.published(self._rank, found))
+        names = {name for root, name in uncommitted if root == self._retry}
         if not self._intents.is_kept:
             # One write, because a crash between two would make the rest foreign.
             self._intents.add({name: self._target.hash_of(name) for name in names})
@@ -657,11 +674,11 @@ class ChunkOutput:
             if self._target.hash_of(name) not in self._intents.hashes(name)
         ]
         if others:
-            raise other_content(self._check.where, sorted(others))
+            raise other_content(self._folder.where, sorted(others))
         # With another output_filename, their documents are written to other files.
         remove_output(
             self._folder.writer.output_folder,
-            [name for name in intended if not self._check.is_name_of_run(name)],
+            [name for name in intended if not self._folder.is_name_of_run(name)],
         )
 
     def stop(self) -> None:
@@ -703,7 +720,7 @@ class ChunkOutput:
     def _refuse_taken(self, chunk_index: int, names: Iterable[str]) -> None:
         if not self.names.fields:
             return
-        mine = (self._folder.retry, chunk_index)
+        mine = (self._retry, chunk_index)
         for name in names:
             owner = self._taken.setdefault(plain(name), mine)
             if owner != mine:

@@ -471,9 +471,15 @@ class HubTarget(OutputTarget):
     """
 
     def __init__(
-        self, folder: OutputFolder, reads: HubReads, lease: RankLease, pace: CommitPace
+        self,
+        folder: DataFolder,
+        rank: int,
+        scratch: Path,
+        reads: HubReads,
+        lease: RankLease,
+        pace: CommitPace,
     ) -> None:
-        super().__init__(folder.writer.output_folder, folder.scratch)
+        super().__init__(folder, scratch)
         no_bars_in_logs()
         self._lease = lease
         self._reads = reads
@@ -481,7 +487,7 @@ class HubTarget(OutputTarget):
         self._calls = reads.calls
         self._pace = pace
         self._seconds = pace.seconds_of_next()
-        self._rank = folder.rank
+        self._rank = rank
         self._history = CommitHistory()
         self._seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
@@ -702,18 +708,19 @@ class HubTarget(OutputTarget):
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
 
 
-def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> OutputTarget:
+def make_target(
+    folder: OutputFolder, rank: int, scratch: Path, lease: RankLease, pace: CommitPace
+) -> OutputTarget:
     output = folder.writer.output_folder
-    scratch = folder.scratch
     # Another run may write into the same folder: it must not remove this run's staged files.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if output.is_local():
-        return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")
+        return LocalTarget(output, scratch, f"{rank:05d}-{run}")
     if folder.hub is not None:
         reads = HubReads(folder.hub, folder.calls, lease)
         if folder.hub.is_bucket:
             return BucketTarget(output, scratch, reads, lease)
-        return HubTarget(folder, reads, lease, pace)
+        return HubTarget(output, rank, scratch, reads, lease, pace)
     if hasattr(output.fs, "call_s3"):
         return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
     return RemoteTarget(output, scratch, lease, folder.calls)

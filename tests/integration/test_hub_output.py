@@ -76,9 +76,9 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
     (tmp_path / "staged").write_text("content")
     output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
-    folder = SimpleNamespace(writer=output, scratch=tmp_path, rank=0)
-    reads = HubReads(HubFolder.of(output.output_folder), StoppableCalls(), taken)
-    commits = HubTarget(folder, reads, taken, CommitPace())
+    folder = output.output_folder
+    reads = HubReads(HubFolder.of(folder), StoppableCalls(), taken)
+    commits = HubTarget(folder, 0, tmp_path, reads, taken, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
     done, failures = Mock(), queue.SimpleQueue()

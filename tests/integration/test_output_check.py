@@ -24,6 +24,7 @@ from datatrove_ckpt.output.folders import (
     stands_elsewhere,
 )
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
+from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder import findings
 from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -75,15 +76,15 @@ def test_a_folder_that_cannot_be_asked_after_may_still_be_there():
 
 def test_output_of_a_run_that_starts_meanwhile_is_not_called_nobodys(job, command, monkeypatch):
     _, executor = make_executor(str(job / "job.yaml"), [])
-    look = findings.listed
+    look = OutputFolder.look
 
-    def starts_meanwhile(*arguments):
+    def starts_meanwhile(*arguments, **options):
         with monkeypatch.context() as inside:
-            inside.setattr(findings, "listed", look)
+            inside.setattr(OutputFolder, "look", look)
             command("run", "job.yaml")
-        return look(*arguments)
+        return look(*arguments, **options)
 
-    monkeypatch.setattr(findings, "listed", starts_meanwhile)
+    monkeypatch.setattr(OutputFolder, "look", starts_meanwhile)
     findings.check_output(RunPlan(executor))
 
 

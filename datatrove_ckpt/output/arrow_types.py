@@ -256,18 +256,12 @@ def has_other_form(kind: DataType) -> bool:
 
 
 def is_text(kind: DataType) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    return str(kind) in ("string", "large_string", "string_view")
 
 
 def _is_bytes(kind: DataType) -> bool:
-    from pyarrow import types
-
-    fixed = types.is_fixed_size_binary(kind)
-    return bool(
-        types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind) or fixed
-    )
+    name = str(kind).partition("[")[0]
+    return name in ("binary", "large_binary", "binary_view", "fixed_size_binary")
 
 
 def is_vector(value: object) -> bool:
@@ -281,15 +275,7 @@ def is_vector(value: object) -> bool:
 
 
 def is_any_list(kind: DataType) -> bool:
-    import pyarrow as pa
-
-    views = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-    return bool(
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or views
-    )
+    return str(kind).partition("<")[0].endswith(("list", "list_view"))
 
 
 def _struct(values: list[dict[object, object]], column: str, given: Types) -> DataType:

@@ -14,9 +14,8 @@ import hashlib
 import inspect
 import os
 import posixpath
-import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,6 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
-from datatrove_ckpt.output.hub_access import private_if_made
 from datatrove_ckpt.output.names import (
     STAGING,
     fields_of_documents,
@@ -45,7 +43,6 @@ Info = Mapping[str, Any]
 """What a file system of fsspec tells of a file."""
 
 _BLOCK = 1 << 20
-_NUMBER = "000_"  # in front of the first file of a writer with max_file_size
 
 
 @dataclass
@@ -104,15 +101,15 @@ def list_output(
         others: look for other files at all. Without them the hub needs one request for 500 names.
     """
     head, everywhere = _head(writer.output_filename, rank)
-    numbered = writer.max_file_size > 0
+    if writer.max_file_size > 0:  # a number stands before each name
+        head = posixpath.join(posixpath.dirname(head), "")
     try:
-        return list_files(
-            writer.output_folder, committed, head, everywhere, numbered, others, STAGING
-        )
+        return list_files(writer.output_folder, committed, head, everywhere, others, STAGING)
     except OSError as error:
-        if committed or private_if_made(writer) is None or not is_missing_repository(error):
+        is_made = getattr(writer, "private", None) is not None  # a run makes a missing repository
+        if committed or not is_made or not is_missing_repository(error):
             raise
-        return FoundFiles()  # a run makes it
+        return FoundFiles()
 
 
 def list_files(
@@ -120,7 +117,6 @@ def list_files(
     committed: Mapping[str, OutputFile],
     head: str = "",
     everywhere: bool = True,
-    numbered: bool = False,
     others: bool = True,
     without: str = "",
 ) -> FoundFiles:
@@ -129,7 +125,6 @@ def list_files(
 
     Args:
         everywhere: also those in the folders below that.
-        numbered: a number stands before each name.
         without: a local folder that is left out.
     """
     found = FoundFiles()
@@ -144,38 +139,25 @@ def list_files(
                 status = (root / name).stat()
                 found.note(name, status.st_size, local_stamp(status), committed[name])
     elif hub is not None:
-        found.hub_files = _hub_files(hub, posixpath.dirname(head), committed, others)
+        base = posixpath.dirname(head)
+        with file_system_call():
+            if others:
+                for name, file in hub.below(base).files().items():
+                    found.hub_files[posixpath.join(base, name)] = file
+            missing = [name for name in committed if name not in found.hub_files]
+            found.hub_files |= hub.look_up(missing)
         for name, file in found.hub_files.items():
             found.note(name, file.size, file.stamp, committed.get(name))
     else:
-        for name, info in _remote_files(folder, head, numbered, committed).items():
+        with file_system_call():
+            folder.invalidate_cache()
+            remote = _find(folder, head)
+            # These come from an earlier template.
+            if any(name not in remote and not name.startswith(head) for name in committed):
+                remote |= _find(folder, "")
+        for name, info in remote.items():
             found.note(name, info.get("size"), remote_stamp(info), committed.get(name))
     return found
-
-
-def _hub_files(
-    hub: HubFolder, base: str, committed: Collection[str], others: bool
-) -> dict[str, HubFile]:
-    """Returns the part of the folder with files of the template, and committed files elsewhere."""
-    files: dict[str, HubFile] = {}
-    with file_system_call():
-        if others:
-            files = {
-                posixpath.join(base, name): file for name, file in hub.below(base).files().items()
-            }
-        return files | hub.look_up([name for name in committed if name not in files])
-
-
-def _remote_files(
-    folder: DataFolder, head: str, numbered: bool, committed: Collection[str]
-) -> dict[str, Info]:
-    with file_system_call():
-        folder.invalidate_cache()
-        remote = _find(folder, head, numbered)
-        # These come from an earlier template, or have a number other than the first.
-        if any(name not in remote and not name.startswith(head) for name in committed):
-            remote |= _find(folder, "", numbered=False)
-    return remote
 
 
 # File systems' names for a value that changes with a file, the surest first.
@@ -229,12 +211,11 @@ def _head(template: Template, rank: int | None) -> tuple[str, bool]:
 def _scan(
     root: Path, head: str, everywhere: bool, without: str
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Yields files whose names start with ``head``, perhaps after a number (max_file_size).
+    """Yields files whose names start with ``head``.
 
     Only these are examined: a shared folder may hold a million files, and each stat be a request.
     """
     base, start = posixpath.split(head)
-    may_be_ours = re.compile(rf"(\d+_)?{re.escape(start)}").match
     waiting = [base]
     while waiting:
         name = waiting.pop()
@@ -248,7 +229,7 @@ def _scan(
             continue
         with found:
             for entry in found:  # no list: a million take 200 MB
-                if name == base and not may_be_ours(entry.name):
+                if name == base and not entry.name.startswith(start):
                     continue
                 path = posixpath.join(name, entry.name)
                 if entry.is_dir(follow_symlinks=False):
@@ -259,12 +240,12 @@ def _scan(
                         yield path, entry.stat()
 
 
-def _find(folder: DataFolder, head: str, numbered: bool) -> dict[str, Info]:
+def _find(folder: DataFolder, head: str) -> dict[str, Info]:
     base, start = posixpath.split(head)
     find = getattr(folder.fs, "_find", folder.fs.find)
     options = {}
     if start and "prefix" in inspect.signature(find).parameters:
-        options["prefix"] = _NUMBER + start if numbered else start
+        options["prefix"] = start
     try:
         listed = folder.find(base, detail=True, **options)
     except FileNotFoundError:
@@ -350,7 +331,6 @@ class RankCommits:
         seen: Callable[[RankLedger], None] = lambda found: None,
     ) -> None:
         self.rank = rank
-        self.folder = rank_folder(root, rank)
         self.files: list[CommittedFile] = []
         self.has_run = False
         self.is_finished = False

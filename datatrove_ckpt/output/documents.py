@@ -600,11 +600,7 @@ def has_default_adapter(writer: DiskWriter) -> bool:
 
 def is_usual(writer: DiskWriter) -> bool:
     """Whether the writer makes rows of documents as datatrove's do."""
-    return has_default_adapter(writer) and _has_default_write(writer)
-
-
-def _has_default_write(writer: DiskWriter) -> bool:
-    return type(writer).write is DiskWriter.write
+    return has_default_adapter(writer) and type(writer).write is DiskWriter.write
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:

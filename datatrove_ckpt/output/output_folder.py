@@ -42,7 +42,7 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access, private_if_made
+from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
@@ -89,8 +89,10 @@ class OutputFolder:
     def check_access(self) -> None:
         """Call it before the folder is listed."""
         if self.hub is not None:
-            has_begun = has_commits(self.root)
-            check_access(self.hub, private_if_made(self.writer, has_begun), self.calls)
+            private = None
+            if not has_commits(self.root):  # else a new repository would lack committed files
+                private = getattr(self.writer, "private", None)
+            check_access(self.hub, private, self.calls)
 
     def claim(self) -> None:
         self._call("cannot be claimed for this run", partial(self._owner.claim, self._is_unused))

@@ -129,18 +129,8 @@ class Homes(NamedTuple):
         """Records the run, unless another rank has, and returns the record."""
         path = self.root / HOME
         if not path.exists():
-            files.disk.make_dirs(self.root)
-            _put_new(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
+            files.keep_first(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
         return self.kept or owner
-
-
-def _put_new(path: Path, data: bytes, mode: int) -> None:
-    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    files.disk.write_new(new, [data], mode)
-    try:
-        files.disk.put_new(new, path)
-    finally:
-        files.disk.remove(new)
 
 
 class OutputOwnership:
@@ -303,7 +293,7 @@ class _LocalRecord(_OwnerRecord):
         files.disk.make_dirs(folder)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} is not writable")
-        _put_new(self._path, data, files.PUBLIC_FILE)
+        files.keep_first(self._path, data)
         files.disk.sync_dir(folder)
 
     def remove(self) -> None:

@@ -192,20 +192,20 @@ class LocalTarget(OutputTarget):
         final = self._root / name
         files.disk.make_dirs(final.parent)
         self._take_group(staged, final.parent)
-        try:
-            return files.disk.put_new(staged, final)
-        except StorageFailed as error:
-            if not _is_elsewhere(error):
-                raise
-        return not final.exists() and files.disk.put_new(self._copied(staged), final)
+        return self._named(files.disk.put_new, staged, final)
 
     def _replace(self, staged: Path, name: str) -> None:
+        self._named(files.disk.rename, staged, self._root / name)
+
+    def _named(self, name: Callable[[Path, Path], T], staged: Path, final: Path) -> T:
+        """Gives a staged file, or a copy of it, its final name."""
         try:
-            files.disk.rename(staged, self._root / name)
+            return name(staged, final)
         except StorageFailed as error:
-            if not _is_elsewhere(error):
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.EXDEV:
                 raise
-            files.disk.rename(self._copied(staged), self._root / name)
+        return name(self._copied(staged), final)
 
     def _copied(self, staged: Path) -> Path:
         """Copies a file to the file system of the output."""
@@ -239,10 +239,6 @@ class LocalTarget(OutputTarget):
         files.disk.remove_dir(self._beside.parent)
 
     finish = prepare
-
-
-def _is_elsewhere(error: StorageFailed) -> bool:
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
 
 
 class RemoteTarget(OutputTarget):

@@ -72,7 +72,7 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access, private_if_made
+from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -323,9 +323,10 @@ def check_hub(plan: RunPlan) -> None:
 
 def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False) -> str:
     """Returns what was found. See ``check_access``."""
-    writer = runner.step.output_writer
-    has_begun = runner.root is not None and has_commits(runner.root)
-    return check_access(hub, private_if_made(writer, has_begun), only_look=only_look)
+    private = None
+    if runner.root is None or not has_commits(runner.root):
+        private = getattr(runner.step.output_writer, "private", None)
+    return check_access(hub, private, only_look=only_look)
 
 
 def check_output(

@@ -1,6 +1,4 @@
-"""Folders that must differ: a step's output, its checkpoint, what the job reads, and what other
-steps write.
-"""
+"""Folders that must differ: a step's output, its checkpoint, and what the job reads."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 from datatrove.io import DataFolder, get_datafolder
@@ -42,35 +39,11 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
 
 
 def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline that reads its own output, or in which two steps write the same files.
-
-    Raises ConfigError.
-    """
+    """Refuses a pipeline that reads its own output. Raises ConfigError."""
     writers = list(writers_of(pipeline))
     for index, step in enumerate(pipeline):
         for place, writer in writers:
             _refuse_own(step, index, writer, place)
-    for (place, writer), (other_place, other) in combinations(writers, 2):
-        if _path(writer.output_folder) == _path(other.output_folder) and _sample(writer) == _sample(
-            other
-        ):
-            raise ConfigError(
-                f"{other_place} writes the same files as {place}: "
-                f"{_path(writer.output_folder)}/{_sample(writer)}, for "
-                "example. Choose another output folder or output_filename for one of "
-                "them."
-            )
-    seen: dict[Path, int] = {}
-    for index, step in enumerate(pipeline):
-        folder = getattr(step, "checkpoints_local_dir", None)
-        if folder is None:
-            continue
-        first = seen.setdefault(Path(folder).absolute(), index)
-        if first != index:
-            raise ConfigError(
-                f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} is "
-                f"that of pipeline[{first}], too. Each step needs a folder of its own."
-            )
 
 
 def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:

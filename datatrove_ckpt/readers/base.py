@@ -132,8 +132,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 "shuffle_files=True gives another order on every start, so a restarted run could "
                 "not resume. Use shuffle_seed=<any integer> instead."
             )
-        if shuffle_seed is not None and type(shuffle_seed) is not int:  # no bool
-            raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
         self.path_columns = path_columns
         self.max_skipped = max_skipped

@@ -5,10 +5,9 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import EntryNotFoundError
@@ -17,14 +16,10 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.claims import claims as claims_module
 from datatrove_ckpt.claims.claims import ObjectClaims
 from datatrove_ckpt.common.object_store import check_mirror
-from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
+from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
 from datatrove_ckpt.output import hub_uploads
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.targets import BucketTarget
 from datatrove_ckpt.testing import FakeServer
 from tests.hub.server import Access
 from tests.mirrors import Job
@@ -368,19 +363,3 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         )
         assert first != second
         assert len(second.splitlines()) == 3
-
-
-def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job, tmp_path):
-    def taken():
-        raise Fenced("Another process has taken over")
-
-    (tmp_path / "staged").write_text("content")
-    folder = get_datafolder(f"{BUCKET}/output")
-    lease = SimpleNamespace(check=taken)
-    reads = HubReads(HubFolder.of(folder), StoppableCalls(), lease)
-    uploads = BucketTarget(folder, tmp_path, reads, lease)
-    uploads.upload(tmp_path / "staged", "a")
-    job.fail("batch", status=409)
-    with pytest.raises(Fenced):
-        uploads.upload(tmp_path / "staged", "b")
-    assert output(job).keys() == {"output/a"}

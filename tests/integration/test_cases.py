@@ -136,6 +136,8 @@ CSV = {
     "signs of lines": "id,text\n1,a\u2028b\x0bc\x0cd\x85e\n".encode(),
     "emoji": "id,text\n1,\U0001f600\n".encode(),
     "a long cell": b"id,text\n1," + b"x" * 2**20 + b"\n",
+    "a column without a name": b",text,id\n0,a,1\n",
+    "a byte of zeros": b"id,text\n1,a\0b\n",
     "many columns": b"id,text,"
     + b",".join(b"c%d" % n for n in range(500))
     + b"\n1,a"
@@ -143,10 +145,12 @@ CSV = {
 }
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("name", CSV)
-def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name):
-    data = write(tmp_path / "data", "a.csv", CSV[name])
+def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name, suffix):
+    data = write(tmp_path / "data", f"a.csv{suffix}", CSV[name])
     expected = pandas.read_csv(io.BytesIO(CSV[name]), dtype=str, keep_default_na=False)
+    expected = expected.rename(columns={"Unnamed: 0": ""})
     expected = [row for row in expected.to_dict("records") if row["text"]]
     found = read(CSVReader, data)
     if name != "one column":
@@ -163,12 +167,14 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name):
         (b",,text\n1,2,a\n", "'a.csv' has several columns named '': numbers 1, 2"),
         (b"id;text\n1;a\n", "'a.csv' has ';' between its cells"),
         (b"id\ttext\n1\ta\n", "'a.csv' has .* between its cells"),
+        (b"id|text\n1|a\n", "'a.csv' has '[|]' between its cells"),
         (b"id,text\n1,a,b\n", "`a.csv`, .* line 2: more cells than columns"),
         (b"id,text\n1\n2,b\n", "`a.csv`, .* line 2: fewer cells than columns"),
         (b'id,text\n1,"a\n2,b\n', "'a.csv' has a quote that is not closed in .* line 2"),
         (b'id,"text\n1,a\n', "'a.csv' has a quote that is not closed in .* line 1"),
-        ("id,text\n1,é\n".encode("latin1"), "'a.csv' is not UTF-8"),
-        ("id,text\n1,a\n".encode("utf-16"), "'a.csv' is not UTF-8"),
+        ("id,text\n1,é\n".encode("latin1"), "'a.csv' is not UTF-8: .*iconv -f latin1"),
+        ("id,text\n1,a\n".encode("utf-16"), "'a.csv' is not UTF-8: .*iconv -f utf-16"),
+        ("\ufeffid,text\n1,a\n".encode("utf-16-be"), "'a.csv' is not UTF-8: .*iconv -f utf-16"),
         (b"id,txt\n1,a\n", "text_key='text'.* 'id', 'txt'"),
         (b"id,text,media\n1,a,print\n", "'a.csv' has a 'media' that is no list"),
     ],

@@ -191,13 +191,6 @@ def test_what_cannot_be_written_is_one_line(run, command):
     assert "none/all.csv was not written: FileNotFoundError" in said
 
 
-def test_a_file_that_cannot_be_written_leaves_nothing(run, command, monkeypatch):
-    run()
-    monkeypatch.setattr("datatrove_ckpt.run_folder.export._cell", lambda value: 1 / 0)
-    command("export", "x", "all.csv", code=1)
-    assert not list(Path().glob("all.csv*"))
-
-
 def test_a_repository_gets_a_dataset(run, command, hub):
     hub.create_repo("org/answers")
     run("in.parquet")

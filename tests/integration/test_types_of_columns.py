@@ -327,26 +327,6 @@ def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
     assert metadata["v5"].startswith("2023-11-14T22:13:20")
 
 
-def test_another_node_goes_on_with_the_types_of_the_first_one(tmp_path, server):
-    def start(node):
-        return run(
-            tmp_path,
-            server,
-            a_table(TYPES[:10]),
-            checkpoints_local_dir=str(tmp_path / node),
-            checkpoints_remote_dir=str(tmp_path / "mirror"),
-        )
-
-    server._status = rejects({"text 2"}, 401)
-    with pytest.raises(Exception, match="401"):
-        start("first")
-    server._status = lambda payload, times: None
-    schemas = [pq.read_schema(file) for file in start("second")]
-    assert len(schemas) == 2
-    assert schemas[0].equals(schemas[1])
-    assert str(schemas[1].field("v0").type) == "int8"
-
-
 @pytest.mark.parametrize("value", [Decimal(10) ** 80, Decimal("NaN"), datetime.timedelta.max])
 def test_a_value_that_no_column_holds_is_a_dead_letter_also_after_others(tmp_path, server, value):
     async def rollout(document, generate):

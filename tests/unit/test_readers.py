@@ -600,7 +600,7 @@ def test_a_last_line_that_grew_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("option", "old", "new"),
     [("shuffle_seed", 1, 2), ("shuffle_seed", None, 2), ("skip", 0, 1), ("glob_pattern", None, "f*"),
-     ("recursive", True, False), ("compression", "infer", None)],
+     ("recursive", True, False), ("compression", "infer", None), ("text_key", "text", "id")],
 )  # fmt: skip
 def test_an_option_that_changes_the_order_is_refused_by_its_name(six, option, old, new):
     state = stop(six, **{option: old})

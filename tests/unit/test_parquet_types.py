@@ -15,8 +15,6 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
-from datatrove_ckpt.readers import ParquetReader
-from datatrove_ckpt.torch.index import batch_rows
 from tests.jobs import documents, runner
 
 pa = pytest.importorskip("pyarrow")
@@ -301,21 +299,3 @@ def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, mo
 def test_a_subclass_of_int_is_an_integer():
     """``in`` of a range goes through all its numbers for such a value."""
     assert type_of([HTTPStatus.OK, 1], "c") == pa.int64()
-
-
-@pytest.mark.parametrize("expand", [False, True])
-def test_files_with_arrays_are_read_by_our_readers(tmp_path, server, expand):
-    given = [vector(0.1, 2), None, vector(3, 4)]
-    files = written(
-        tmp_path, server, [given], output_writer=parquet(tmp_path, expand_metadata=expand)
-    )
-    kept = [document.metadata["c"] for document in ParquetReader(str(tmp_path / "output")).run()]
-    assert [None if value is None else np.array(value, np.float32).tolist() for value in kept] == [
-        None if value is None else value.tolist() for value in given
-    ]
-    assert main(["show", str(tmp_path / "checkpoints")]) == 0
-    if expand:
-        (batch,) = pq.read_table(files[0]).slice(2).to_batches()
-        (row,) = batch_rows(batch, np.arange(1))
-        assert row["c"].dtype == np.float32
-        assert row["c"].tolist() == [3, 4]

@@ -100,43 +100,16 @@ class Answers:
 
     def _info(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments.get("revision", "main"), "info")
-        siblings = [
-            {"rfilename": file.path, "blobId": file.oid, "size": file.size}
-            | (
-                {"lfs": {"sha256": file.sha256, "size": file.size, "pointerSize": 130}}
-                if file.lfs
-                else {}
-            )
-            if "blobs" in http.query
-            else {"rfilename": file.path}
-            for file in sorted(commit.tree.values(), key=lambda file: file.path)
-        ]
         answer = {
-            "_id": repo.name,
             "id": repo.name,
-            "author": repo.name.partition("/")[0],
             "sha": commit.oid,
-        }
-        answer |= {
-            "lastModified": date(commit.at),
-            "createdAt": date(0.0),
             "private": repo.private,
-            "gated": False,
+            "siblings": [{"rfilename": path} for path in sorted(commit.tree)],
         }
-        answer |= {"disabled": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}
         return web.json_response(answer)
 
     def _auth_check(self, http, repo, arguments, body):
         return web.Response(text="OK")
-
-    def _refs(self, http, repo, arguments, body):
-        branches = [
-            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": head.oid}
-            for name, head in repo.branches.items()
-        ]
-        return web.json_response(
-            {"branches": branches, "converts": [], "tags": [], "pullRequests": []}
-        )
 
     def _commits(self, http, repo, arguments, body):
         history = list(self._revision(repo, arguments["revision"], "commits").history())
@@ -275,11 +248,7 @@ def _operations(repo, tree, lines):
         path = value["path"]
         match line["key"]:
             case "file":
-                content = (
-                    base64.b64decode(value["content"])
-                    if value.get("encoding") == "base64"
-                    else value["content"].encode()
-                )
+                content = base64.b64decode(value["content"])
                 repo.blobs[sha256(content)] = content
                 added.append(File.of(path, sha256(content), content, lfs=False))
             case "lfsFile":
@@ -294,8 +263,6 @@ def _operations(repo, tree, lines):
                         404, f"A file with the name {path} does not exist", "EntryNotFound"
                     )
                 deleted.append(path)
-            case "deletedFolder":
-                deleted += [one for one in tree if one.startswith(path.rstrip("/") + "/")]
             case other:
                 raise Problem(400, f"Unknown operation {other}")
     return added, deleted

@@ -27,7 +27,7 @@ def test_every_file_is_there_once(
     hub.lag_commits = 1
     refused = hub.fail("commit", status=500, times=None, every=3)
     hub.fail("commit", status=504, times=None, every=7, after_effect=True)
-    hub.drop_answer("commit", times=None, every=8)
+    hub.fail("commit", None, times=None, every=8, after_effect=True)
     hub.fail("lfs-upload", status=503, times=None, every=9)
 
     def run(rank):

@@ -34,7 +34,9 @@ def test_files_to_redo_are_removed_in_one_commit(cli, hub):
     before = hub.files("org/data")
     hub.put("org/data", {name: before[name] + b"more" for name in (FILES[0], FILES[2])})
     commits = len(hub.commits("org/data"))
-    hub.drop_answer("commit")  # and the commit of which nobody learns is not made again
+    hub.fail(
+        "commit", None, after_effect=True
+    )  # and the commit of which nobody learns is not made again
     cli("repair", "checkpoints", "--logging-dir", "logs")
     (removal,) = hub.commits("org/data")[commits:]
     assert removal.title == "Remove 2 files: datatrove-ckpt repair"

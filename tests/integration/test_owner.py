@@ -6,6 +6,7 @@ import random
 import shutil
 import socket
 import threading
+from functools import partial
 from itertools import count
 from unittest.mock import Mock
 
@@ -21,7 +22,7 @@ from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
 from datatrove_ckpt.output import hub_uploads, owner
 from datatrove_ckpt.output.owner import OutputOwnership
-from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from datatrove_ckpt.testing import FakeServer, crash_at
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
 from tests.jobs import ask, documents, run_job, runner
 
@@ -29,38 +30,50 @@ NAME = "${rank}_${chunk_index}.jsonl"
 
 
 class Place:
-    """An output folder."""
+    """An output folder on a file system of fsspec."""
 
     name = NAME
     rollout = staticmethod(ask)
 
-    def __init__(self, folder):
+    def __init__(self, folder, protocol=""):
         self.folder = folder / "output"
+        self.url = f"{protocol}{self.folder}"
+        self.fs, self._root = fsspec.url_to_fs(self.url)
+        self._moved = {}
 
     def writer(self):
-        return JsonlWriter(str(self.folder), self.name, compression=None)
+        return JsonlWriter(self.url, self.name, compression=None)
 
     def files(self):
-        return outputs(self.folder)
+        self.fs.invalidate_cache()
+        paths = self.fs.find(self._root)
+        return {path.removeprefix(f"{self._root}/"): self.fs.cat_file(path) for path in paths}
+
+    def _change(self, add, delete):
+        for name in delete:
+            self.fs.rm_file(f"{self._root}/{name}")
+        for name, content in add.items():
+            self.fs.pipe_file(f"{self._root}/{name}", content)
 
     def move_away(self):
-        self.folder.rename(self.folder.with_name("moved"))
+        self._moved = self.files()
+        self._change({}, list(self._moved))
 
     def bring_back(self):
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.with_name("moved").rename(self.folder)
+        self._change({}, list(self.files()))
+        self._change(self._moved, [])
 
     def forget_owner(self):
         """What the message of the refusal tells: remove the file that names the owner."""
-        for path in self.folder.parent.glob(".output.datatrove-ckpt-owner-*"):
-            path.unlink()
+        for path in self.fs.glob(f"{self.fs._parent(self._root)}/.output.datatrove-ckpt-owner-*"):
+            self.fs.rm_file(path)
 
 
 class ParquetPlace(Place):
     name = "${rank}_${chunk_index}.parquet"
 
     def writer(self):
-        return ParquetWriter(str(self.folder), self.name)
+        return ParquetWriter(self.url, self.name)
 
 
 class ManyFiles(Place):
@@ -74,43 +87,7 @@ class ManyFiles(Place):
         return await ask(document, generate)
 
 
-class MemoryPlace(Place):
-    """A file system of fsspec."""
-
-    def __init__(self, folder):
-        self.fs = fsspec.filesystem("memory")
-        self.url = f"memory://{folder.name}/output"
-        self._moved = {}
-
-    def writer(self):
-        return JsonlWriter(self.url, self.name, compression=None)
-
-    def _path(self):
-        return str(self.fs._strip_protocol(self.url))
-
-    def files(self):
-        self.fs.invalidate_cache()
-        return {str(path): self.fs.cat_file(path) for path in self.fs.find(self._path())}
-
-    def move_away(self):
-        self._moved = self.files()
-        for path in self._moved:
-            self.fs.rm_file(path)
-
-    def bring_back(self):
-        for path in self.files():
-            self.fs.rm_file(path)
-        for path, content in self._moved.items():
-            self.fs.pipe_file(path, content)
-
-    def forget_owner(self):
-        parent = self._path().rpartition("/")[0]
-        for path in self.fs.ls(parent, detail=False):
-            if "datatrove-ckpt-owner" in path:
-                self.fs.rm_file(path)
-
-
-class HubPlace(MemoryPlace):
+class HubPlace(Place):
     """A folder in a repository on the hub."""
 
     kind, repo = "dataset", "org/data"
@@ -130,14 +107,6 @@ class HubPlace(MemoryPlace):
         if add:
             self.hub.put(self.repo, add, kind=self.kind)
 
-    def move_away(self):
-        self._moved = self.files()
-        self._change({}, list(self._moved))
-
-    def bring_back(self):
-        self._change({}, list(self.files()))
-        self._change(self._moved, [])
-
     def forget_owner(self):
         self._change({}, self.hub.owners(self.repo, self.kind))
 
@@ -154,7 +123,7 @@ def place(request, tmp_path, monkeypatch):
         "local": Place,
         "parquet": ParquetPlace,
         "many files": ManyFiles,
-        "memory": MemoryPlace,
+        "memory": partial(Place, protocol="memory://"),
     }
     if request.param in kinds:
         yield kinds[request.param](tmp_path)

@@ -323,7 +323,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._start_state = start.state
         state = self._checked_state(start.state, shard)
         digest = Digest()
-        documents = 0
+        documents = before = 0
         passed = 0  # documents that ``skip`` leaves out
         file_position: FilePosition = ()
         if state is not None:
@@ -331,12 +331,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             file_position = tuple(state["at"])
             self._check_current_file(inputs, digest.files, state["file"], file_position)
             documents = state["documents"]
+            before = int(state["file"].get("first", documents))
             passed = self.skip
         found = state is not None
         extent = InputExtent(inputs, self.limit, self.data_folder.is_local())
-        limit = self.limit if self.limit != -1 else None
         documents_bar = tqdm(
-            total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress
+            total=None if self.limit == -1 else self.limit,
+            desc="Document progress",
+            unit="doc",
+            disable=not self.doc_progress,
         )
         files_bar = tqdm(
             total=len(inputs.names),
@@ -346,12 +349,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         )
         with documents_bar, files_bar:
             for index in range(digest.files, len(inputs.names)):
-                before = start.first_in_file(documents) if file_position else documents
                 if self._is_limit(documents):
                     if file_position:  # the limit was reached in this file
                         self._end_file(inputs, index, digest, documents - before)
                     break
                 if not file_position:  # else an earlier attempt has counted it
+                    before = documents
                     self.stat_update("input_files")
                 name = inputs.names[index]
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")

@@ -49,14 +49,6 @@ _FILE_MARK = b"ARROW1"
 _STREAM_MARK = b"\xff\xff\xff\xff"
 
 
-def map_or_open(folder: DataFolder, name: str) -> pa.NativeFile | IO[bytes]:
-    import pyarrow as pa
-
-    if not folder.is_local():
-        return opened(folder, name)
-    return pa.memory_map(folder.resolve_paths(name))
-
-
 def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
     """Returns whether an opened file is an Arrow stream, as ``datasets`` writes it, and no file
     with a footer.
@@ -148,7 +140,10 @@ class ArrowBlocks(TableFile):
         self._readers: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
         self._last: tuple[object, pa.RecordBatch] = (None, None)  # key and batch
         with naming_damage(name):
-            self._source = map_or_open(folder, name)
+            if self._is_local:
+                self._source = pa.memory_map(folder.resolve_paths(name))
+            else:
+                self._source = opened(folder, name)
             try:
                 self._is_stream = is_stream(self._source, name, stream)
                 open_table = pa.ipc.open_stream if self._is_stream else pa.ipc.open_file

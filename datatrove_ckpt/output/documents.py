@@ -173,19 +173,16 @@ def encode_finished(document: Document, key: str) -> bytes:
     A usual document has JSON only, no media, and a list of only InferenceResults at ``key`` of its
     metadata. They become plain objects, and a last field, "$results", names the key.
     """
-    text = document.text
     results = document.metadata[key]
     if not _is_usual(document) or not results or not RESULTS.issuperset(map(type, results)):
         return encode(document)
     metadata = {**document.metadata, key: [_fields(result) for result in results]}
-    fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
+    fields = {"text": document.text, "id": document.id, "metadata": metadata, _RESULTS: key}
     try:
         data = orjson.dumps(fields, option=_OPTIONS)
     except TypeError:
         return encode(document)
-    if data.find(_TAG_BYTES, len(text)) < 0 and (
-        data.find(b"null", len(text)) < 0 or not has_nan(metadata)
-    ):
+    if _TAG_BYTES not in data and (b"null" not in data or not has_nan(metadata)):
         return trim(data)
     return encode(document)
 
@@ -229,9 +226,8 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
         data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
         # orjson calls ``wrap`` neither for NaN (null) nor for a user's "$py" key, but the bytes
         # show both.
-        at = _after_text(fields["text"])
-        if data.count(_TAG_BYTES, at) == encoder.wrapped and (
-            data.find(b"null", at) < 0 or not has_nan(fields)
+        if data.count(_TAG_BYTES) == encoder.wrapped and (
+            b"null" not in data or not has_nan(fields)
         ):
             return trim(data)
     except orjson.JSONEncodeError as error:
@@ -252,13 +248,6 @@ def document_fields(document: Document) -> dict[str, object]:
     ):
         raise TypeError("its media is no list of Media")
     return {"text": document.text, "id": document.id, "media": media, "metadata": document.metadata}
-
-
-def _after_text(text: object) -> int:
-    """Returns where to start searching an encoded document: after its text, the largest part."""
-    if isinstance(text, str):
-        return len(text)
-    return 0
 
 
 def is_plain(data: bytes, with_usual: bool = False) -> bool:
@@ -365,7 +354,7 @@ def _decoded(data: bytes, readers: dict[str, _Convert]) -> Document:
     key = fields.pop(_RESULTS, None)
     if key is not None:
         fields["metadata"][key] = [readers["result"](result) for result in fields["metadata"][key]]
-    elif data.find(_TAG_BYTES, _after_text(fields.get("text"))) >= 0:
+    elif _TAG_BYTES in data:
         fields = _unwrap(fields, readers)
     if fields.get("media"):
         fields["media"] = [

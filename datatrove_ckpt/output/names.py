@@ -137,18 +137,9 @@ class OurTemplate(Template):
     def __init__(self, names: FileNames) -> None:
         super().__init__(names.template)
         self._names = names
-        self._given: list[str] = []
-        self._name = ""
 
     def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
-        """Datatrove calls it twice for each document; the second name is for its statistics."""
-        given = [
-            str(values[name]) for name in ("chunk_index", *self._names.fields) if name in values
-        ]
-        if given != self._given:
-            self._name = self._names.fill(values)
-            self._given = given
-        return self._name
+        return self._names.fill(values)
 
 
 def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tuple[str, ...]]:

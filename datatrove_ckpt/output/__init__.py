@@ -6,8 +6,7 @@ published in one step.
     output_folder.py   OutputFolder: how a rank checks its output folder
     writer_trial.py, writer_checks.py
                        the user's writer: a trial of a document, what is refused
-    parquet.py, formats.py
-                       Parquet files; the formats whose files can be read again
+    formats.py         the formats whose files can be read again
     file_managers.py   files that replace datatrove's in a writer: staged and hashed, or remote
     targets.py         where staged files go: a local folder, a remote folder, the hub
     stoppable.py       calls to storages: stopped with the rank, and retried

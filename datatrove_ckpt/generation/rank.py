@@ -87,7 +87,8 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         preemption.check_time_limit()
         check_rank_in_template(step.output_writer, world_size)
         documents = () if step.retry_dead_letters else data or ()
-        refuse_own_output((before for before, _, _ in steps_before(documents)), step.output_writer)
+        for before, name, _ in steps_before(documents):
+            refuse_own_output(name, before, "output_writer", step.output_writer)
         nodes = Nodes.from_environment()
         if nodes.count > 1 and len(models) > 1:
             names = ", ".join(step.models)

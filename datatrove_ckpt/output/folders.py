@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from fsspec.utils import glob_translate
 from datatrove_ckpt.checkpoint.layout import RETRIES
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.names import setting_name, step_name, step_place
+from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.names import plain
 
@@ -38,32 +38,21 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
         )
 
 
-def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline that reads its own output. Raises ConfigError."""
-    writers = list(writers_of(pipeline))
-    for index, step in enumerate(pipeline):
-        for place, writer in writers:
-            _refuse_own(step, index, writer, place)
-
-
-def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
-    """Refuses output that a step before the runner would read at the next start.
+def refuse_own_output(name: str, step: object, place: str, writer: DiskWriter) -> None:
+    """Refuses output that a step of the pipeline would read at the next start.
 
     Raises ConfigError.
+
+    Args:
+        name, place: of the step, and of the writer, for people.
     """
-    for step in steps:
-        _refuse_own(step, None, writer, "output_writer")
-
-
-def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str) -> None:
     if (
         isinstance(step, BaseDiskReader)
         and not getattr(step, "paths_file", None)
         and _reads(step, writer)
     ):
-        reader = type(step).__name__ if index is None else step_name(index, step)
         raise ConfigError(
-            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {reader} reads, "
+            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {name} reads, "
             f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
             f"Choose another {setting_name('output_folder')}, or let "
             f"{setting_name('glob_pattern')} leave out {_sample(writer)}."

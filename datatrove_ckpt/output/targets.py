@@ -256,7 +256,7 @@ class RemoteTarget(OutputTarget):
         return self._calls.retry(what, call, lease=self._lease)
 
     def _create(self, staged: Path, name: str) -> bool:
-        if self._look_up(name, may_be_missing=True):
+        if self._look_up(name):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
@@ -276,7 +276,7 @@ class RemoteTarget(OutputTarget):
         put = partial(self._put, local, name, **options)
         if not self._retry(f"{remote} could not be uploaded", put, size):
             return False
-        remote_size = int(self._look_up(name)["size"])
+        remote_size = int(self._look_up(name).get("size", 0))
         if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's "
@@ -310,16 +310,14 @@ class RemoteTarget(OutputTarget):
     def _stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
 
-    def _look_up(self, name: str, may_be_missing: bool = False) -> Info:
-        """Returns the file's attributes; empty if it is missing and ``may_be_missing``."""
+    def _look_up(self, name: str) -> Info:
+        """Returns the file's attributes; empty if it is missing."""
 
         def look() -> Info:
             try:
                 return self._info(name)
             except FileNotFoundError:
-                if may_be_missing:
-                    return {}
-                raise
+                return {}
 
         return self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
 
@@ -441,7 +439,7 @@ class BucketTarget(RemoteTarget):
 
     def _stamp(self, name: str) -> int:
         # A new file may not be listed yet.
-        return int(self._look_up(name, may_be_missing=True).get("stamp", 0))
+        return int(self._look_up(name).get("stamp", 0))
 
 
 MOST_FILES = 100

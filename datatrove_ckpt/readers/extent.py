@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from datatrove_ckpt.common.work_counts import InputPosition
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.readers.inputs import Inputs
 
 # More files are measured in a thread, because a stat may take 1 ms and a request 50. Beyond
 # _MEASURED, a sample is measured, because the hub limits requests.
@@ -25,6 +23,15 @@ _MEASURED = 1000
 _MEASURED_REMOTE = 50
 # With fewer files, whole files are too coarse.
 _FINE = 20
+
+
+class MeasuredInputs(Protocol):
+    """See ``inputs.Inputs``."""
+
+    names: Sequence[str]
+    tasks: int | None
+
+    def size_for_people(self, index: int) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +83,7 @@ class InputExtent:
         is_near: a size costs no request.
     """
 
-    inputs: Inputs
+    inputs: MeasuredInputs
     _limit: int
     _is_near: bool = True
     total: float | None = None

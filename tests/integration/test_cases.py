@@ -15,8 +15,9 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.readers import CSVReader, IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
 from tests.jobs import runner
+from tests.unit.tables import reader_of, write_table
 
 pa = pytest.importorskip("pyarrow")
 pandas = pytest.importorskip("pandas")
@@ -217,24 +218,23 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
+def run_table(folder, server, table, kind):
+    """Runs the table as a file of the kind. Returns the output."""
+    (folder / "data").mkdir()
+    write_table(folder / "data" / f"a.{kind}", table, 2, stream=True)
+    output = ParquetWriter(str(folder / "output"), "${chunk_index}.parquet", expand_metadata=True)
+    step = runner(folder, server, records_per_chunk=3, output_writer=output)
+    step.run(reader_of(folder / "data", kind).run())
+    return pq.read_table(folder / "output")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_of_a_table_comes_back_as_pyarrow_reads_it(tmp_path, server, name, reader):
+def test_a_column_of_a_table_comes_back_as_pyarrow_reads_it(tmp_path, server, name, kind):
     table = pa.table({"id": ["1", "2", "3"], "text": ["a", "b", "c"], "v": COLUMNS[name]})
-    (tmp_path / "data").mkdir()
     expected = tmp_path / "expected.parquet"
     pq.write_table(table, expected)
-    if reader is ParquetReader:
-        pq.write_table(table, tmp_path / "data" / "a.parquet", row_group_size=2)
-    else:
-        with pa.ipc.new_stream(tmp_path / "data" / "a.arrow", table.schema) as file:
-            file.write_table(table, max_chunksize=2)
-    output = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
-    runner(tmp_path, server, records_per_chunk=3, output_writer=output).run(
-        reader(str(tmp_path / "data")).run()
-    )
-    (file,) = (tmp_path / "output").glob("*.parquet")
-    found = pq.read_table(file).select(table.column_names)
+    found = run_table(tmp_path, server, table, kind).select(table.column_names)
     written = pq.read_table(expected)
     values = found.to_pydict()
     assert values == written.to_pydict()
@@ -259,12 +259,7 @@ def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
     tmp_path, server, values, expected
 ):
     table = pa.table({"text": ["a", "b"], "v": values})
-    (tmp_path / "data").mkdir()
-    with pa.ipc.new_file(str(tmp_path / "data" / "a.arrow"), table.schema) as file:
-        file.write_table(table)
-    output = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
-    runner(tmp_path, server, output_writer=output).run(IpcReader(str(tmp_path / "data")).run())
-    assert pq.read_table(tmp_path / "output")["v"].to_pylist() == expected
+    assert run_table(tmp_path, server, table, "arrow")["v"].to_pylist() == expected
 
 
 TABLES = {
@@ -305,10 +300,8 @@ def test_an_empty_cell_is_no_media(tmp_path, server, kind, value):
     if kind == "csv":
         with path.open("w") as file:
             csv.writer(file).writerows([table.column_names, ["1", "a", value or ""]])
-    elif kind == "jsonl":
-        path.write_text(json.dumps(table.to_pylist()[0]))
     else:
-        pq.write_table(table, path)
-    reader = {"csv": CSVReader, "jsonl": JsonlReader, "parquet": ParquetReader}[kind]
-    runner(tmp_path, server).run(reader(str(tmp_path / "data")).run())
+        write_table(path, table)
+    reader = CSVReader(str(path.parent)) if kind == "csv" else reader_of(path.parent, kind)
+    runner(tmp_path, server).run(reader.run())
     assert [row["text"] for row in rows(tmp_path)] == ["a"]

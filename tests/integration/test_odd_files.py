@@ -4,18 +4,17 @@ import csv
 import json
 
 import pyarrow as pa
-import pyarrow.ipc as ipc
-import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline import readers as datatrove_readers
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers import CSVReader, IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.readers import CSVReader, JsonlReader
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.torch import ReaderDataset
 from tests.jobs import rejects, runner
+from tests.unit.tables import reader_of, write_table
 from tests.yaml_jobs import endpoint, job_yaml
 
 MARK = b"\xef\xbb\xbf"
@@ -212,13 +211,8 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_equal_names_in_a_table_are_refused_with_their_places(tmp_path, name, kind):
     content, message = TABLES[name]
-    if kind == "parquet":
-        pq.write_table(content, tmp_path / "a.parquet")
-        reader = ParquetReader(str(tmp_path))
-    else:
-        with ipc.new_file(str(tmp_path / "a.arrow"), content.schema) as writer:
-            writer.write_table(content)
-        reader = IpcReader(str(tmp_path))
+    write_table(tmp_path / f"a.{kind}", content)
+    reader = reader_of(tmp_path, kind)
     with pytest.raises(InputError, match=f"several columns named {message}"):
         list(reader.run())
     with pytest.raises(InputError, match=message):

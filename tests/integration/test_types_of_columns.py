@@ -14,11 +14,11 @@ from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers import (
     CSVReader,
     DamagedLine,
-    IpcReader,
     JsonlReader,
     ParquetReader,
 )
 from tests.jobs import letters, rejects, rows, runner
+from tests.unit.tables import reader_of, write_table
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -69,21 +69,17 @@ def a_table(types=TYPES, rows=4):
     return pa.table(texts | columns)
 
 
-def run(folder, server, *tables, reader=ParquetReader, steps=(), metadata=True, **changes):
+def run(folder, server, *tables, kind="parquet", steps=(), metadata=True, **changes):
     """Runs the tables as files a, b, ... in chunks of two rows."""
     data = folder / "data"
     data.mkdir(exist_ok=True)
     for name, table in zip("abc", tables, strict=False):
-        if reader is ParquetReader:
-            pq.write_table(table, data / f"{name}.parquet", row_group_size=3)
-        else:
-            with pa.ipc.new_file(data / f"{name}.arrow", table.schema) as file:
-                file.write_table(table)
+        write_table(data / f"{name}.{kind}", table, 3)
     output = ParquetWriter(
         str(folder / "output"), "${chunk_index}.parquet", expand_metadata=metadata
     )
     step = runner(folder, server, records_per_chunk=2, output_writer=output, **changes)
-    documents = reader(str(data)).run()
+    documents = reader_of(data, kind).run()
     for one in steps:
         documents = one(documents)
     step.run(documents)
@@ -113,10 +109,10 @@ def without_type(table):
     return table.cast(pa.schema(fields))
 
 
-@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
-def test_columns_come_back_as_they_went_in(tmp_path, server, reader):
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_columns_come_back_as_they_went_in(tmp_path, server, kind):
     table = a_table()
-    output = read(run(tmp_path, server, table, reader=reader)).select(table.column_names)
+    output = read(run(tmp_path, server, table, kind=kind)).select(table.column_names)
     expected = without_type(table)
     for name in table.column_names:
         assert output.schema.field(name).type.equals(expected.schema.field(name).type), name
@@ -272,7 +268,7 @@ def test_the_types_come_with_a_task_to_another_node(tmp_path, server):
 def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, column):
     table = pa.table({"text": ["a"], "v": column})
     with pytest.raises(InputError, match=r"a\.(arrow|parquet)' has a value in the column 'v'"):
-        run(tmp_path, server, table, reader=IpcReader)
+        run(tmp_path, server, table, kind="arrow")
     assert not server.asked
 
 
@@ -308,9 +304,8 @@ def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
         (pa.list_(pa.decimal128(5, 2)), [[Decimal("1.50"), None]]),
         (pa.timestamp("ns"), [1_700_000_000_000_000_001]),
     ]
-    (tmp_path / "data").mkdir()
-    pq.write_table(a_table(columns, rows=2), tmp_path / "data" / "a.parquet")
-    runner(tmp_path, server).run(ParquetReader(str(tmp_path / "data")).run())
+    write_table(tmp_path / "a.parquet", a_table(columns, rows=2))
+    runner(tmp_path, server).run(ParquetReader(str(tmp_path), glob_pattern="a.parquet").run())
     metadata = rows(tmp_path)[0]["metadata"]
     assert [metadata[f"v{number}"] for number in range(5)] == [
         "1.500",

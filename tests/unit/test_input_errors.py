@@ -193,17 +193,6 @@ def test_a_compressed_file_that_is_cut_off_or_changed_is_an_error_that_names_it(
             list(JsonlReader(tmp_path.as_posix()).run())
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_plain_file_with_the_name_of_a_compressed_one_is_an_error_that_says_how_to_correct_it(
-    tmp_path, suffix
-):
-    (tmp_path / f"a.jsonl.{suffix}").write_bytes(LINES[0])
-    with pytest.raises(
-        InputError, match=rf"'a.jsonl.{suffix}' is damaged or cut off: .* or correct its name if"
-    ):
-        texts(JsonlReader(str(tmp_path)))
-
-
 def test_a_zstd_file_that_is_cut_between_two_blocks_or_within_a_later_frame_is_an_error(
     tmp_path,
 ):

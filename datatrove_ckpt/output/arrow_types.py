@@ -33,9 +33,7 @@ Types = Mapping[str, DataType]
 NO_TYPES: Types = MappingProxyType({})
 _LISTS = (list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, dict)
-_WHOLE_RESULT = {"tool_calls", "logprobs", "choices"}
 _LEAST_INT64 = -(2**63)
-_EXACT_FLOATS = 2**53
 _UUID = "extension<arrow.uuid>"
 
 
@@ -195,7 +193,7 @@ def _is_same(value: Any, kept: Any, loosely: bool) -> bool:
     if isinstance(kept, UUID):
         return bool(str(value) == str(kept))
     if type(value) is int and type(kept) is float:
-        return abs(value) <= _EXACT_FLOATS and value == kept
+        return abs(value) <= 2**53 and value == kept
     if loosely:
         return _is_equal(value, kept)
     # pandas has subclasses of these.
@@ -289,7 +287,7 @@ def _struct(values: list[dict[object, object]], column: str, given: Types) -> Da
         if not isinstance(key, str):
             raise TypeError(f"{column}: keys of dicts must be texts, not {type(key).__name__}")
     types = {key: type_of(items, f"{column}.{key}", given) for key, items in columns.items()}
-    if types.keys() >= _WHOLE_RESULT:
+    if types.keys() >= {"tool_calls", "logprobs", "choices"}:
         for key, kind in _of_whole_results().items():
             with suppress(NotUnited):  # a server with other forms
                 types[key] = unite(kind, types[key], key)

@@ -42,8 +42,6 @@ from datatrove_ckpt.output.names import (
 Info = Mapping[str, Any]
 """What a file system of fsspec tells of a file."""
 
-_BLOCK = 1 << 20
-
 
 @dataclass
 class FoundFiles:
@@ -190,7 +188,7 @@ def content_hash(folder: DataFolder, path: str) -> str:
         with folder.open(path, "rb", **options) as file:
             return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     content = xxhash.xxh3_128()
-    for block in hub.blocks(path, _BLOCK):
+    for block in hub.blocks(path, 1 << 20):
         content.update(block)
     return str(content.hexdigest())
 
@@ -251,9 +249,6 @@ def _find(folder: DataFolder, head: str) -> dict[str, Info]:
     except FileNotFoundError:
         return {}
     return {path: info for path, info in listed.items() if info["type"] != "directory"}
-
-
-_SHOWN = 3
 
 
 def file_problem(file: OutputFile, size: int | None) -> tuple[str, str]:
@@ -387,7 +382,7 @@ def has_commits(root: Path) -> bool:
     return any(log.stat().st_size for log in logs)
 
 
-def some(names: Sequence[str], most: int = _SHOWN) -> str:
+def some(names: Sequence[str], most: int = 3) -> str:
     shown = list(names[:most])
     if len(names) > most:
         shown.append(f"and {len(names) - most} more")

@@ -59,11 +59,8 @@ _USUAL_BYTES = (
     b'"$py":["array",["<f4",[',
     *(f'"$py":["{name}",'.encode() for name in ("bytes", "date", "datetime", "float", "timestamp")),
 )
-_MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
-_RESULTS_BYTES = b',"$results":"'
-_METADATA_BYTES = b',"metadata":{'
 _RESULTS_END = b'"}'  # others end with two braces
 _DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
@@ -206,11 +203,11 @@ def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:
     """
     if not data.endswith(_RESULTS_END):
         return None
-    line = data[: data.rindex(_RESULTS_BYTES)]
+    line = data[: data.rindex(b',"$results":"')]
     if not expand_metadata:
         return line + b"}\n"
     # Quotes inside texts and ids are escaped.
-    own, _, metadata = line.partition(_METADATA_BYTES)
+    own, _, metadata = line.partition(b',"metadata":{')
     return b"%b,%b\n" % (own, metadata)
 
 
@@ -301,7 +298,7 @@ def _has_other_nan(value: object) -> bool:
         return value - value != 0
     if isinstance(value, dict):
         return has_nan(list(value.values()))
-    return isinstance(value, _MANY) and has_nan(list(value))
+    return isinstance(value, list | tuple | set | frozenset) and has_nan(list(value))
 
 
 def trim(data: bytes) -> bytes:

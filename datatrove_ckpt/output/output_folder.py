@@ -50,8 +50,6 @@ from datatrove_ckpt.output.stoppable import StoppableCalls
 
 T = TypeVar("T")
 
-_MANY = 20
-
 
 class OutputFolder:
     """The output folder of one step. Each refusal is an OutputMismatch.
@@ -251,7 +249,7 @@ class OutputFolder:
         raise OutputMismatch(
             f"{self.where} holds {plural(len(names), 'file')} that output_filename "
             f"{self._template!r} may have named, and that no commit of task {rank} names: "
-            f"{some(names, _MANY)}. Another run wrote them (datatrove's own InferenceRunner, "
+            f"{some(names, 20)}. Another run wrote them (datatrove's own InferenceRunner, "
             "or one whose checkpoint was deleted), or they were copied there. "
             f"{STRAY_ADVICE} ({verify} names all of them); or choose another output folder, or "
             f"bring the checkpoint back; and run the same command again.{mirror} To continue a "

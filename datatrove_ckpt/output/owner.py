@@ -46,7 +46,6 @@ from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
 
 _MOST_BYTES = 1 << 20
-_LIMITED = 429
 _MISMATCH = 412
 """HTTP status of a commit whose parent is not the newest commit any more."""
 
@@ -354,7 +353,7 @@ class _HubRecord(_OwnerRecord):
             commit(head=head)
         except OSError as error:
             status = http_status(error)
-            if status == _LIMITED and not is_there:  # each commit of files compares, too
+            if status == 429 and not is_there:  # each commit of files compares, too
                 raise PermissionError(str(error)) from error
             if status != _MISMATCH:  # another rank or run was first
                 raise

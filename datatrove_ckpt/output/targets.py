@@ -103,7 +103,6 @@ own 50 MiB would send that much again after each reset, and hold ten parts of th
 T = TypeVar("T")
 
 _MAX_PARTS = 10_000  # S3's limit
-_BLOCK = 1 << 20
 
 
 class OutputTarget(Placement):
@@ -212,7 +211,7 @@ class LocalTarget(OutputTarget):
         copied = self._beside / secrets.token_hex(4)
         files.disk.make_dirs(self._beside, files.PRIVATE_FOLDER)
         with staged.open("rb") as file:
-            files.disk.write_new(copied, iter(partial(file.read, _BLOCK), b""), files.PUBLIC_FILE)
+            files.disk.write_new(copied, iter(partial(file.read, 1 << 20), b""), files.PUBLIC_FILE)
         self._take_group(copied, self._root)
         return copied
 

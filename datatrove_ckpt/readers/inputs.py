@@ -248,9 +248,7 @@ def metadata_hash(metadata: JsonObject | None) -> str:
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
 _THREADS = 16
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # Git LFS takes no longer file for a pointer
-_LOOKED_AT = 10_000
 _NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
@@ -337,7 +335,7 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
 
 def refuse_pointer(begin: bytes, name: str) -> None:
     """Raises InputError if a file begins as a pointer of Git LFS."""
-    if begin.startswith(_POINTER):
+    if begin.startswith(b"version https://git-lfs.github.com/spec/"):
         raise InputError(
             f"The input file {name!r} is a pointer of Git LFS, and not the file itself. Run `git "
             "lfs pull` in its repository, and run the same command again."
@@ -346,7 +344,7 @@ def refuse_pointer(begin: bytes, name: str) -> None:
 
 def refuse_pointers(inputs: Inputs) -> None:
     """Raises InputError if one of the first files of a local folder is a pointer of Git LFS."""
-    for index, name in enumerate(inputs.names[:_LOOKED_AT]):
+    for index, name in enumerate(inputs.names[:10_000]):
         if 0 < inputs.size(index) <= _POINTER_BYTES:
             refuse_pointer(inputs.folder.cat_file(name), name)
 

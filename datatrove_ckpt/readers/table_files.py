@@ -46,7 +46,6 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
 
 
 _FILE_MARK = b"ARROW1"
-_STREAM_MARK = b"\xff\xff\xff\xff"
 
 
 def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
@@ -62,7 +61,7 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
     """
     begin = file.read(len(_FILE_MARK))
     file.seek(0)
-    if begin[:4] == _STREAM_MARK or (stream and begin != _FILE_MARK):
+    if begin[:4] == b"\xff\xff\xff\xff" or (stream and begin != _FILE_MARK):
         return True
     if begin and not _FILE_MARK.startswith(begin):
         raise InputError(

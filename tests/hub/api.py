@@ -117,9 +117,7 @@ class Answers:
             {
                 "id": commit.oid,
                 "title": commit.title,
-                "message": commit.message,
                 "date": date(commit.at),
-                "authors": [{"user": self._hub.user}],
             }
             for commit in history
         ]
@@ -129,9 +127,7 @@ class Answers:
         commit = self._revision(repo, arguments["revision"], "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
-        entries = [
-            _entry(file, commit) for path, file in commit.tree.items() if path.startswith(prefix)
-        ]
+        entries = [_entry(file) for path, file in commit.tree.items() if path.startswith(prefix)]
         entries += [_folder(path) for path in folders(commit.tree) if path.startswith(prefix)]
         if below and not entries:
             raise Problem(
@@ -147,7 +143,7 @@ class Answers:
         answer = []
         for path in paths_of(http, body):
             if path in commit.tree:
-                answer.append(_entry(commit.tree[path], commit))
+                answer.append(_entry(commit.tree[path]))
             elif path.rstrip("/") in known:
                 answer.append(_folder(path.rstrip("/")))
         return web.json_response(answer)
@@ -160,8 +156,6 @@ class Answers:
         content = repo.blobs[file.sha256]
         etag = file.sha256 if file.lfs else file.oid
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit.oid}
-        if file.lfs:
-            headers |= {"X-Linked-Size": str(file.size), "X-Linked-Etag": f'"{etag}"'}
         return content_of(http, content, headers)
 
     # Content comes in.
@@ -174,7 +168,7 @@ class Answers:
             there = tree.get(file["path"])
             oid = {} if there is None else {"oid": there.sha256 if there.lfs else there.oid}
             answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | oid)
-        return web.json_response({"files": answer, "commitOid": "", "shouldUseXet": False})
+        return web.json_response({"files": answer, "shouldUseXet": False})
 
     def _lfs_batch(self, http, repo, arguments, body):
         objects = []
@@ -216,9 +210,7 @@ class Answers:
         title, message = header["summary"], header.get("description", "")
         made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
         url = f"{self._hub.url}/{'' if repo.kind == 'model' else repo.kind + 's/'}{repo.name}/commit/{made.oid}"
-        return web.json_response(
-            {"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""}
-        )
+        return web.json_response({"success": True, "commitOid": made.oid, "commitUrl": url})
 
 
 def content_of(http, content, headers):
@@ -285,11 +277,10 @@ def paths_of(http, body):
     return parse_qs(body.decode()).get("paths", [])
 
 
-def _entry(file, commit):
+def _entry(file):
     entry = {"type": "file", "oid": file.oid, "size": file.size, "path": file.path}
     if file.lfs:
         entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": 130}
-    entry["lastCommit"] = {"id": commit.oid, "title": commit.title, "date": date(commit.at)}
     return entry
 
 

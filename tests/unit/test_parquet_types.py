@@ -252,22 +252,6 @@ def test_files_with_arrays_load_as_one_or_it_is_said(tmp_path, server, name, log
 # from chunk to chunk -----------------------------------------------------------------------------
 
 
-def test_a_first_file_without_values_is_said_by_all_its_columns(tmp_path, server, log, capsys):
-    written(
-        tmp_path,
-        server,
-        [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]],
-    )
-    said = "".join(log)
-    for column in ("column 'c.n' is without a value in one file, and int64", "'c.raw' is without"):
-        assert column in said
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
-    found = " ".join(capsys.readouterr().out.split())
-    for column in ("'c.n' is int64 there, and without a value", "'c.raw' is binary there"):
-        assert column in found
-    assert "'c.t'" not in found
-
-
 # bytes -------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.testing import FakeServer
 from tests.hub.server import Access
 from tests.mirrors import Job
@@ -29,11 +28,9 @@ BUCKET = "hf://buckets/org/job"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path, monkeypatch, policy):
+def _no_copies(tmp_path, monkeypatch):
     """Nothing is left in the temporary folder, whatever happens."""
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
-    policy("HUB", "HUB_LOOK", first=0.01)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     yield

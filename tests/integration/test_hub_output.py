@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import scheduler
-from datatrove_ckpt.output import hub_uploads, targets
+from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_uploads import HubReads
@@ -44,12 +44,6 @@ def _no_copies(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
     assert list(folder.iterdir()) == []
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch, policy):
-    policy("HUB", "HUB_LOOK", first=0.01)
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
 
 
 @pytest.fixture

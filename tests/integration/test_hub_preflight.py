@@ -16,11 +16,6 @@ from tests.yaml_jobs import endpoint, job_yaml, write_job
 FOLDER = HubFolder.parse("hf://datasets/org/data/part")
 
 
-@pytest.fixture(autouse=True)
-def _quick(policy):
-    policy("HUB_LOOK", first=0.01, longest=0.01)
-
-
 def refused(folder=FOLDER, private=None):
     """The message of a refusal; a single line, without a token."""
     with pytest.raises(OutputFailed) as caught:

@@ -6,7 +6,6 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.owner import OWNER
 from tests.hub.job import hub_job
 
@@ -22,7 +21,6 @@ def cli(
     monkeypatch,
     capfd,
 ):
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     hub.put("org/data", CARD)
     with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
         yield run

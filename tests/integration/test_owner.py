@@ -20,7 +20,7 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
-from datatrove_ckpt.output import hub_uploads, owner
+from datatrove_ckpt.output import owner
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.testing import FakeServer, crash_at
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
@@ -118,7 +118,6 @@ class BucketPlace(HubPlace):
 @pytest.fixture
 def place(request, tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "_SETTLES", 0.01)
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     kinds = {
         "local": Place,
         "parquet": ParquetPlace,

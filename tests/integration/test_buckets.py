@@ -336,14 +336,16 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
     hub.create_repo("org/job", kind="bucket")
     hub.create_repo("org/data")
     output_writer = JsonlWriter(f"{place}/output", "${rank}_${chunk_index}.jsonl", compression=None)
+    kind, name = ("bucket", "org/job") if place == BUCKET else ("dataset", "org/data")
+
+    def published():
+        files = hub.files(name, kind=kind).items()
+        (found,) = (content for file, content in files if file.startswith("output/"))
+        return found
+
     with FakeServer(answer=lambda path, text: "word " * server.asked.total()) as server:
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
-        kind, name = ("bucket", "org/job") if place == BUCKET else ("dataset", "org/data")
-        (first,) = (
-            content
-            for file, content in hub.files(name, kind=kind).items()
-            if file.startswith("output/")
-        )
+        first = published()
         later = [
             file
             for file in hub.files("org/job", kind="bucket")
@@ -353,10 +355,6 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         lose_the_node()
         shutil.rmtree(tmp_path / "checkpoints")
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
-        (second,) = (
-            content
-            for file, content in hub.files(name, kind=kind).items()
-            if file.startswith("output/")
-        )
+        second = published()
         assert first != second
         assert len(second.splitlines()) == 3

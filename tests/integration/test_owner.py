@@ -445,19 +445,24 @@ def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(
     """Each on a node with a disk of its own: the path is the same, and the settings are not."""
     one, other = servers
     place = Place(tmp_path)
+
+    def start(server, rollouts):
+        settings = {"rollouts_per_document": rollouts}
+        job(tmp_path, "node", server, place, config=settings).run(documents(3))
+
     monkeypatch.setattr(socket, "gethostname", lambda: "node 1")
-    job(tmp_path, "node", one, place).run(documents(3))
+    start(one, 1)
     monkeypatch.setattr(socket, "gethostname", lambda: "node 2")
     (tmp_path / "node").rename(tmp_path / "another node")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
-        job(tmp_path, "node", other, place, config={"rollouts_per_document": 2}).run(documents(3))
+        start(other, 2)
     assert not other.asked
     shutil.rmtree(place.folder)
-    job(tmp_path, "node", other, place, config={"rollouts_per_document": 2}).run(documents(3))
+    start(other, 2)
     shutil.rmtree(tmp_path / "node")
     (tmp_path / "another node").rename(tmp_path / "node")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
-        job(tmp_path, "node", one, place).run(documents(3))
+        start(one, 1)
 
 
 def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(tmp_path, servers, command):

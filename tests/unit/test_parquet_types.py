@@ -4,7 +4,6 @@ that load as one.
 
 import datetime
 import json
-from decimal import Decimal
 from http import HTTPStatus
 
 import numpy as np
@@ -132,23 +131,6 @@ def test_a_schema_is_obeyed_as_it_is(tmp_path, server):
 NAIVE = datetime.datetime(2026, 1, 2, 3, 4, 5, 6)
 AWARE = NAIVE.replace(tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
 VECTOR = np.array([0.5, 2], np.float32)
-
-
-@pytest.mark.matrix(
-    ("one", "other"),
-    [
-        (NAIVE, NAIVE.date()),
-        (NAIVE, AWARE),
-        ("a", b"b"),
-        (1, Decimal("1.5")),
-    ],
-)
-def test_values_that_would_change_beside_each_other_are_refused(tmp_path, server, one, other):
-    for number, chunk in enumerate(([one, other], [other, one])):
-        with pytest.raises(
-            OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in it or one before"
-        ):
-            written(tmp_path / str(number), server, [chunk])
 
 
 @pytest.mark.matrix(

@@ -307,7 +307,7 @@ def test_writers_that_cannot_be_taken_over_are_refused(server, tmp_path):
     nobodys = HuggingFaceDatasetWriter(
         "data", local_working_dir=str(tmp_path), output_filename=NAME
     )
-    with pytest.raises(ConfigError, match="'data' names no owner"):
+    with pytest.raises(ConfigError, match="Write hf://datasets/OWNER/NAME"):
         hub_runner(tmp_path, server, output_writer=nobodys)
     bucket = HuggingFaceBucketWriter(
         "org/b", local_working_dir=str(tmp_path), output_filename=NAME, overwrite=True

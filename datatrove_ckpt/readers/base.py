@@ -473,7 +473,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         file = {"name": shorten(name), "size": inputs.size(index), "first": first}
         # Otherwise the position has hashes of the content, see ``_check_read_part``.
         if not self._may_grow(name):
-            file["hash"] = inputs.fingerprint(index, inputs.size(index), whole=True)
+            file["hash"] = inputs.fingerprint(index)
         state = self._reader_state(start.number)
         state |= {
             "shard": list(shard),
@@ -513,7 +513,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         size = inputs.known_size(index)
         kept = size == then["size"]
         whole = kept and not self._may_grow(name)
-        if whole and inputs.fingerprint(index, size, whole=True) == then["hash"]:
+        if whole and inputs.fingerprint(index) == then["hash"]:
             return
         if self._check_read_part(name, file_position):
             return

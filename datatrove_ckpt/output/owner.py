@@ -300,7 +300,7 @@ class _LocalRecord(_OwnerRecord):
 
 
 class _StoredRecord(_OwnerRecord):
-    def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:
+    def __init__(self, place: str, options: Mapping[str, object]) -> None:
         url, _, self._name = place.rpartition("/")
         self._store = ObjectStore(url, options=options)
         self.place = place

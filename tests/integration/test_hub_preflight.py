@@ -152,9 +152,6 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     assert [path for path in written if hub.token.encode() in path.read_bytes()] == []
 
 
-# the doctor --------------------------------------------------------------------------------------
-
-
 # what it costs -----------------------------------------------------------------------------------
 
 
@@ -181,6 +178,3 @@ def test_a_rank_starts_with_few_requests_however_many_files_there_are(tmp_path, 
         run_rank(tmp_path, server)
     assert counted(hub).count("tree") == 4
     assert len(counted(hub)) <= 10, " ".join(counted(hub))
-
-
-# input on the hub --------------------------------------------------------------------------------

@@ -258,6 +258,3 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path, size):
     assert resumed(reader, read) == ["3", "4", "5"]
     path.write_bytes(b"".join(lines[:3] + lines[5:]))  # now shorter than it was
     assert resumed(reader, read) == ["5"]
-
-
-# Skipped lines are counted -----------------------------------------------------------------------

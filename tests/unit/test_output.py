@@ -153,14 +153,6 @@ def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
     assert files.store.keys() == {"/output/a"}
 
 
-def test_retrying_ends(files, folder, local, policy):
-    policy("STORAGE", patience=0.05)
-    files.before = failing(*[ConnectionError("refused")] * 10_000)
-    with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
-        folder.upload(local, "a")
-    assert files.store == {}
-
-
 def test_a_file_of_another_size_is_refused(files, folder, local):
     files.after = lambda path: files().pipe_file(path, b"of another")
     with pytest.raises(OutputFailed, match="a has 10 bytes after its upload instead of 7"):

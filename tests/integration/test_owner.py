@@ -2,6 +2,7 @@
 one changes.
 """
 
+import asyncio
 import random
 import shutil
 import socket
@@ -196,18 +197,9 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
     async def rollout(document, generate):
         if not refused:
             refused.append("")
-            failed = []
-
-            def second():
-                try:
-                    start("b")
-                except OutputMismatch as error:
-                    failed.append(error)
-
-            thread = threading.Thread(target=second)
-            thread.start()
-            thread.join()
-            refused[0] = str(failed[0])
+            with pytest.raises(OutputMismatch) as failed:
+                await asyncio.to_thread(start, "b")
+            refused[0] = str(failed.value)
         return await place.rollout(document, generate)
 
     start("a", rollout=rollout)
@@ -280,8 +272,6 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
         found = await place.rollout(document, generate)
         if document.id == "id 0":
             has_begun.set()
-            import asyncio
-
             await asyncio.to_thread(may_end.wait, 300)
         return found
 

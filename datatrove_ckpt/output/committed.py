@@ -308,8 +308,7 @@ class RankCommits:
 
     Args:
         retries: ``retry_folders(root)``; None: list them.
-        read: ``read_rank``, or the method of the rank's lease.
-        want: what else to read for ``seen``, which gets each ledger.
+        read: ``read_rank``, the method of the rank's lease, or what else uses the ledgers.
 
     Attributes:
         unfinished: root and index of the chunks with a journal: their output may be there, and is
@@ -322,8 +321,6 @@ class RankCommits:
         rank: int,
         retries: Iterable[Path] | None = None,
         read: Callable[[str, int, Path, Want], RankLedger] = read_rank,
-        want: Want = Want.COMMITS,
-        seen: Callable[[RankLedger], None] = lambda found: None,
     ) -> None:
         self.rank = rank
         self.files: list[CommittedFile] = []
@@ -336,9 +333,7 @@ class RankCommits:
         for checkpoint, name in names.items():
             folder = rank_folder(checkpoint, rank)
             if folder.is_dir():
-                found = read(name, rank, folder, want)
-                self._add(found)
-                seen(found)
+                self._add(read(name, rank, folder, Want.COMMITS))
 
     def _add(self, found: RankLedger) -> None:
         if found.damage is not None:

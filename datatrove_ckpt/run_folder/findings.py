@@ -36,11 +36,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.ledger import (
-    JobSums,
-    RankLedger,
-    Want,
-)
+from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, read_rank
 from datatrove_ckpt.common import BATCH, retrying
 from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
 from datatrove_ckpt.common.retrying import RetryPolicy
@@ -388,14 +384,14 @@ def check_output_of_run(
     retries = retry_folders(checkpoints)
     job = JobSums()
 
-    def add(rank: RankLedger) -> None:
-        if rank.number < tasks:
+    def read(root: str, number: int, folder: Path, commits: Want) -> RankLedger:
+        rank = read_rank(root, number, folder, want | commits)
+        if number < tasks:
             job.add_rank(rank)
+        return rank
 
     try:  # all, before any file is called unknown
-        commits = {
-            rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers
-        }
+        commits = {rank: RankCommits(checkpoints, rank, retries, read) for rank in numbers}
     except CommitsDamaged as error:
         raise CommitsDamaged(error.log, error.what, logging_dir) from None
     committed = folder.by_name(commits.values())

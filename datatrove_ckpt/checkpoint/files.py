@@ -274,7 +274,7 @@ def keep_first(path: Path, data: bytes, mode: int = PUBLIC_FILE) -> None:
     """Makes a file, whole, unless another process was first."""
     disk.make_dirs(path.parent)
     # Processes of two nodes may share a process id.
-    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     disk.write_new(staged, [data], mode)
     try:
         disk.put_new(staged, path)

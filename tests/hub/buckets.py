@@ -33,6 +33,11 @@ class Buckets:
 
     def _create(self, name, body):
         url = f"{self._hub.url}/buckets/{name}"
+        if ("bucket", name) in self._hub.repos:
+            message = "You already created this bucket"
+            return web.json_response(
+                {"error": message, "url": url}, status=409, headers={"X-Error-Message": message}
+            )
         private = (json.loads(body) if body else {}).get("visibility") == "private"
         self._hub.create_repo(name, "bucket", private)
         return web.json_response({"url": url})

@@ -22,7 +22,6 @@ from tests.unit.tables import reader_of, write_table
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
-pandas = pytest.importorskip("pandas")
 
 DAY = datetime.date(2026, 1, 2)
 MIDNIGHT = datetime.datetime(2026, 1, 2)

@@ -29,6 +29,7 @@ from datatrove_ckpt.errors import names
 from datatrove_ckpt.generation import run_identity
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
 from datatrove_ckpt.inference.servers.warm import close_warm_servers
+from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.testing import FakeServer
 from tests import forked
 from tests.clients import Sleeps
@@ -294,10 +295,12 @@ def server():
 
 
 @pytest.fixture
-def hub(tmp_path):
+def hub(tmp_path, monkeypatch, policy):
     """A hub of this test alone, with empty caches: huggingface_hub and datasets, new processes too,
-    talk to it.
+    talk to it, and this process waits for it in short pauses.
     """
+    policy("HUB", "HUB_LOOK", first=0.01)
+    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     with FakeHub() as running, pointed_at(running, tmp_path / "huggingface"):
         yield running
 

@@ -270,14 +270,16 @@ Always accessed as ``files.disk``, so that a test can replace it.
 """
 
 
-def keep_first(path: Path, data: bytes) -> None:
-    """Makes a file of the job, whole, unless another process was first."""
+def keep_first(path: Path, data: bytes, mode: int = PUBLIC_FILE) -> None:
+    """Makes a file, whole, unless another process was first."""
     disk.make_dirs(path.parent)
     # Processes of two nodes may share a process id.
-    staged = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-    disk.write_new(staged, [data], PUBLIC_FILE)
-    disk.put_new(staged, path)
-    disk.remove(staged)
+    staged = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    disk.write_new(staged, [data], mode)
+    try:
+        disk.put_new(staged, path)
+    finally:
+        disk.remove(staged)
 
 
 class AppendFile:

@@ -302,8 +302,8 @@ def _first_request(reader: Node) -> Node:
             for name in _list(lines.data_folder, lines.glob_pattern)[:1]:
                 with lines.open_content(name) as file:
                     for line in islice(file, _LOOKED_AT):
-                        row: Node = lines.parse_row(line, name, 0) or {}
-                        if {"custom_id", "body"} <= row.keys():
+                        row: Node = lines.parse_row(line, name, 0)
+                        if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():
                             return row
     return {}
 

@@ -49,12 +49,10 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
 from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
-from datatrove_ckpt.output.chunk_writing import ChunkOutput
-from datatrove_ckpt.output.committed import OutputCheck
+from datatrove_ckpt.output.chunk_writing import ChunkOutput, prepare_arrow
 from datatrove_ckpt.output.folders import refuse_own_output
 from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
-from datatrove_ckpt.output.parquet import prepare_arrow
 from datatrove_ckpt.output.writer_checks import check_rank_in_template, template_uses
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
@@ -89,7 +87,8 @@ def run_rank(step: Step, data: Iterable[Document] | None, rank: int, world_size:
         preemption.check_time_limit()
         check_rank_in_template(step.output_writer, world_size)
         documents = () if step.retry_dead_letters else data or ()
-        refuse_own_output((before for before, _, _ in steps_before(documents)), step.output_writer)
+        for before, name, _ in steps_before(documents):
+            refuse_own_output(name, before, "output_writer", step.output_writer)
         nodes = Nodes.from_environment()
         if nodes.count > 1 and len(models) > 1:
             names = ", ".join(step.models)
@@ -196,7 +195,7 @@ class _Run:
         folder = rank_folder(root, rank)
         identity = replace(step.identity(self.world_size), accepted=self.accepted)
         is_kept = step.checkpoints_local_dir is not None
-        check = OutputCheck(
+        output_folder = OutputFolder(
             step.output_writer,
             self.root,
             step.checkpoints_remote_dir,
@@ -205,7 +204,6 @@ class _Run:
         records_per_chunk = step.records_per_chunk
         if not template_uses(step.output_writer, "chunk_index"):
             records_per_chunk = sys.maxsize
-        output_folder = OutputFolder(check, rank, folder, prefix)
         manager = CheckpointManager(
             root,
             rank,
@@ -223,15 +221,19 @@ class _Run:
             others = sum_rank(rank, self.root, folder)
             old = None
             with preemption.interruptible():
-                if found.is_first and is_kept:
-                    output_folder.refuse_existing()
+                is_new = found.is_first and is_kept
+                if is_new:
+                    retry = root.name if prefix else ""
+                    output_folder.refuse_existing(rank, retry)
                 # Dead letters have other numbers.
                 if step.answers_from and not found.is_finished and not step.retry_dead_letters:
                     place = expand_path("answers_from", step.answers_from)
                     old = open_old_answers(place, rank, identity)
             check_moved = preemption.interruptible()(output_folder.check_moved)
             lease = found.take(check_moved, old)
-        output = ChunkOutput(output_folder, lease, step.hub_pace, step.rows)
+        output = ChunkOutput(
+            output_folder, rank, folder, prefix, is_new, lease, step.hub_pace, step.rows
+        )
         checkpoint = OpenCheckpoint(manager, lease, output)
         return self._process(data, checkpoint, others, output)
 

@@ -6,14 +6,13 @@ published in one step.
     output_folder.py   OutputFolder: how a rank checks its output folder
     writer_trial.py, writer_checks.py
                        the user's writer: a trial of a document, what is refused
-    parquet.py, formats.py
-                       Parquet files; the formats whose files can be read again
+    formats.py         the formats whose files can be read again
     file_managers.py   files that replace datatrove's in a writer: staged and hashed, or remote
     targets.py         where staged files go: a local folder, a remote folder, the hub
     stoppable.py       calls to storages: stopped with the rank, and retried
     hub*.py            the Hugging Face hub: access, uploads, their pace, its writers
     names.py, committed.py
-                       file names; the output folder's files, compared with a checkpoint's commits
+                       file names; the files in the folder, and those that commits name
     owner.py           the run that an output folder belongs to
     documents.py       a document as bytes and back, and as a cheap row for a writer
     arrow_types.py     the Arrow types of values

@@ -33,9 +33,7 @@ Types = Mapping[str, DataType]
 NO_TYPES: Types = MappingProxyType({})
 _LISTS = (list, tuple, set)
 _PLAIN = (bool, int, float, str, bytes, dict)
-_WHOLE_RESULT = {"tool_calls", "logprobs", "choices"}
 _LEAST_INT64 = -(2**63)
-_EXACT_FLOATS = 2**53
 _UUID = "extension<arrow.uuid>"
 
 
@@ -195,7 +193,7 @@ def _is_same(value: Any, kept: Any, loosely: bool) -> bool:
     if isinstance(kept, UUID):
         return bool(str(value) == str(kept))
     if type(value) is int and type(kept) is float:
-        return abs(value) <= _EXACT_FLOATS and value == kept
+        return abs(value) <= 2**53 and value == kept
     if loosely:
         return _is_equal(value, kept)
     # pandas has subclasses of these.
@@ -256,18 +254,12 @@ def has_other_form(kind: DataType) -> bool:
 
 
 def is_text(kind: DataType) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    return str(kind) in ("string", "large_string", "string_view")
 
 
 def _is_bytes(kind: DataType) -> bool:
-    from pyarrow import types
-
-    fixed = types.is_fixed_size_binary(kind)
-    return bool(
-        types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind) or fixed
-    )
+    name = str(kind).partition("[")[0]
+    return name in ("binary", "large_binary", "binary_view", "fixed_size_binary")
 
 
 def is_vector(value: object) -> bool:
@@ -281,15 +273,7 @@ def is_vector(value: object) -> bool:
 
 
 def is_any_list(kind: DataType) -> bool:
-    import pyarrow as pa
-
-    views = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
-    return bool(
-        pa.types.is_list(kind)
-        or pa.types.is_large_list(kind)
-        or pa.types.is_fixed_size_list(kind)
-        or views
-    )
+    return str(kind).partition("<")[0].endswith(("list", "list_view"))
 
 
 def _struct(values: list[dict[object, object]], column: str, given: Types) -> DataType:
@@ -303,7 +287,7 @@ def _struct(values: list[dict[object, object]], column: str, given: Types) -> Da
         if not isinstance(key, str):
             raise TypeError(f"{column}: keys of dicts must be texts, not {type(key).__name__}")
     types = {key: type_of(items, f"{column}.{key}", given) for key, items in columns.items()}
-    if types.keys() >= _WHOLE_RESULT:
+    if types.keys() >= {"tool_calls", "logprobs", "choices"}:
         for key, kind in _of_whole_results().items():
             with suppress(NotUnited):  # a server with other forms
                 types[key] = unite(kind, types[key], key)

@@ -59,11 +59,8 @@ _USUAL_BYTES = (
     b'"$py":["array",["<f4",[',
     *(f'"$py":["{name}",'.encode() for name in ("bytes", "date", "datetime", "float", "timestamp")),
 )
-_MANY = (list, tuple, set, frozenset)
 _NEVER_NAN = frozenset({str, int, bool, type(None)})
 _RESULTS = "$results"
-_RESULTS_BYTES = b',"$results":"'
-_METADATA_BYTES = b',"metadata":{'
 _RESULTS_END = b'"}'  # others end with two braces
 _DEEPEST = 254  # containers in each other, as for orjson
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]+")
@@ -173,19 +170,16 @@ def encode_finished(document: Document, key: str) -> bytes:
     A usual document has JSON only, no media, and a list of only InferenceResults at ``key`` of its
     metadata. They become plain objects, and a last field, "$results", names the key.
     """
-    text = document.text
     results = document.metadata[key]
     if not _is_usual(document) or not results or not RESULTS.issuperset(map(type, results)):
         return encode(document)
     metadata = {**document.metadata, key: [_fields(result) for result in results]}
-    fields = {"text": text, "id": document.id, "metadata": metadata, _RESULTS: key}
+    fields = {"text": document.text, "id": document.id, "metadata": metadata, _RESULTS: key}
     try:
         data = orjson.dumps(fields, option=_OPTIONS)
     except TypeError:
         return encode(document)
-    if data.find(_TAG_BYTES, len(text)) < 0 and (
-        data.find(b"null", len(text)) < 0 or not has_nan(metadata)
-    ):
+    if _TAG_BYTES not in data and (b"null" not in data or not has_nan(metadata)):
         return trim(data)
     return encode(document)
 
@@ -209,11 +203,11 @@ def line_of(data: bytes, expand_metadata: bool = False) -> bytes | None:
     """
     if not data.endswith(_RESULTS_END):
         return None
-    line = data[: data.rindex(_RESULTS_BYTES)]
+    line = data[: data.rindex(b',"$results":"')]
     if not expand_metadata:
         return line + b"}\n"
     # Quotes inside texts and ids are escaped.
-    own, _, metadata = line.partition(_METADATA_BYTES)
+    own, _, metadata = line.partition(b',"metadata":{')
     return b"%b,%b\n" % (own, metadata)
 
 
@@ -229,9 +223,8 @@ def dump(fields: dict[str, object], other: Other) -> bytes:
         data = orjson.dumps(fields, default=encoder.wrap, option=_OPTIONS)
         # orjson calls ``wrap`` neither for NaN (null) nor for a user's "$py" key, but the bytes
         # show both.
-        at = _after_text(fields["text"])
-        if data.count(_TAG_BYTES, at) == encoder.wrapped and (
-            data.find(b"null", at) < 0 or not has_nan(fields)
+        if data.count(_TAG_BYTES) == encoder.wrapped and (
+            b"null" not in data or not has_nan(fields)
         ):
             return trim(data)
     except orjson.JSONEncodeError as error:
@@ -252,13 +245,6 @@ def document_fields(document: Document) -> dict[str, object]:
     ):
         raise TypeError("its media is no list of Media")
     return {"text": document.text, "id": document.id, "media": media, "metadata": document.metadata}
-
-
-def _after_text(text: object) -> int:
-    """Returns where to start searching an encoded document: after its text, the largest part."""
-    if isinstance(text, str):
-        return len(text)
-    return 0
 
 
 def is_plain(data: bytes, with_usual: bool = False) -> bool:
@@ -312,7 +298,7 @@ def _has_other_nan(value: object) -> bool:
         return value - value != 0
     if isinstance(value, dict):
         return has_nan(list(value.values()))
-    return isinstance(value, _MANY) and has_nan(list(value))
+    return isinstance(value, list | tuple | set | frozenset) and has_nan(list(value))
 
 
 def trim(data: bytes) -> bytes:
@@ -365,7 +351,7 @@ def _decoded(data: bytes, readers: dict[str, _Convert]) -> Document:
     key = fields.pop(_RESULTS, None)
     if key is not None:
         fields["metadata"][key] = [readers["result"](result) for result in fields["metadata"][key]]
-    elif data.find(_TAG_BYTES, _after_text(fields.get("text"))) >= 0:
+    elif _TAG_BYTES in data:
         fields = _unwrap(fields, readers)
     if fields.get("media"):
         fields["media"] = [
@@ -600,11 +586,7 @@ def has_default_adapter(writer: DiskWriter) -> bool:
 
 def is_usual(writer: DiskWriter) -> bool:
     """Whether the writer makes rows of documents as datatrove's do."""
-    return has_default_adapter(writer) and _has_default_write(writer)
-
-
-def _has_default_write(writer: DiskWriter) -> bool:
-    return type(writer).write is DiskWriter.write
+    return has_default_adapter(writer) and type(writer).write is DiskWriter.write
 
 
 def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:

@@ -19,8 +19,6 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.errors import OutputFailed
 
-_BUFFER_BYTES = 1 << 20
-
 
 def missing_codec(compression: str | None, filename: str) -> str | None:
     """Returns what to install for a file's compression; None if it is there."""
@@ -84,7 +82,7 @@ class OutputStream:
         self._file = files.HashedFile(path)
         self._filename = filename
         self._manager = manager
-        self._buffered = io.BufferedWriter(self._file, _BUFFER_BYTES)
+        self._buffered = io.BufferedWriter(self._file, 1 << 20)
         compressed = _compressed(self._buffered, filename, manager.compression)
         # Any: binary or text, as the writer's mode says.
         self._stream: Any = compressed

@@ -1,14 +1,11 @@
-"""Folders that must differ: a step's output, its checkpoint, what the job reads, and what other
-steps write.
-"""
+"""Folders that must differ: a step's output, its checkpoint, and what the job reads."""
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 from datatrove.io import DataFolder, get_datafolder
@@ -21,7 +18,7 @@ from fsspec.utils import glob_translate
 from datatrove_ckpt.checkpoint.layout import RETRIES
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.errors.names import setting_name, step_name, step_place
+from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.names import plain
 
@@ -41,56 +38,21 @@ def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:
         )
 
 
-def check_pipeline_folders(pipeline: Sequence[PipelineStep]) -> None:
-    """Refuses a pipeline that reads its own output, or in which two steps write the same files.
+def refuse_own_output(name: str, step: object, place: str, writer: DiskWriter) -> None:
+    """Refuses output that a step of the pipeline would read at the next start.
 
     Raises ConfigError.
+
+    Args:
+        name, place: of the step, and of the writer, for people.
     """
-    writers = list(writers_of(pipeline))
-    for index, step in enumerate(pipeline):
-        for place, writer in writers:
-            _refuse_own(step, index, writer, place)
-    for (place, writer), (other_place, other) in combinations(writers, 2):
-        if _path(writer.output_folder) == _path(other.output_folder) and _sample(writer) == _sample(
-            other
-        ):
-            raise ConfigError(
-                f"{other_place} writes the same files as {place}: "
-                f"{_path(writer.output_folder)}/{_sample(writer)}, for "
-                "example. Choose another output folder or output_filename for one of "
-                "them."
-            )
-    seen: dict[Path, int] = {}
-    for index, step in enumerate(pipeline):
-        folder = getattr(step, "checkpoints_local_dir", None)
-        if folder is None:
-            continue
-        first = seen.setdefault(Path(folder).absolute(), index)
-        if first != index:
-            raise ConfigError(
-                f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} is "
-                f"that of pipeline[{first}], too. Each step needs a folder of its own."
-            )
-
-
-def refuse_own_output(steps: Iterable[object], writer: DiskWriter) -> None:
-    """Refuses output that a step before the runner would read at the next start.
-
-    Raises ConfigError.
-    """
-    for step in steps:
-        _refuse_own(step, None, writer, "output_writer")
-
-
-def _refuse_own(step: object, index: int | None, writer: DiskWriter, place: str) -> None:
     if (
         isinstance(step, BaseDiskReader)
         and not getattr(step, "paths_file", None)
         and _reads(step, writer)
     ):
-        reader = type(step).__name__ if index is None else step_name(index, step)
         raise ConfigError(
-            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {reader} reads, "
+            f"{place}: {_path(writer.output_folder)!r} is inside the folder that {name} reads, "
             f"{_path(step.data_folder)!r}, so the next start would take this output for input. "
             f"Choose another {setting_name('output_folder')}, or let "
             f"{setting_name('glob_pattern')} leave out {_sample(writer)}."

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import shlex
 
-from datatrove.pipeline.writers.disk_base import DiskWriter
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
@@ -56,17 +55,6 @@ def check_access(
         policy = retrying.HUB_PROBE
     calls = calls or StoppableCalls()
     return calls.retry(folder.url, ask, policy, _shown, folder.advice, _ANSWER_SECONDS)
-
-
-def private_if_made(writer: DiskWriter, has_begun: bool = False) -> bool | None:
-    """Returns how a writer for the hub makes a missing repository; None: not at all.
-
-    ``has_begun``: the repository is there, or was removed: a new one would lack committed files.
-    """
-    private: bool | None = getattr(writer, "private", None)
-    if has_begun:
-        return None
-    return private
 
 
 def _ask(folder: HubFolder) -> str | None:

@@ -79,23 +79,19 @@ class CommitPace:
         """The wait for the next commit, varied so that ranks do not commit together."""
         return self.seconds * random.uniform(_FIRST_SHARE, 1)
 
-    def most(self, ends: bool) -> int:
-        """Returns the commits in an hour beyond which a rank waits.
-
-        ``ends``: the rank has nothing else left to do.
-        """
-        if ends:
-            return self.per_hour
-        return math.ceil(self.per_hour * _SHARE_BEFORE_END)
-
     def seconds_until_turn(self, history: CommitHistory, ends: bool = False) -> float:
         """Returns the seconds until the rank should look again; 0: it may commit now.
+
+        ``ends``: the rank has nothing else left to do.
 
         Each commit that becomes older than an hour makes room for one commit. If n ranks have
         committed, each waits for one of the next n such moments, drawn by chance.
         """
         made = history.of_last_hour[::-1]
-        over = len(made) - self.most(ends)
+        most = self.per_hour
+        if not ends:
+            most = math.ceil(self.per_hour * _SHARE_BEFORE_END)
+        over = len(made) - most
         if over < 0:
             return 0.0
         competing = {"".join(_RANK.findall(commit.title)) for commit in made}

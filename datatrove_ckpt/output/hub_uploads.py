@@ -40,8 +40,6 @@ it was before its newest commits.
 
 GENERATION_GOES_ON = "; generation goes on"
 
-_CONTENTION = (409, 412)
-
 
 class UploadedFile:
     """A file whose content is on the hub, or goes there inside its commit."""
@@ -169,6 +167,6 @@ def seconds_to_send(size: int) -> float:
 
 
 def hub_failure(error: BaseException) -> str:
-    if http_status(error) in _CONTENTION:
+    if http_status(error) in (409, 412):
         return f"another process committed at the same moment (HTTP {http_status(error)})"
     return library_line(error)

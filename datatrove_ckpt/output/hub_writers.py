@@ -48,7 +48,7 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
             "hf://buckets/OWNER/NAME."
         )
     if not hasattr(writer, "bucket"):
-        repository = HubFolder("dataset", _owned(writer.dataset), writer.revision)
+        repository = HubFolder("dataset", writer.dataset, writer.revision)
         return _take_over(writer, HuggingFaceDatasetWriter, repository)
     if writer.overwrite:
         raise ConfigError(
@@ -59,14 +59,8 @@ def with_our_uploads(writer: DiskWriter) -> DiskWriter:
     return _take_over(
         writer,
         HuggingFaceBucketWriter,
-        HubFolder(BUCKET, _owned(writer.bucket), path=writer.prefix),
+        HubFolder(BUCKET, writer.bucket, path=writer.prefix),
     )
-
-
-def _owned(name: str) -> str:
-    if name.count("/") != 1:
-        raise ConfigError(f"output_writer: {name!r} names no owner. Write OWNER/NAME.")
-    return name
 
 
 def _take_over(writer: DiskWriter, kind: type[ParquetWriter], folder: HubFolder) -> ParquetWriter:

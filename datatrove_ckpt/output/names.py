@@ -24,7 +24,6 @@ from datatrove_ckpt.output.formats import FORMATS
 STAGING = layout.OUTPUT_STAGING
 
 _MOST_BYTES_OF_A_PART = 255  # of Linux, macOS and Windows
-_MOST_BYTES = 1024  # of a key on S3
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 _OTHERS = ".json .ndjson .arrow .csv .tsv .txt .warc .gz .gzip .zst .zstd .bz2 .xz .lz4 .snappy"
@@ -123,8 +122,6 @@ class FileNames:
                 f"has a part of {longest} bytes; {_MOST_BYTES_OF_A_PART} is the limit of file "
                 "systems"
             )
-        if len(name.encode()) > _MOST_BYTES:
-            return f"is longer than {_MOST_BYTES} bytes"
         folded = tuple(part.casefold() for part in name.split("/") if part != ".")
         if any(folded[: len(reserved)] == reserved for reserved in self._reserved):
             return "is in a folder of the checkpoint or of files that are being written"
@@ -137,18 +134,9 @@ class OurTemplate(Template):
     def __init__(self, names: FileNames) -> None:
         super().__init__(names.template)
         self._names = names
-        self._given: list[str] = []
-        self._name = ""
 
     def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
-        """Datatrove calls it twice for each document; the second name is for its statistics."""
-        given = [
-            str(values[name]) for name in ("chunk_index", *self._names.fields) if name in values
-        ]
-        if given != self._given:
-            self._name = self._names.fill(values)
-            self._given = given
-        return self._name
+        return self._names.fill(values)
 
 
 def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tuple[str, ...]]:

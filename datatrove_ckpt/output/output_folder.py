@@ -1,70 +1,112 @@
-"""OutputFolder: checks who may use a rank's output folder, whose it is, and which files are there.
+"""OutputFolder: whose an output folder is, and which files are in it.
 
-It writes no output and needs no lease: most refusals come before the rank is taken.
+It writes no output and needs no lease: most refusals come before a rank is taken.
+
+Whose is a file? A record beside the folder names the run to which the folder belongs (``owner``).
+In the folder, the template and the rank in a file's name show which rank may have written it. It is
+that rank's own file if a commit names it, and, until the rank is complete, if an intent to publish
+does, or the chunk in its name is not committed yet. Every other file of its name is refused: when a
+rank starts, resumes and is complete, and before a job. Committed files that are missing, or have
+another content, are refused likewise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from datatrove_ckpt.checkpoint.layout import rank_numbers
+from datatrove.pipeline.writers.disk_base import DiskWriter
+
+from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.identity import recorded_output
+from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.common.formatting import plural, repair_command
+from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
+from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.committed import (
+    STRAY_ADVICE,
     CommittedFile,
     FoundFiles,
-    OutputCheck,
     RankCommits,
+    content_hash,
+    file_problem,
     has_commits,
+    list_output,
+    published_names,
+    some,
 )
+from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access, private_if_made
+from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.names import FileNames
+from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
+from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
 
 T = TypeVar("T")
 
 
 class OutputFolder:
-    """The output folder of one rank.
+    """The output folder of one step. Each refusal is an OutputMismatch.
 
     Args:
-        check: compares the folder with what the checkpoints say.
-        scratch: the rank's checkpoint, below which files for a remote output folder are staged.
-        prefix: stands before the chunk index in file names.
+        run: see ``Homes``; ``root`` and ``mirror``, too.
+        logging_dir: the executor's, for the command that repairs; None: no marker was written.
     """
 
-    def __init__(self, check: OutputCheck, rank: int, scratch: Path, prefix: str) -> None:
-        self.writer = check.writer
-        self.check = check
-        self.rank = rank
-        self.scratch = scratch
-        self.names = FileNames(check.writer, rank, prefix, check.root)
-        self.hub = HubFolder.of(check.writer.output_folder)
-        self.retry = ""
-        if prefix:
-            self.retry = scratch.parent.name
-        self.is_first = False
-        """Whether ``refuse_existing`` was called, and refused nothing."""
+    def __init__(
+        self,
+        writer: DiskWriter,
+        root: Path,
+        mirror: str | None = None,
+        logging_dir: str | None = None,
+        run: str | None = None,
+    ) -> None:
+        self.writer = writer
+        self.root = root
+        self.hub = HubFolder.of(writer.output_folder)
+        self.where = str(writer.output_folder.resolve_paths(""))
         self.calls = StoppableCalls()
-        """All calls and pauses for the folder, also those of the target.
-
-        ``ChunkOutput.stop`` ends them.
+        """All calls and pauses for the folder, also those of a target. ``ChunkOutput.stop`` ends
+        them.
         """
+        self._template = writer.output_filename.template
+        self._owner = OutputOwnership(
+            writer.output_folder, self._template, Homes(root, mirror, run)
+        )
+        self._mirror = mirror
+        self._logging_dir = logging_dir
+        self._any_writer = output_pattern(self._template, any_writer=True)
+        self._ours = output_pattern(self._template)
 
-    def refuse_existing(self) -> None:
+    def check_access(self) -> None:
+        """Call it before the folder is listed."""
+        if self.hub is not None:
+            private = None
+            if not has_commits(self.root):  # else a new repository would lack committed files
+                private = getattr(self.writer, "private", None)
+            check_access(self.hub, private, self.calls)
+
+    def claim(self) -> None:
+        self._call("cannot be claimed for this run", partial(self._owner.claim, self._is_unused))
+
+    def refuse_existing(self, rank: int, retry: str) -> None:
         """Call it before the first start of a rank.
 
         Raises OutputMismatch for files that this rank would write.
+
+        Args:
+            retry: the folder of a retry that starts, or "".
         """
         self.check_access()
-        commits = RankCommits(self.check.root, self.rank)
-        self.check.refuse_foreign(self.rank, self.look(commits), root=self.retry)
+        found = self.look(self.by_name([RankCommits(self.root, rank)]), rank)
+        self.refuse_foreign(rank, found, root=retry)
         self.claim()
-        self.is_first = True
 
     def check_moved(self) -> None:
         """Call it before the first start of a job with another output folder. Compares names and
@@ -73,44 +115,178 @@ class OutputFolder:
         Raises:
             OutputMismatch: committed files are not in this folder, or it belongs to another run.
         """
-        root = self.check.root
-        commits = [RankCommits(root, rank) for rank in rank_numbers(root)]
-        committed = self.check.by_name(commits)
+        ranks = rank_numbers(self.root)
+        committed = self.by_name(RankCommits(self.root, rank) for rank in ranks)
         if committed:
-            look = partial(self.check.look, committed, contents=False)
-            self.check.refuse_lost(committed, self._list(committed, look))
+            self.refuse_lost(committed, self.look(committed, contents=False))
 
-    def check_access(self) -> None:
-        """Call it before the folder is listed."""
-        if self.hub is not None:
-            has_begun = has_commits(self.check.root)
-            check_access(self.hub, private_if_made(self.writer, has_begun), self.calls)
+    def by_name(self, commits: Iterable[RankCommits]) -> dict[str, CommittedFile]:
+        """Returns the committed files by their paths. Refuses two commits that name one file."""
+        committed: dict[str, CommittedFile] = {}
+        for one in chain.from_iterable(rank_commits.files for rank_commits in commits):
+            other = committed.setdefault(one.path, one)
+            if other is not one:
+                raise OutputMismatch(
+                    f"{self.where}: {one.path} was written by {other.place} and by {one.place}. "
+                    f"One overwrote the other's documents: output_filename {self._template!r} "
+                    "gives both the same name. Choose one that begins with "
+                    "${rank}/${chunk_index}/.",
+                    starts_over="anew",
+                )
+        return committed
 
-    def claim(self) -> None:
-        self._call(
-            "cannot be claimed for this run", partial(self.check.owner.claim, self.check.is_unused)
-        )
-
-    def look(self, commits: RankCommits, others: bool = True) -> FoundFiles:
-        """Compares the folder with what the rank has committed.
-
-        ``others``: also looks for uncommitted files.
-        """
-        committed = self.check.by_name([commits])
-        return self._list(committed, partial(self.check.look, committed, self.rank, others))
-
-    def _list(
-        self, committed: Mapping[str, CommittedFile], look: Callable[[], FoundFiles]
+    def look(
+        self,
+        committed: Mapping[str, CommittedFile],
+        rank: int | None = None,
+        others: bool = True,
+        contents: bool = True,
+        policy: RetryPolicy | None = None,
     ) -> FoundFiles:
-        if self.hub is not None:  # it may not show yet what it has committed
-            return HubReads(self.hub, self.calls).listed(look, committed.values())
-        return self._call("cannot be listed", look)
+        """Lists the output folder, see ``list_output``. Refuses a folder of another run.
 
-    def _call(self, what: str, call: Callable[[], T]) -> T:
-        where = self.check.where
+        Args:
+            contents: read the files that were touched.
+            policy: see ``StoppableCalls.retry``.
+        """
+        look = partial(self._look, committed, rank, others, contents)
+        if self.hub is not None:  # it may not show yet what it has committed
+            return HubReads(self.hub, self.calls).listed(look, committed.values(), policy)
+        return self._call("cannot be listed", look, policy)
+
+    def _call(self, what: str, call: Callable[[], T], policy: RetryPolicy | None = None) -> T:
         if self.writer.output_folder.is_local():
-            with explained("read", Path(where).absolute()):
+            with explained("read", Path(self.where).absolute()):
                 return call()
         if self.hub is not None:
             return HubReads(self.hub, self.calls).looked(what, call)
-        return self.calls.retry(f"{where} {what}", call)
+        return self.calls.retry(f"{self.where} {what}", call, policy)
+
+    def _look(
+        self, committed: Mapping[str, CommittedFile], rank: int | None, others: bool, contents: bool
+    ) -> FoundFiles:
+        self._owner.check(self._is_unused)
+        found = list_output(self.writer, committed, rank, others)
+        if contents:
+            for name in found.touched:
+                one = committed[name]
+                commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[
+                    one.chunk_index
+                ]
+                kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
+                if kept != self._hash(name):
+                    found.altered.add(name)
+        checkpoint = None
+        if self.root.is_relative_to(self.where):
+            checkpoint = f"{self.root.relative_to(self.where).as_posix()}/"
+        for name in found.sizes:
+            if name in committed:
+                continue
+            match = self._any_writer.fullmatch(name)
+            if match is not None and (checkpoint is None or not name.startswith(checkpoint)):
+                (root, number), _ = rank_and_chunk(match)
+                found.by_rank[number].append((root, name))
+        return found
+
+    def is_name_of_run(self, name: str) -> bool:
+        """Whether the present ``output_filename`` may give this name."""
+        return self._ours.fullmatch(name) is not None
+
+    def _is_unused(self) -> bool:
+        return not any(
+            self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
+        )
+
+    def _hash(self, name: str) -> str:
+        try:
+            with file_system_call():
+                return content_hash(self.writer.output_folder, name)
+        except FileNotFoundError:
+            return ""
+
+    def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
+        wrong = [one for one in committed.values() if not found.is_right(one)]
+        if not wrong:
+            return
+        first = wrong[0]
+        recorded = recorded_output(self.root)
+        if recorded and stands_elsewhere(recorded, self.writer.output_folder):
+            raise OutputMismatch(
+                f"{self.where} lacks output files that were committed, such as {first.path} "
+                f"({first.place}). They were written to {recorded}, and that folder still exists. "
+                "Nothing was changed. Set the output folder back to it; or copy all its "
+                "files to the new folder, and run the same command again."
+            )
+        shown = [f"{one.path} {file_problem(one, found.size(one))[1]}" for one in wrong]
+        moved = ""
+        if not found.sizes:
+            moved = "The folder is empty: was it moved? Set the output folder to its new place. "
+        raise OutputMismatch(
+            f"{self.where}: output files differ from what was committed ({len(wrong)} of "
+            f"{len(committed)}): {some(shown)}. {moved}Put them back, or have them made again: "
+            f"{self._repair(found, wrong)}. Files that nobody touched were not read: "
+            f"datatrove-ckpt verify {shlex.quote(str(self.root))} --full does that."
+        )
+
+    def refuse_foreign(
+        self, rank: int, found: FoundFiles, own: Container[str] = (), root: str = ""
+    ) -> None:
+        """Refuses uncommitted files of a rank that are not its own.
+
+        Args:
+            own: see ``published`` and ``unfinished``; none at the first start.
+            root: the folder of a retry that starts; "": the rank, and all its retries.
+        """
+        names = sorted(
+            name for retry, name in found.by_rank[rank] if root in ("", retry) and name not in own
+        )
+        if not names:
+            return
+        verify = shlex.join(["datatrove-ckpt", "verify", str(self.root)])
+        mirror = ""
+        if self._mirror:  # without it, a folder that another node has continued is used as it is
+            mirror = f" If the mirror {self._mirror} could not be read, keep them until it can be."
+        raise OutputMismatch(
+            f"{self.where} holds {plural(len(names), 'file')} that output_filename "
+            f"{self._template!r} may have named, and that no commit of task {rank} names: "
+            f"{some(names, 20)}. Another run wrote them (datatrove's own InferenceRunner, "
+            "or one whose checkpoint was deleted), or they were copied there. "
+            f"{STRAY_ADVICE} ({verify} names all of them); or choose another output folder, or "
+            f"bring the checkpoint back; and run the same command again.{mirror} To continue a "
+            "run of datatrove's own, choose other folders, and set finished_from to the old ones."
+        )
+
+    def published(self, rank: int, found: FoundFiles) -> Collection[str]:
+        """Returns the names that a rank may have published before it resumes."""
+        names = [name for _, name in found.by_rank[rank]]
+        if not names:
+            return ()
+        published = published_names(self.root, rank)
+        if published is None:
+            return [name for name in names if self.is_name_of_run(name)]
+        return published
+
+    def unfinished(self, commits: RankCommits, found: FoundFiles) -> Collection[str]:
+        """Returns the files of chunks that a complete rank, or a retry of it, has yet to commit."""
+        names = []
+        for _, name in found.by_rank[commits.rank]:
+            match = self._ours.fullmatch(name)
+            if match is None:
+                continue
+            (root, _), chunk_index = rank_and_chunk(match)
+            if (root, chunk_index) in commits.unfinished:
+                names.append(name)
+        return names
+
+    def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> str:
+        """Returns the command that repairs, and what to do then."""
+        retry = ""
+        if all(file.root for file in wrong):
+            retry = ", with retry_dead_letters"
+        elif any(file.root for file in wrong):
+            retry = ", and with retry_dead_letters when it is done"
+        output = None
+        if not found.sizes:
+            output = self.where  # the folder may be gone, and then repair wants it named
+        command = repair_command(str(self.root), logging_dir=self._logging_dir, output=output)
+        return f"{command}, then run the same command again{retry}"

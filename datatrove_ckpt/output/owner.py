@@ -46,7 +46,6 @@ from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
 
 _MOST_BYTES = 1 << 20
-_LIMITED = 429
 _MISMATCH = 412
 """HTTP status of a commit whose parent is not the newest commit any more."""
 
@@ -129,18 +128,8 @@ class Homes(NamedTuple):
         """Records the run, unless another rank has, and returns the record."""
         path = self.root / HOME
         if not path.exists():
-            files.disk.make_dirs(self.root)
-            _put_new(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
+            files.keep_first(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
         return self.kept or owner
-
-
-def _put_new(path: Path, data: bytes, mode: int) -> None:
-    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    files.disk.write_new(new, [data], mode)
-    try:
-        files.disk.put_new(new, path)
-    finally:
-        files.disk.remove(new)
 
 
 class OutputOwnership:
@@ -303,7 +292,7 @@ class _LocalRecord(_OwnerRecord):
         files.disk.make_dirs(folder)
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} is not writable")
-        _put_new(self._path, data, files.PUBLIC_FILE)
+        files.keep_first(self._path, data)
         files.disk.sync_dir(folder)
 
     def remove(self) -> None:
@@ -311,7 +300,7 @@ class _LocalRecord(_OwnerRecord):
 
 
 class _StoredRecord(_OwnerRecord):
-    def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:
+    def __init__(self, place: str, options: Mapping[str, object]) -> None:
         url, _, self._name = place.rpartition("/")
         self._store = ObjectStore(url, options=options)
         self.place = place
@@ -364,7 +353,7 @@ class _HubRecord(_OwnerRecord):
             commit(head=head)
         except OSError as error:
             status = http_status(error)
-            if status == _LIMITED and not is_there:  # each commit of files compares, too
+            if status == 429 and not is_there:  # each commit of files compares, too
                 raise PermissionError(str(error)) from error
             if status != _MISMATCH:  # another rank or run was first
                 raise

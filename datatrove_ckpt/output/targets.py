@@ -103,7 +103,6 @@ own 50 MiB would send that much again after each reset, and hold ten parts of th
 T = TypeVar("T")
 
 _MAX_PARTS = 10_000  # S3's limit
-_BLOCK = 1 << 20
 
 
 class OutputTarget(Placement):
@@ -192,27 +191,27 @@ class LocalTarget(OutputTarget):
         final = self._root / name
         files.disk.make_dirs(final.parent)
         self._take_group(staged, final.parent)
-        try:
-            return files.disk.put_new(staged, final)
-        except StorageFailed as error:
-            if not _is_elsewhere(error):
-                raise
-        return not final.exists() and files.disk.put_new(self._copied(staged), final)
+        return self._named(files.disk.put_new, staged, final)
 
     def _replace(self, staged: Path, name: str) -> None:
+        self._named(files.disk.rename, staged, self._root / name)
+
+    def _named(self, name: Callable[[Path, Path], T], staged: Path, final: Path) -> T:
+        """Gives a staged file, or a copy of it, its final name."""
         try:
-            files.disk.rename(staged, self._root / name)
+            return name(staged, final)
         except StorageFailed as error:
-            if not _is_elsewhere(error):
+            cause = error.__cause__
+            if not isinstance(cause, OSError) or cause.errno != errno.EXDEV:
                 raise
-            files.disk.rename(self._copied(staged), self._root / name)
+        return name(self._copied(staged), final)
 
     def _copied(self, staged: Path) -> Path:
         """Copies a file to the file system of the output."""
         copied = self._beside / secrets.token_hex(4)
         files.disk.make_dirs(self._beside, files.PRIVATE_FOLDER)
         with staged.open("rb") as file:
-            files.disk.write_new(copied, iter(partial(file.read, _BLOCK), b""), files.PUBLIC_FILE)
+            files.disk.write_new(copied, iter(partial(file.read, 1 << 20), b""), files.PUBLIC_FILE)
         self._take_group(copied, self._root)
         return copied
 
@@ -241,10 +240,6 @@ class LocalTarget(OutputTarget):
     finish = prepare
 
 
-def _is_elsewhere(error: StorageFailed) -> bool:
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EXDEV
-
-
 class RemoteTarget(OutputTarget):
     def __init__(
         self, folder: DataFolder, scratch: Path, lease: RankLease, calls: StoppableCalls
@@ -260,7 +255,7 @@ class RemoteTarget(OutputTarget):
         return self._calls.retry(what, call, lease=self._lease)
 
     def _create(self, staged: Path, name: str) -> bool:
-        if self._look_up(name, may_be_missing=True):
+        if self._look_up(name):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
@@ -280,7 +275,7 @@ class RemoteTarget(OutputTarget):
         put = partial(self._put, local, name, **options)
         if not self._retry(f"{remote} could not be uploaded", put, size):
             return False
-        remote_size = int(self._look_up(name)["size"])
+        remote_size = int(self._look_up(name).get("size", 0))
         if remote_size != size:
             raise OutputFailed(
                 f"{remote} has {remote_size} bytes after its upload instead of {size}. Its chunk's "
@@ -314,16 +309,14 @@ class RemoteTarget(OutputTarget):
     def _stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
 
-    def _look_up(self, name: str, may_be_missing: bool = False) -> Info:
-        """Returns the file's attributes; empty if it is missing and ``may_be_missing``."""
+    def _look_up(self, name: str) -> Info:
+        """Returns the file's attributes; empty if it is missing."""
 
         def look() -> Info:
             try:
                 return self._info(name)
             except FileNotFoundError:
-                if may_be_missing:
-                    return {}
-                raise
+                return {}
 
         return self._retry(f"{self._folder.resolve_paths(name)} could not be looked up", look)
 
@@ -445,7 +438,7 @@ class BucketTarget(RemoteTarget):
 
     def _stamp(self, name: str) -> int:
         # A new file may not be listed yet.
-        return int(self._look_up(name, may_be_missing=True).get("stamp", 0))
+        return int(self._look_up(name).get("stamp", 0))
 
 
 MOST_FILES = 100
@@ -471,9 +464,15 @@ class HubTarget(OutputTarget):
     """
 
     def __init__(
-        self, folder: OutputFolder, reads: HubReads, lease: RankLease, pace: CommitPace
+        self,
+        folder: DataFolder,
+        rank: int,
+        scratch: Path,
+        reads: HubReads,
+        lease: RankLease,
+        pace: CommitPace,
     ) -> None:
-        super().__init__(folder.writer.output_folder, folder.scratch)
+        super().__init__(folder, scratch)
         no_bars_in_logs()
         self._lease = lease
         self._reads = reads
@@ -481,7 +480,7 @@ class HubTarget(OutputTarget):
         self._calls = reads.calls
         self._pace = pace
         self._seconds = pace.seconds_of_next()
-        self._rank = folder.rank
+        self._rank = rank
         self._history = CommitHistory()
         self._seen: list[str | None] = [None]
         """The commits of the branch, in the order in which this process has seen them."""
@@ -702,18 +701,19 @@ class HubTarget(OutputTarget):
             self._change.wait_for(lambda: self._calls.stopped or self._hurried != ends, seconds)
 
 
-def make_target(folder: OutputFolder, lease: RankLease, pace: CommitPace) -> OutputTarget:
+def make_target(
+    folder: OutputFolder, rank: int, scratch: Path, lease: RankLease, pace: CommitPace
+) -> OutputTarget:
     output = folder.writer.output_folder
-    scratch = folder.scratch
     # Another run may write into the same folder: it must not remove this run's staged files.
     run = xxhash.xxh3_64_hexdigest(str(scratch).encode())
     if output.is_local():
-        return LocalTarget(output, scratch, f"{folder.rank:05d}-{run}")
+        return LocalTarget(output, scratch, f"{rank:05d}-{run}")
     if folder.hub is not None:
         reads = HubReads(folder.hub, folder.calls, lease)
         if folder.hub.is_bucket:
             return BucketTarget(output, scratch, reads, lease)
-        return HubTarget(folder, reads, lease, pace)
+        return HubTarget(output, rank, scratch, reads, lease, pace)
     if hasattr(output.fs, "call_s3"):
         return S3Target(output, scratch, lease, folder.calls, f"{STAGING}/probe-{run}")
     return RemoteTarget(output, scratch, lease, folder.calls)

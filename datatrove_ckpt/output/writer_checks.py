@@ -37,11 +37,6 @@ def check_writer(writer: DiskWriter, checkpoints: bool) -> None:
             "null: readers would take the files for damaged ones. Set compression to infer, or "
             "remove the ending."
         )
-    if not writer.output_filename.is_valid():
-        raise ConfigError(
-            f"output_writer: output_filename {template!r} has a $ that starts no ${{field}}; write "
-            "$$."
-        )
     if template.startswith("/") or ".." in template.split("/"):
         raise ConfigError(f"output_writer: output_filename {template!r} leaves the output folder.")
     if checkpoints and not template_uses(writer, "chunk_index"):

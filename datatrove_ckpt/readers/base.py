@@ -132,8 +132,6 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 "shuffle_files=True gives another order on every start, so a restarted run could "
                 "not resume. Use shuffle_seed=<any integer> instead."
             )
-        if shuffle_seed is not None and type(shuffle_seed) is not int:  # no bool
-            raise ConfigError(f"shuffle_seed must be an integer or None, not {shuffle_seed!r}.")
         self.shuffle_seed = shuffle_seed
         self.path_columns = path_columns
         self.max_skipped = max_skipped
@@ -325,7 +323,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         self._start_state = start.state
         state = self._checked_state(start.state, shard)
         digest = Digest()
-        documents = 0
+        documents = before = 0
         passed = 0  # documents that ``skip`` leaves out
         file_position: FilePosition = ()
         if state is not None:
@@ -333,12 +331,15 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             file_position = tuple(state["at"])
             self._check_current_file(inputs, digest.files, state["file"], file_position)
             documents = state["documents"]
+            before = int(state["file"].get("first", documents))
             passed = self.skip
         found = state is not None
         extent = InputExtent(inputs, self.limit, self.data_folder.is_local())
-        limit = self.limit if self.limit != -1 else None
         documents_bar = tqdm(
-            total=limit, desc="Document progress", unit="doc", disable=not self.doc_progress
+            total=None if self.limit == -1 else self.limit,
+            desc="Document progress",
+            unit="doc",
+            disable=not self.doc_progress,
         )
         files_bar = tqdm(
             total=len(inputs.names),
@@ -348,12 +349,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         )
         with documents_bar, files_bar:
             for index in range(digest.files, len(inputs.names)):
-                before = start.first_in_file(documents) if file_position else documents
                 if self._is_limit(documents):
                     if file_position:  # the limit was reached in this file
                         self._end_file(inputs, index, digest, documents - before)
                     break
                 if not file_position:  # else an earlier attempt has counted it
+                    before = documents
                     self.stat_update("input_files")
                 name = inputs.names[index]
                 logger.info(f"Reading input file {name}, {index + 1}/{len(inputs.names)}")
@@ -472,7 +473,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         file = {"name": shorten(name), "size": inputs.size(index), "first": first}
         # Otherwise the position has hashes of the content, see ``_check_read_part``.
         if not self._may_grow(name):
-            file["hash"] = inputs.fingerprint(index, inputs.size(index), whole=True)
+            file["hash"] = inputs.fingerprint(index)
         state = self._reader_state(start.number)
         state |= {
             "shard": list(shard),
@@ -512,7 +513,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         size = inputs.known_size(index)
         kept = size == then["size"]
         whole = kept and not self._may_grow(name)
-        if whole and inputs.fingerprint(index, size, whole=True) == then["hash"]:
+        if whole and inputs.fingerprint(index) == then["hash"]:
             return
         if self._check_read_part(name, file_position):
             return

@@ -27,7 +27,6 @@ _URLS = (
     *(f"{prefix}/{name}" for name in ("classify", "rerank", "score") for prefix in ("", "/v1")),
     "/v2/rerank",
 )
-_EXTRAS = {"extra_body", "extra_headers", "extra_query"}
 _CHECKED = 100_000  # lines, which takes a second and 10 MB; OpenAI takes 50,000 in a file
 
 
@@ -112,7 +111,7 @@ def _problem(data: Row) -> str:
         return f"its url is {data.get('url')!r}, and not one of {', '.join(_URLS)}"
     if not isinstance(body, dict) or not body:
         return "its body is no object with keys"
-    if extras := _EXTRAS & body.keys():
+    if extras := {"extra_body", "extra_headers", "extra_query"} & body.keys():
         return (
             f"its body has {min(extras)}, which is no part of a request, but of OpenAI's client: "
             "write the keys of extra_body into the body, and remove the others"

@@ -16,6 +16,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from datatrove.io import DataFolder
@@ -71,7 +72,6 @@ class DatasetInputs(Inputs):
         self.token = token
         self.commit = commit
         self.is_map = files is None
-        self._sample: str | None = None
         if files is None:
             self.urls = [f"{folder.path} (split {dataset.split})"]
             super().__init__(folder, self.urls)
@@ -109,24 +109,36 @@ class DatasetInputs(Inputs):
     def size_for_people(self, index: int) -> int:
         return self.size(index)  # of the hub's files, the reader looks up all in one go anyway
 
-    def fingerprint(self, index: int, size: int, whole: bool) -> str:
+    @cached_property
+    def _sample(self) -> str:
+        """Hash of some rows of a map-style dataset."""
+        count = len(self.dataset)
+        content = []
+        if count:
+            rows = sorted(
+                {number * (count - 1) // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}
+            )
+            content = self.dataset.with_format("arrow")[rows].to_pylist()
+        columns = self.dataset.column_names
+        return str(xxh3_64_hexdigest(repr((count, columns, content)).encode()))
+
+    def fingerprint(self, index: int) -> str:
         """Hashes some rows, or the file's beginning and end, or returns the hub's own hash."""
         if self.is_map:
-            if self._sample is None:
-                self._sample = _sample_rows(self.dataset)
             return self._sample
         info = self.info(index)
         known = (info.get("lfs") or {}).get("sha256") or info.get("blob_id")
         if known:
             return str(known)
+        size = self.size(index)
         if size == 0:
             return ""
         fs, path = _file_system(_innermost(self.urls[index]), self.token)
         folder, _, name = path.rpartition("/")
-        return fingerprint(DataFolder(folder or "/", fs=fs), name, size, whole=True)
+        return fingerprint(DataFolder(folder or "/", fs=fs), name, size)
 
     def sample(self, index: int) -> str:
-        return self.fingerprint(index, self.size(index), whole=True)
+        return self.fingerprint(index)
 
     def _look_up(self, index: int) -> dict[str, JsonObject]:
         """Looks up a shard, and with a shard on the hub all shards in its folder, in one request.
@@ -210,14 +222,3 @@ def _file_system(url: str, token: str | bool | None) -> tuple[AbstractFileSystem
         options["token"] = token
     found: tuple[AbstractFileSystem, str] = url_to_fs(url, **options)
     return found
-
-
-def _sample_rows(dataset: Dataset) -> str:
-    count = len(dataset)
-    content = []
-    if count:
-        rows = sorted(
-            {number * (count - 1) // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)}
-        )
-        content = dataset.with_format("arrow")[rows].to_pylist()
-    return str(xxh3_64_hexdigest(repr((count, dataset.column_names, content)).encode()))

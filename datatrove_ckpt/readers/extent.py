@@ -28,10 +28,9 @@ _FINE = 20
 class MeasuredInputs(Protocol):
     """See ``inputs.Inputs``."""
 
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def tasks(self) -> int | None: ...
+    names: Sequence[str]
+    tasks: int | None
+
     def size_for_people(self, index: int) -> int: ...
 
 
@@ -62,11 +61,8 @@ class FileExtent:
         self.lengths = dict(enumerate(rows))
 
     def reached(self, place: tuple[int, ...]) -> float:
-        return self.before + self.inside(place)
-
-    def inside(self, place: tuple[int, ...]) -> float:
         if not place:
-            return 0.0
+            return self.before
         number = place[0]
         inside = 0.0
         if 0 <= number < len(self.starts) - 1:
@@ -75,7 +71,7 @@ class FileExtent:
             inside = self.size * (start + (end - start) * min(1.0, part))
         elif self.per is not None:
             inside = number * self.per
-        return max(0.0, min(float(self.size), inside))
+        return self.before + max(0.0, min(float(self.size), inside))
 
 
 @dataclass(eq=False)

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 _SHUFFLE_SEED = 42  # datatrove's
-_SHOWN_COLUMNS = 20
 # Arguments of load_dataset that choose the rows; the others choose how to store them.
 _CHOOSING = ("name", "split", "data_dir", "data_files", "revision", "columns", "filters")
 _FILES = ("data_dir", "data_files")
@@ -329,7 +328,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
         columns = dataset.column_names
         if columns is None or not self.has_default_adapter() or self.text_key in (None, *columns):
             return
-        shown = ", ".join(map(repr, columns[:_SHOWN_COLUMNS]))
+        shown = ", ".join(map(repr, columns[:20]))
         raise NoDocument(
             f"The dataset {self.dataset!r} has no column {self.text_key!r}. Its columns are "
             f"{shown}. Set text_key to one of them, or to null if the rollout needs no text."

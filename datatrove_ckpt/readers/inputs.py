@@ -117,13 +117,14 @@ class Inputs:
                 info = info | {"size": size}
             self._infos[self.names[index]] = info
 
-    def fingerprint(self, index: int, size: int, whole: bool) -> str:
+    def fingerprint(self, index: int) -> str:
         """Returns ``fingerprint`` of the file, or the hub's own hash, which costs no download."""
         if is_on_hub(self.folder):
             known = self.info(index).get("blob_id")
             if known:
                 return str(known)
-        return self._remote(lambda: fingerprint(self.folder, self.names[index], size, whole))
+        size = self.size(index)
+        return self._remote(lambda: fingerprint(self.folder, self.names[index], size))
 
     def _remote(self, call: Callable[[], _Result]) -> _Result:
         with naming_hub_input(self.folder, missing=False):
@@ -135,7 +136,7 @@ class Inputs:
         if not self.folder.is_local():
             return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
         with suppress(FileNotFoundError):  # removed since it was read
-            return self.fingerprint(index, self.size(index), whole=True)
+            return self.fingerprint(index)
         return ""
 
     def shard(self, rank: int, world_size: int) -> Inputs:
@@ -214,14 +215,12 @@ class Digest:
         return f"{self.files}:{self.all:016x}"
 
 
-def fingerprint(folder: DataFolder, name: str, size: int, whole: bool) -> str:
-    """Hashes a file's first 64 kB, and with ``whole`` its last 64 kB, where gzip and Parquet
-    describe the content.
-    """
+def fingerprint(folder: DataFolder, name: str, size: int) -> str:
+    """Hashes a file's first and last 64 kB, where gzip and Parquet describe the content."""
     sample = b""
     if size:
         sample = folder.cat_file(name, start=0, end=min(size, _SAMPLE))
-    if whole and size > _SAMPLE:
+    if size > _SAMPLE:
         sample += folder.cat_file(name, start=max(_SAMPLE, size - _SAMPLE), end=size)
     return str(xxh3_64_hexdigest(sample))
 
@@ -248,9 +247,7 @@ def metadata_hash(metadata: JsonObject | None) -> str:
 MISSING = -1
 """The size of a file that a list names and that does not exist."""
 _THREADS = 16
-_POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # Git LFS takes no longer file for a pointer
-_LOOKED_AT = 10_000
 _NULL_FOLDER = "__HIVE_DEFAULT_PARTITION__"
 _OPTIONS = ("text_key", "id_key", "limit", "skip")
 
@@ -337,7 +334,7 @@ class InputFolder(DataFolder):  # type: ignore[misc]  # datatrove has no types
 
 def refuse_pointer(begin: bytes, name: str) -> None:
     """Raises InputError if a file begins as a pointer of Git LFS."""
-    if begin.startswith(_POINTER):
+    if begin.startswith(b"version https://git-lfs.github.com/spec/"):
         raise InputError(
             f"The input file {name!r} is a pointer of Git LFS, and not the file itself. Run `git "
             "lfs pull` in its repository, and run the same command again."
@@ -346,7 +343,7 @@ def refuse_pointer(begin: bytes, name: str) -> None:
 
 def refuse_pointers(inputs: Inputs) -> None:
     """Raises InputError if one of the first files of a local folder is a pointer of Git LFS."""
-    for index, name in enumerate(inputs.names[:_LOOKED_AT]):
+    for index, name in enumerate(inputs.names[:10_000]):
         if 0 < inputs.size(index) <= _POINTER_BYTES:
             refuse_pointer(inputs.folder.cat_file(name), name)
 

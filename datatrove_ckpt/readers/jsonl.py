@@ -18,7 +18,7 @@ import base64
 import codecs
 import io
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import IO, Any, TypeVar
 
@@ -121,43 +121,42 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
         if is_plain:
             extent.end = offset
 
-    def parse_row(self, line: bytes, name: str, id_in_file: int | str) -> Row | None:
-        """Returns the object of a line; None if the line is blank or damaged, which is counted as
-        in ``run``.
+    def parse_row(
+        self, line: bytes, name: str, id_in_file: int | str
+    ) -> Row | Document | Skipped | None:
+        """Returns the object of a line, or what stands for a damaged line, which is counted; None
+        for a blank line.
         """
-        parsed = self._parse(line, name, id_in_file, lambda row, *_: row)
-        return parsed if isinstance(parsed, dict) else None
-
-    def _parse(
-        self, line: bytes, name: str, id_in_file: int | str, make: Callable[..., Any] | None = None
-    ) -> Any:
-        """Returns a document, or why a line has none; None for a blank line.
-
-        ``make``: what to make of a row.
-        """
-        began = time.perf_counter()
         try:
             data = loads(line)
-            if not isinstance(data, dict):
-                # Otherwise a whole file would be one damaged line.
-                if _holds_objects(data):
-                    refuse_array(self, name)
-                return self._damaged(name, id_in_file, f"{type(data).__name__}, not an object")
-            if isinstance(data.get("media"), list):
-                _decode_media(data["media"])
-            return (make or self.get_document_from_dict)(
-                data, name, id_in_file
-            ) or Skipped.WITHOUT_TEXT
         except (EOFError, orjson.JSONDecodeError) as error:
             if not line.strip():
                 return None
             if line.startswith(codecs.BOM_UTF8):  # of the file, or of one that was appended to it
-                return self._parse(line.removeprefix(codecs.BOM_UTF8), name, id_in_file, make)
+                return self.parse_row(line.removeprefix(codecs.BOM_UTF8), name, id_in_file)
             refuse_pointer(line, name)
             if _opens_array(line.strip()):  # else all but the last element would be damaged lines
                 refuse_array(self, name)
             begin = line[:_SHOWN].decode(errors="replace").rstrip()
             return self._damaged(name, id_in_file, error, begin)
+        if not isinstance(data, dict):
+            if _holds_objects(data):  # else a whole file would be one damaged line
+                refuse_array(self, name)
+            return self._damaged(name, id_in_file, f"{type(data).__name__}, not an object")
+        try:
+            if isinstance(data.get("media"), list):
+                _decode_media(data["media"])
+        except DocumentNotSerializable as error:
+            return self._damaged(name, id_in_file, error)
+        return data
+
+    def _parse(self, line: bytes, name: str, id_in_file: int) -> Document | Skipped | None:
+        began = time.perf_counter()
+        try:
+            row = self.parse_row(line, name, id_in_file)
+            if not isinstance(row, dict):
+                return row
+            return self.get_document_from_dict(row, name, id_in_file) or Skipped.WITHOUT_TEXT
         except DocumentNotSerializable as error:  # a number as text, a text as media
             return self._damaged(name, id_in_file, error)
         finally:
@@ -413,7 +412,8 @@ class LineBlocks(BlockFile):
         except orjson.JSONDecodeError:
             pass
         place = self.index.groups[number].start + self._part.find(line)
-        return self._reader.parse_row(line, self.name, f"@{place}")
+        parsed = self._reader.parse_row(line, self.name, f"@{place}")
+        return parsed if isinstance(parsed, dict) else None
 
 
 def _count_lines(part: bytes) -> int:

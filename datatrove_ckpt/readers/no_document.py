@@ -32,8 +32,6 @@ A compressed file of zeros is one line, a thousand times as large.
 # Python's own limit, for the whole process, is 128 kB.
 csv.field_size_limit(MAX_LINE_BYTES)
 _BLOCK = 2**16
-_SHOWN_CHARACTERS = 60
-_SHOWN_KEYS = 20
 _ARRAY_ADVICE = "Write one object per line (jq -c '.[]' FILE), or move the file out of the folder."
 _RUN_AGAIN = "Correct that, and run the same command again."
 
@@ -97,7 +95,7 @@ def explain(reader: BaseDiskReader, name: str, damaged: bool = False) -> str:
 def _explain_row(reader: BaseDiskReader, name: str, row: JsonObject | None, damaged: bool) -> str:
     if row is None:
         return ""
-    keys = ", ".join(map(repr, list(row)[:_SHOWN_KEYS]))
+    keys = ", ".join(map(repr, list(row)[:20]))
     if damaged:
         try:
             reader.get_document_from_dict(dict(row), name, 0)
@@ -141,7 +139,7 @@ def _explain_text(file: IO[bytes], reader: BaseDiskReader, name: str, damaged: b
     )
     if text.startswith("["):
         advice = f"It seems to be a JSON array. {_ARRAY_ADVICE}"
-    return text and f"It begins with {text[:_SHOWN_CHARACTERS]!r}. {advice}"
+    return text and f"It begins with {text[:60]!r}. {advice}"
 
 
 def _first_table_row(file: IO[bytes], magic: bytes) -> JsonObject | None:

@@ -193,10 +193,6 @@ class ReaderStart:
     skipped_in: dict[str, bool] = field(default_factory=dict)
     record: Callable[[], ReaderRecord] | None = None
 
-    def first_in_file(self, documents: int) -> int:
-        """Returns the number of documents before the state's file."""
-        return int((self.state or {}).get("file", {}).get("first", documents))
-
     def note_skipped(self, name: str, before: SkippedLines, has_documents: bool) -> None:
         """Notes skipped lines at the end of a file, and warns of a file without documents."""
         if self.skipped == before:

@@ -25,9 +25,7 @@ STATELESS_PACKAGES = (
 )
 """Packages whose steps process one document at a time."""
 
-_DOCUMENTS = "documents"
 _NO_SETTINGS = {"name", "type", "stats"}
-_SHOWN_CHARACTERS = 200
 
 
 @dataclass
@@ -57,7 +55,7 @@ def _describe_listed(step: object, code_of: Callable[[object], dict[str, str]]) 
     while isinstance(step, functools.partial):
         step = step.func
     if not isinstance(step, PipelineStep) and not callable(step):
-        return StepRecord(_DOCUMENTS)
+        return StepRecord("documents")
     described: Callable[..., object] = (
         step if callable(step) and hasattr(step, "__qualname__") else type(step)
     )
@@ -91,7 +89,7 @@ def plain_settings(values: Mapping[str, object]) -> JsonObject:
             )
         except orjson.JSONEncodeError:
             continue
-        if len(data) <= _SHOWN_CHARACTERS:
+        if len(data) <= 200:
             found[name] = orjson.loads(data)
         else:
             found[name] = f"<{len(data)} bytes, hash {xxh3_64_hexdigest(data)}>"

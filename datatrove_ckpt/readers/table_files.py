@@ -46,15 +46,6 @@ def opened(folder: DataFolder, name: str) -> IO[bytes]:
 
 
 _FILE_MARK = b"ARROW1"
-_STREAM_MARK = b"\xff\xff\xff\xff"
-
-
-def map_or_open(folder: DataFolder, name: str) -> pa.NativeFile | IO[bytes]:
-    import pyarrow as pa
-
-    if not folder.is_local():
-        return opened(folder, name)
-    return pa.memory_map(folder.resolve_paths(name))
 
 
 def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
@@ -70,7 +61,7 @@ def is_stream(file: IO[bytes], name: str, stream: bool) -> bool:
     """
     begin = file.read(len(_FILE_MARK))
     file.seek(0)
-    if begin[:4] == _STREAM_MARK or (stream and begin != _FILE_MARK):
+    if begin[:4] == b"\xff\xff\xff\xff" or (stream and begin != _FILE_MARK):
         return True
     if begin and not _FILE_MARK.startswith(begin):
         raise InputError(
@@ -148,7 +139,10 @@ class ArrowBlocks(TableFile):
         self._readers: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
         self._last: tuple[object, pa.RecordBatch] = (None, None)  # key and batch
         with naming_damage(name):
-            self._source = map_or_open(folder, name)
+            if self._is_local:
+                self._source = pa.memory_map(folder.resolve_paths(name))
+            else:
+                self._source = opened(folder, name)
             try:
                 self._is_stream = is_stream(self._source, name, stream)
                 open_table = pa.ipc.open_stream if self._is_stream else pa.ipc.open_file

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from datatrove_ckpt.readers.table_files import Batch
 
-_SCHEMAS_AT_ONCE = 16
-
 
 class _TableReader(SeekingReader):
     batch_size = 1000
@@ -53,7 +51,7 @@ class _TableReader(SeekingReader):
 
     def schemas(self) -> Iterator[tuple[str, pa.Schema]]:
         names = list_input(self).names
-        with ThreadPoolExecutor(_SCHEMAS_AT_ONCE) as threads:
+        with ThreadPoolExecutor(16) as threads:
             yield from zip(names, threads.map(self._schema, names), strict=True)
 
     def _schema(self, name: str) -> pa.Schema:

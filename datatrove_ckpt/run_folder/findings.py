@@ -36,11 +36,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
-from datatrove_ckpt.checkpoint.ledger import (
-    JobSums,
-    RankLedger,
-    Want,
-)
+from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, read_rank
 from datatrove_ckpt.common import BATCH, retrying
 from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
 from datatrove_ckpt.common.retrying import RetryPolicy
@@ -67,15 +63,15 @@ from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
 from datatrove_ckpt.output.arrow_types import NO_TYPES
 from datatrove_ckpt.output.committed import (
-    OutputCheck,
     RankCommits,
     has_commits,
 )
 from datatrove_ckpt.output.documents import decode, encode
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_access import check_access, private_if_made
+from datatrove_ckpt.output.hub_access import check_access
 from datatrove_ckpt.output.hub_pace import COMMITS_PER_HOUR, HOUR
 from datatrove_ckpt.output.names import writer_name
+from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_trial import WriterTrial
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -107,7 +103,6 @@ from datatrove_ckpt.run_folder.run_plan import (
     note_workers,
     refuse_without_claims,
 )
-from datatrove_ckpt.run_folder.verify import listed
 from datatrove_ckpt.runner import InferenceRunner
 
 # What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a
@@ -324,9 +319,10 @@ def check_hub(plan: RunPlan) -> None:
 
 def check_access_of(runner: RunnerPlan, hub: HubFolder, only_look: bool = False) -> str:
     """Returns what was found. See ``check_access``."""
-    writer = runner.step.output_writer
-    has_begun = runner.root is not None and has_commits(runner.root)
-    return check_access(hub, private_if_made(writer, has_begun), only_look=only_look)
+    private = None
+    if runner.root is None or not has_commits(runner.root):
+        private = getattr(runner.step.output_writer, "private", None)
+    return check_access(hub, private, only_look=only_look)
 
 
 def check_output(
@@ -337,7 +333,7 @@ def check_output(
 
     Args:
         without: the subjects of outputs that are skipped.
-        policy: see ``HubReads.looked``.
+        policy: see ``OutputFolder.look``.
 
     Raises:
         CkptError: see ``check_output_of_run``.
@@ -369,7 +365,7 @@ def check_output_of_run(
 
     Args:
         first_starts: ranks that will start for the first time, if they have no checkpoint.
-        policy: see ``HubReads.looked``.
+        policy: see ``OutputFolder.look``.
         want: what to read of each rank, for the sums.
 
     Raises:
@@ -381,50 +377,49 @@ def check_output_of_run(
     logging_dir = runner.plan.logging_dir.resolve_paths("")
     tasks = runner.plan.tasks
     mirror = runner.step.checkpoints_remote_dir
-    check = OutputCheck(runner.step.output_writer, checkpoints, mirror, logging_dir)
+    folder = OutputFolder(runner.step.output_writer, checkpoints, mirror, logging_dir)
     numbers = []
     if checkpoints.is_dir():
         numbers = rank_numbers(checkpoints)
     retries = retry_folders(checkpoints)
     job = JobSums()
 
-    def add(rank: RankLedger) -> None:
-        if rank.number < tasks:
+    def read(root: str, number: int, folder: Path, commits: Want) -> RankLedger:
+        rank = read_rank(root, number, folder, want | commits)
+        if number < tasks:
             job.add_rank(rank)
+        return rank
 
     try:  # all, before any file is called unknown
-        commits = {
-            rank: RankCommits(checkpoints, rank, retries, want=want, seen=add) for rank in numbers
-        }
+        commits = {rank: RankCommits(checkpoints, rank, retries, read) for rank in numbers}
     except CommitsDamaged as error:
         raise CommitsDamaged(error.log, error.what, logging_dir) from None
-    committed = check.by_name(commits.values())
-    output = check.writer.output_folder
-    found = listed(check.where, output, lambda: check.look(committed), committed.values(), policy)
-    check.refuse_lost(committed, found)
+    committed = folder.by_name(commits.values())
+    found = folder.look(committed, policy=policy)
+    folder.refuse_lost(committed, found)
     for rank in first_starts:
         if not found.by_rank[rank]:
             continue
         # Checked again: a rank that started since may have written the files.
-        folder = rank_folder(checkpoints, rank)
-        has_started = (folder / RUN).exists()
+        rank_files = rank_folder(checkpoints, rank)
+        has_started = (rank_files / RUN).exists()
         if mirror is not None and not has_started:
             from datatrove_ckpt.mirror.manifests import Versions
 
-            has_started = bool(Versions(f"{mirror}/{folder.name}").all_versions())
+            has_started = bool(Versions(f"{mirror}/{rank_files.name}").all_versions())
         if not has_started:
-            check.refuse_foreign(rank, found)
+            folder.refuse_foreign(rank, found)
     for rank_commits in commits.values():
         if rank_commits.is_finished:
-            own = check.unfinished(rank_commits, found)
+            own = folder.unfinished(rank_commits, found)
         elif rank_commits.has_run:
-            own = check.published(rank_commits.rank, found)
+            own = folder.published(rank_commits.rank, found)
         else:
             continue
-        check.refuse_foreign(rank_commits.rank, found, own)
+        folder.refuse_foreign(rank_commits.rank, found, own)
     for rank in sorted(found.by_rank):
         if rank >= tasks:
-            check.refuse_foreign(rank, found)
+            folder.refuse_foreign(rank, found)
     return job
 
 

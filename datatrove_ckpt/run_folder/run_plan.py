@@ -29,8 +29,8 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import naming_hub
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
-from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_place
-from datatrove_ckpt.output.folders import check_pipeline_folders, writers_of
+from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_name, step_place
+from datatrove_ckpt.output.folders import refuse_own_output, writers_of
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -267,7 +267,9 @@ def check_steps(plan: RunPlan) -> None:
     for runner in plan.runners:
         check_rank_in_template(runner.step.output_writer, plan.tasks)
     _check_order(plan.pipeline)
-    check_pipeline_folders(plan.pipeline)
+    for place, writer in writers_of(plan.pipeline):
+        for index, step in enumerate(plan.pipeline):
+            refuse_own_output(step_name(index, step), step, place, writer)
 
 
 def _check_order(pipeline: Sequence[object]) -> None:

@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.history import End
 from datatrove_ckpt.checkpoint.identity import read_run
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch
-from datatrove_ckpt.output.committed import OutputCheck
+from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from datatrove_ckpt.testing.crashes import EFFECTS, CopyingDisk, copy_tree, disk_in_place
 from tests.disk_errors import assert_same_output_after_disk_errors
@@ -367,7 +367,7 @@ def test_leaving_out_a_sync_of_the_output_is_noticed(folder, monkeypatch, left_o
 
     monkeypatch.setattr(PowerLossDisk, "_synced", forgetful)
     with monkeypatch.context() as patched:
-        patched.setattr(OutputCheck, "refuse_lost", lambda self, commits, found: None)
+        patched.setattr(OutputFolder, "refuse_lost", lambda self, commits, found: None)
         with pytest.raises((AssertionError, OutputMismatch)):
             prove(folder, CopyingPowerLossDisk, counted=("remove", "commit"))
     # The next attempt looks, too.

@@ -100,43 +100,16 @@ class Answers:
 
     def _info(self, http, repo, arguments, body):
         commit = self._revision(repo, arguments.get("revision", "main"), "info")
-        siblings = [
-            {"rfilename": file.path, "blobId": file.oid, "size": file.size}
-            | (
-                {"lfs": {"sha256": file.sha256, "size": file.size, "pointerSize": 130}}
-                if file.lfs
-                else {}
-            )
-            if "blobs" in http.query
-            else {"rfilename": file.path}
-            for file in sorted(commit.tree.values(), key=lambda file: file.path)
-        ]
         answer = {
-            "_id": repo.name,
             "id": repo.name,
-            "author": repo.name.partition("/")[0],
             "sha": commit.oid,
-        }
-        answer |= {
-            "lastModified": date(commit.at),
-            "createdAt": date(0.0),
             "private": repo.private,
-            "gated": False,
+            "siblings": [{"rfilename": path} for path in sorted(commit.tree)],
         }
-        answer |= {"disabled": False, "downloads": 0, "likes": 0, "tags": [], "siblings": siblings}
         return web.json_response(answer)
 
     def _auth_check(self, http, repo, arguments, body):
         return web.Response(text="OK")
-
-    def _refs(self, http, repo, arguments, body):
-        branches = [
-            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": head.oid}
-            for name, head in repo.branches.items()
-        ]
-        return web.json_response(
-            {"branches": branches, "converts": [], "tags": [], "pullRequests": []}
-        )
 
     def _commits(self, http, repo, arguments, body):
         history = list(self._revision(repo, arguments["revision"], "commits").history())
@@ -144,9 +117,7 @@ class Answers:
             {
                 "id": commit.oid,
                 "title": commit.title,
-                "message": commit.message,
                 "date": date(commit.at),
-                "authors": [{"user": self._hub.user}],
             }
             for commit in history
         ]
@@ -156,9 +127,7 @@ class Answers:
         commit = self._revision(repo, arguments["revision"], "tree")
         below = arguments.get("path", "").strip("/")
         prefix = f"{below}/" if below else ""
-        entries = [
-            _entry(file, commit) for path, file in commit.tree.items() if path.startswith(prefix)
-        ]
+        entries = [_entry(file) for path, file in commit.tree.items() if path.startswith(prefix)]
         entries += [_folder(path) for path in folders(commit.tree) if path.startswith(prefix)]
         if below and not entries:
             raise Problem(
@@ -174,7 +143,7 @@ class Answers:
         answer = []
         for path in paths_of(http, body):
             if path in commit.tree:
-                answer.append(_entry(commit.tree[path], commit))
+                answer.append(_entry(commit.tree[path]))
             elif path.rstrip("/") in known:
                 answer.append(_folder(path.rstrip("/")))
         return web.json_response(answer)
@@ -187,8 +156,6 @@ class Answers:
         content = repo.blobs[file.sha256]
         etag = file.sha256 if file.lfs else file.oid
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit.oid}
-        if file.lfs:
-            headers |= {"X-Linked-Size": str(file.size), "X-Linked-Etag": f'"{etag}"'}
         return content_of(http, content, headers)
 
     # Content comes in.
@@ -201,7 +168,7 @@ class Answers:
             there = tree.get(file["path"])
             oid = {} if there is None else {"oid": there.sha256 if there.lfs else there.oid}
             answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False} | oid)
-        return web.json_response({"files": answer, "commitOid": "", "shouldUseXet": False})
+        return web.json_response({"files": answer, "shouldUseXet": False})
 
     def _lfs_batch(self, http, repo, arguments, body):
         objects = []
@@ -216,8 +183,6 @@ class Answers:
         return web.json_response(answer, content_type="application/vnd.git-lfs+json")
 
     def _lfs_upload(self, http, repo, arguments, body):
-        if sha256(body) != arguments["oid"]:
-            raise Problem(400, "The content's SHA-256 is another one")
         repo.blobs[arguments["oid"]] = body
         repo.uploads.append(arguments["oid"])
         return web.Response(headers={"ETag": f'"{arguments["oid"]}"'})
@@ -243,9 +208,7 @@ class Answers:
         title, message = header["summary"], header.get("description", "")
         made = repo.commit(branch, title, message, self._hub.clock.now(), added, deleted)
         url = f"{self._hub.url}/{'' if repo.kind == 'model' else repo.kind + 's/'}{repo.name}/commit/{made.oid}"
-        return web.json_response(
-            {"success": True, "commitOid": made.oid, "commitUrl": url, "hookOutput": ""}
-        )
+        return web.json_response({"success": True, "commitOid": made.oid, "commitUrl": url})
 
 
 def content_of(http, content, headers):
@@ -275,11 +238,7 @@ def _operations(repo, tree, lines):
         path = value["path"]
         match line["key"]:
             case "file":
-                content = (
-                    base64.b64decode(value["content"])
-                    if value.get("encoding") == "base64"
-                    else value["content"].encode()
-                )
+                content = base64.b64decode(value["content"])
                 repo.blobs[sha256(content)] = content
                 added.append(File.of(path, sha256(content), content, lfs=False))
             case "lfsFile":
@@ -294,8 +253,6 @@ def _operations(repo, tree, lines):
                         404, f"A file with the name {path} does not exist", "EntryNotFound"
                     )
                 deleted.append(path)
-            case "deletedFolder":
-                deleted += [one for one in tree if one.startswith(path.rstrip("/") + "/")]
             case other:
                 raise Problem(400, f"Unknown operation {other}")
     return added, deleted
@@ -318,11 +275,10 @@ def paths_of(http, body):
     return parse_qs(body.decode()).get("paths", [])
 
 
-def _entry(file, commit):
+def _entry(file):
     entry = {"type": "file", "oid": file.oid, "size": file.size, "path": file.path}
     if file.lfs:
         entry["lfs"] = {"oid": file.sha256, "size": file.size, "pointerSize": 130}
-    entry["lastCommit"] = {"id": commit.oid, "title": commit.title, "date": date(commit.at)}
     return entry
 
 

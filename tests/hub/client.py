@@ -77,19 +77,16 @@ def pointed_at(hub, home):
 
 
 def _constants(url, home):
+    named = environment(url, None, home)
+    paths = ("HF_HOME", "HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE", "HF_TOKEN_PATH")
+    off = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS")
     return {
         "ENDPOINT": url,
         "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_URL_HOSTS": frozenset({"hf.co", "huggingface.co", "127.0.0.1"}),
-        "HF_HOME": str(home),
-        "HF_HUB_CACHE": str(home / "hub"),
-        "HF_ASSETS_CACHE": str(home / "assets"),
-        "HF_XET_CACHE": str(home / "xet"),
-        "HF_TOKEN_PATH": str(home / "token"),
+        **{name: named[name] for name in paths},
         "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_DISABLE_TELEMETRY": True,
-        "HF_HUB_DISABLE_PROGRESS_BARS": True,
+        **dict.fromkeys(off, True),
         "HF_HUB_OFFLINE": False,
     }
 

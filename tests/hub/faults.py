@@ -4,8 +4,6 @@ effect.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
 from dataclasses import dataclass, field
 
@@ -26,22 +24,28 @@ class Clock:
 
 
 @dataclass
-class Rule:
-    """Which requests: their kind ("*": any)."""
+class Fault:
+    """Answers with ``status``, or not at all if it is None: the connection is closed."""
 
     kind: str
+    """Which requests."""
+    status: int | None = 500
     times: int | None = 1
     """How many requests are hit. None: all."""
     after_effect: bool = False
     """The hub does what is asked for first."""
     every: int = 1
     """Of the requests that would be hit, only each so-manieth is."""
+    seconds: float = 0.0
+    """How long the answer takes."""
+    message: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
     hits: int = 0
     _seen: int = 0
 
     def take(self, kind, after_effect):
         """Whether this request is hit; counts it if so."""
-        if self.after_effect is not after_effect or self.kind not in (kind, "*"):
+        if self.after_effect is not after_effect or self.kind != kind:
             return False
         if self.times is not None and self.hits >= self.times:
             return False
@@ -54,30 +58,3 @@ class Rule:
     def stop(self):
         """No request is hit from now on."""
         self.times = 0
-
-
-@dataclass
-class Fault(Rule):
-    """Answers with ``status``, or not at all if it is None: the connection is closed."""
-
-    status: int | None = 500
-    message: str = ""
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-class Hold(Rule):
-    """Requests wait until ``release``. ``reached`` is set when the first one waits."""
-
-    def __init__(self, kind, loop, **rule):
-        super().__init__(kind, **rule)  # type: ignore[arg-type]
-        self.reached = threading.Event()
-        self._released = asyncio.Event()
-        self._loop = loop
-
-    async def wait(self):
-        self.reached.set()
-        await self._released.wait()
-
-    def release(self):
-        self.stop()
-        self._loop.call_soon_threadsafe(self._released.set)

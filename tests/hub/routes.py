@@ -4,6 +4,7 @@ import re
 from urllib.parse import unquote
 
 _BUCKET = r"/api/(?P<type>bucket)s/(?P<repo>[^/]+/[^/]+)"
+_REPO = r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)"
 
 _JOB = r"/api/jobs/(?P<namespace>[^/]+)"
 
@@ -20,7 +21,7 @@ _ROUTES = [
         (
             "GET",
             "auth-check",
-            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/auth-check(?P<write>/write)?",
+            _REPO + r"/auth-check(?P<write>/write)?",
         ),
         ("POST", "create", _BUCKET),
         ("GET", "info", _BUCKET),
@@ -33,29 +34,28 @@ _ROUTES = [
         (
             "GET",
             "tree",
-            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(?:/(?P<path>.*))?",
+            _REPO + r"/tree/(?P<revision>[^/]+)(?:/(?P<path>.*))?",
         ),
         (
             "POST",
             "paths-info",
-            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/paths-info/(?P<revision>[^/]+)",
+            _REPO + r"/paths-info/(?P<revision>[^/]+)",
         ),
         (
             "GET",
             "commits",
-            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/commits/(?P<revision>[^/]+)",
+            _REPO + r"/commits/(?P<revision>[^/]+)",
         ),
-        ("GET", "refs", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/refs"),
         (
             "POST",
             "preupload",
-            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)",
+            _REPO + r"/preupload/(?P<revision>[^/]+)",
         ),
-        ("POST", "commit", r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)"),
+        ("POST", "commit", _REPO + r"/commit/(?P<revision>[^/]+)"),
         (
             "GET",
             "info",
-            r"/api/(?P<type>\w+)s/(?P<repo>[^/]+/[^/]+)(?:/revision/(?P<revision>[^/]+))?",
+            _REPO + r"(?:/revision/(?P<revision>[^/]+))?",
         ),
         (
             "POST",

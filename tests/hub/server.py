@@ -14,7 +14,7 @@ from aiohttp import web
 from datatrove_ckpt.output.owner import OWNER
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
-from tests.hub.faults import Clock, Fault, Hold
+from tests.hub.faults import Clock, Fault
 from tests.hub.routes import route
 from tests.hub.state import ATTRIBUTES, File, Repo, sha256, upload_mode
 
@@ -74,7 +74,7 @@ class FakeHub:
         """
         self.lag_kinds = {"tree", "paths-info"}
         self.jobs = None
-        self._rules = []
+        self._faults = []
         self._answers = Answers(self)
         self._buckets = Buckets(self)
         self._port = 0
@@ -137,40 +137,11 @@ class FakeHub:
             added.append(File.of(path, sha256(content), content, lfs))
         return repo.commit(revision, "by somebody else", "", self.clock.now(), added, [])
 
-    def fail(
-        self,
-        kind,
-        status=500,
-        times=1,
-        after_effect=False,
-        every=1,
-        message="",
-        headers=None,
-    ):
-        """The next ``times`` requests of ``kind`` (None: all) get ``status``; None: the connection
-        is closed.
-        """
-        fault = Fault(
-            kind,
-            times,
-            after_effect,
-            every,
-            status=status,
-            message=message,
-            headers=headers or {},
-        )
-        self._rules.append(fault)
+    def fail(self, kind, status=500, times=1, **how):
+        """The next ``times`` requests of ``kind`` get ``status``. See ``Fault``."""
+        fault = Fault(kind, status, times, **how)
+        self._faults.append(fault)
         return fault
-
-    def drop_answer(self, kind, times=1, every=1):
-        """The hub does what is asked for, and closes the connection without an answer."""
-        return self.fail(kind, None, times, after_effect=True, every=every)
-
-    def hold(self, kind, times=1):
-        """The next requests of ``kind`` wait until ``release`` of what is returned."""
-        hold = Hold(kind, self._loop, times=times)
-        self._rules.append(hold)
-        return hold
 
     # The server.
 
@@ -242,17 +213,15 @@ class FakeHub:
         return await self.fault(request.kind, after_effect=True) or response
 
     async def fault(self, kind, after_effect=False):
-        """What a rule of the test answers instead; holds wait here."""
-        for rule in self._rules:
-            if not rule.take(kind, after_effect):
+        """What a fault of the test answers instead."""
+        for fault in self._faults:
+            if not fault.take(kind, after_effect):
                 continue
-            if isinstance(rule, Hold):
-                await rule.wait()
-            elif rule.status is None:
+            await asyncio.sleep(fault.seconds)
+            if fault.status is None:
                 return _DROP
-            else:
-                text = rule.message or f"fault of the test: {rule.status} for {kind}"
-                return Problem(rule.status, text, headers=rule.headers).response()
+            text = fault.message or f"fault of the test: {fault.status} for {kind}"
+            return Problem(fault.status, text, headers=fault.headers).response()
         return None
 
     def _access(self, request):

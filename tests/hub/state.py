@@ -9,19 +9,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 ATTRIBUTES = ".gitattributes"
-LFS_SUFFIXES = (
-    ".parquet",
-    ".arrow",
-    ".gz",
-    ".zst",
-    ".zip",
-    ".tar",
-    ".bin",
-    ".safetensors",
-    ".npy",
-    ".7z",
-    ".pickle",
-)
+LFS_SUFFIXES = (".parquet", ".arrow", ".gz", ".zst")
 REGULAR_BYTES = 10 * 1024 * 1024
 
 

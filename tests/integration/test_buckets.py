@@ -5,10 +5,9 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import DataFolder
 from datatrove.pipeline.writers import JsonlWriter
 from huggingface_hub import HfApi, HfFileSystem
 from huggingface_hub.errors import EntryNotFoundError
@@ -17,14 +16,9 @@ from datatrove_ckpt import LocalPipelineExecutor
 from datatrove_ckpt.claims import claims as claims_module
 from datatrove_ckpt.claims.claims import ObjectClaims
 from datatrove_ckpt.common.object_store import check_mirror
-from datatrove_ckpt.errors import ConfigError, Fenced, StorageFailed
+from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.executors import local
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.output import hub_uploads
-from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import HubReads
-from datatrove_ckpt.output.stoppable import StoppableCalls
-from datatrove_ckpt.output.targets import BucketTarget
 from datatrove_ckpt.testing import FakeServer
 from tests.hub.server import Access
 from tests.mirrors import Job
@@ -34,11 +28,9 @@ BUCKET = "hf://buckets/org/job"
 
 
 @pytest.fixture(autouse=True)
-def _no_copies(tmp_path, monkeypatch, policy):
+def _no_copies(tmp_path, monkeypatch):
     """Nothing is left in the temporary folder, whatever happens."""
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
     monkeypatch.setattr(local, "_MARKER_LOOKS", (0.0, 0.01, 0.01, 0.01, 0.01))
-    policy("HUB", "HUB_LOOK", first=0.01)
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     yield
@@ -344,14 +336,16 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
     hub.create_repo("org/job", kind="bucket")
     hub.create_repo("org/data")
     output_writer = JsonlWriter(f"{place}/output", "${rank}_${chunk_index}.jsonl", compression=None)
+    kind, name = ("bucket", "org/job") if place == BUCKET else ("dataset", "org/data")
+
+    def published():
+        files = hub.files(name, kind=kind).items()
+        (found,) = (content for file, content in files if file.startswith("output/"))
+        return found
+
     with FakeServer(answer=lambda path, text: "word " * server.asked.total()) as server:
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
-        kind, name = ("bucket", "org/job") if place == BUCKET else ("dataset", "org/data")
-        (first,) = (
-            content
-            for file, content in hub.files(name, kind=kind).items()
-            if file.startswith("output/")
-        )
+        first = published()
         later = [
             file
             for file in hub.files("org/job", kind="bucket")
@@ -361,26 +355,6 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
         lose_the_node()
         shutil.rmtree(tmp_path / "checkpoints")
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)
-        (second,) = (
-            content
-            for file, content in hub.files(name, kind=kind).items()
-            if file.startswith("output/")
-        )
+        second = published()
         assert first != second
         assert len(second.splitlines()) == 3
-
-
-def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(job, tmp_path):
-    def taken():
-        raise Fenced("Another process has taken over")
-
-    (tmp_path / "staged").write_text("content")
-    folder = get_datafolder(f"{BUCKET}/output")
-    lease = SimpleNamespace(check=taken)
-    reads = HubReads(HubFolder.of(folder), StoppableCalls(), lease)
-    uploads = BucketTarget(folder, tmp_path, reads, lease)
-    uploads.upload(tmp_path / "staged", "a")
-    job.fail("batch", status=409)
-    with pytest.raises(Fenced):
-        uploads.upload(tmp_path / "staged", "b")
-    assert output(job).keys() == {"output/a"}

@@ -15,8 +15,9 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.readers import CSVReader, IpcReader, JsonlReader, ParquetReader
+from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
 from tests.jobs import runner
+from tests.unit.tables import reader_of, write_table
 
 pa = pytest.importorskip("pyarrow")
 pandas = pytest.importorskip("pandas")
@@ -136,6 +137,8 @@ CSV = {
     "signs of lines": "id,text\n1,a\u2028b\x0bc\x0cd\x85e\n".encode(),
     "emoji": "id,text\n1,\U0001f600\n".encode(),
     "a long cell": b"id,text\n1," + b"x" * 2**20 + b"\n",
+    "a column without a name": b",text,id\n0,a,1\n",
+    "a byte of zeros": b"id,text\n1,a\0b\n",
     "many columns": b"id,text,"
     + b",".join(b"c%d" % n for n in range(500))
     + b"\n1,a"
@@ -143,10 +146,12 @@ CSV = {
 }
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("name", CSV)
-def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name):
-    data = write(tmp_path / "data", "a.csv", CSV[name])
+def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name, suffix):
+    data = write(tmp_path / "data", f"a.csv{suffix}", CSV[name])
     expected = pandas.read_csv(io.BytesIO(CSV[name]), dtype=str, keep_default_na=False)
+    expected = expected.rename(columns={"Unnamed: 0": ""})
     expected = [row for row in expected.to_dict("records") if row["text"]]
     found = read(CSVReader, data)
     if name != "one column":
@@ -163,12 +168,14 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name):
         (b",,text\n1,2,a\n", "'a.csv' has several columns named '': numbers 1, 2"),
         (b"id;text\n1;a\n", "'a.csv' has ';' between its cells"),
         (b"id\ttext\n1\ta\n", "'a.csv' has .* between its cells"),
+        (b"id|text\n1|a\n", "'a.csv' has '[|]' between its cells"),
         (b"id,text\n1,a,b\n", "`a.csv`, .* line 2: more cells than columns"),
         (b"id,text\n1\n2,b\n", "`a.csv`, .* line 2: fewer cells than columns"),
         (b'id,text\n1,"a\n2,b\n', "'a.csv' has a quote that is not closed in .* line 2"),
         (b'id,"text\n1,a\n', "'a.csv' has a quote that is not closed in .* line 1"),
-        ("id,text\n1,é\n".encode("latin1"), "'a.csv' is not UTF-8"),
-        ("id,text\n1,a\n".encode("utf-16"), "'a.csv' is not UTF-8"),
+        ("id,text\n1,é\n".encode("latin1"), "'a.csv' is not UTF-8: .*iconv -f latin1"),
+        ("id,text\n1,a\n".encode("utf-16"), "'a.csv' is not UTF-8: .*iconv -f utf-16"),
+        ("\ufeffid,text\n1,a\n".encode("utf-16-be"), "'a.csv' is not UTF-8: .*iconv -f utf-16"),
         (b"id,txt\n1,a\n", "text_key='text'.* 'id', 'txt'"),
         (b"id,text,media\n1,a,print\n", "'a.csv' has a 'media' that is no list"),
     ],
@@ -211,24 +218,23 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
+def run_table(folder, server, table, kind):
+    """Runs the table as a file of the kind. Returns the output."""
+    (folder / "data").mkdir()
+    write_table(folder / "data" / f"a.{kind}", table, 2, stream=True)
+    output = ParquetWriter(str(folder / "output"), "${chunk_index}.parquet", expand_metadata=True)
+    step = runner(folder, server, records_per_chunk=3, output_writer=output)
+    step.run(reader_of(folder / "data", kind).run())
+    return pq.read_table(folder / "output")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("name", COLUMNS)
-def test_a_column_of_a_table_comes_back_as_pyarrow_reads_it(tmp_path, server, name, reader):
+def test_a_column_of_a_table_comes_back_as_pyarrow_reads_it(tmp_path, server, name, kind):
     table = pa.table({"id": ["1", "2", "3"], "text": ["a", "b", "c"], "v": COLUMNS[name]})
-    (tmp_path / "data").mkdir()
     expected = tmp_path / "expected.parquet"
     pq.write_table(table, expected)
-    if reader is ParquetReader:
-        pq.write_table(table, tmp_path / "data" / "a.parquet", row_group_size=2)
-    else:
-        with pa.ipc.new_stream(tmp_path / "data" / "a.arrow", table.schema) as file:
-            file.write_table(table, max_chunksize=2)
-    output = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
-    runner(tmp_path, server, records_per_chunk=3, output_writer=output).run(
-        reader(str(tmp_path / "data")).run()
-    )
-    (file,) = (tmp_path / "output").glob("*.parquet")
-    found = pq.read_table(file).select(table.column_names)
+    found = run_table(tmp_path, server, table, kind).select(table.column_names)
     written = pq.read_table(expected)
     values = found.to_pydict()
     assert values == written.to_pydict()
@@ -253,12 +259,7 @@ def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
     tmp_path, server, values, expected
 ):
     table = pa.table({"text": ["a", "b"], "v": values})
-    (tmp_path / "data").mkdir()
-    with pa.ipc.new_file(str(tmp_path / "data" / "a.arrow"), table.schema) as file:
-        file.write_table(table)
-    output = ParquetWriter(str(tmp_path / "output"), "${chunk_index}.parquet", expand_metadata=True)
-    runner(tmp_path, server, output_writer=output).run(IpcReader(str(tmp_path / "data")).run())
-    assert pq.read_table(tmp_path / "output")["v"].to_pylist() == expected
+    assert run_table(tmp_path, server, table, "arrow")["v"].to_pylist() == expected
 
 
 TABLES = {
@@ -299,10 +300,8 @@ def test_an_empty_cell_is_no_media(tmp_path, server, kind, value):
     if kind == "csv":
         with path.open("w") as file:
             csv.writer(file).writerows([table.column_names, ["1", "a", value or ""]])
-    elif kind == "jsonl":
-        path.write_text(json.dumps(table.to_pylist()[0]))
     else:
-        pq.write_table(table, path)
-    reader = {"csv": CSVReader, "jsonl": JsonlReader, "parquet": ParquetReader}[kind]
-    runner(tmp_path, server).run(reader(str(tmp_path / "data")).run())
+        write_table(path, table)
+    reader = CSVReader(str(path.parent)) if kind == "csv" else reader_of(path.parent, kind)
+    runner(tmp_path, server).run(reader.run())
     assert [row["text"] for row in rows(tmp_path)] == ["a"]

@@ -21,7 +21,7 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.placement import WaitingChunk
 from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch
 from datatrove_ckpt.generation import scheduler
-from datatrove_ckpt.output import hub_uploads, targets
+from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_uploads import HubReads
@@ -44,12 +44,6 @@ def _no_copies(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield
     assert list(folder.iterdir()) == []
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch, policy):
-    policy("HUB", "HUB_LOOK", first=0.01)
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
 
 
 @pytest.fixture
@@ -76,9 +70,9 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     taken = SimpleNamespace(check=Mock(side_effect=Fenced("Another process has taken over")))
     (tmp_path / "staged").write_text("content")
     output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
-    folder = SimpleNamespace(writer=output, scratch=tmp_path, rank=0)
-    reads = HubReads(HubFolder.of(output.output_folder), StoppableCalls(), taken)
-    commits = HubTarget(folder, reads, taken, CommitPace())
+    folder = output.output_folder
+    reads = HubReads(HubFolder.of(folder), StoppableCalls(), taken)
+    commits = HubTarget(folder, 0, tmp_path, reads, taken, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
     done, failures = Mock(), queue.SimpleQueue()
@@ -313,7 +307,7 @@ def test_writers_that_cannot_be_taken_over_are_refused(server, tmp_path):
     nobodys = HuggingFaceDatasetWriter(
         "data", local_working_dir=str(tmp_path), output_filename=NAME
     )
-    with pytest.raises(ConfigError, match="'data' names no owner"):
+    with pytest.raises(ConfigError, match="Write hf://datasets/OWNER/NAME"):
         hub_runner(tmp_path, server, output_writer=nobodys)
     bucket = HuggingFaceBucketWriter(
         "org/b", local_working_dir=str(tmp_path), output_filename=NAME, overwrite=True

@@ -6,7 +6,6 @@ import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.output import hub_uploads
 from datatrove_ckpt.output.owner import OWNER
 from tests.hub.job import hub_job
 
@@ -22,7 +21,6 @@ def cli(
     monkeypatch,
     capfd,
 ):
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     hub.put("org/data", CARD)
     with hub_job(tmp_path, hub, server, monkeypatch, capfd) as run:
         yield run
@@ -34,7 +32,9 @@ def test_files_to_redo_are_removed_in_one_commit(cli, hub):
     before = hub.files("org/data")
     hub.put("org/data", {name: before[name] + b"more" for name in (FILES[0], FILES[2])})
     commits = len(hub.commits("org/data"))
-    hub.drop_answer("commit")  # and the commit of which nobody learns is not made again
+    hub.fail(
+        "commit", None, after_effect=True
+    )  # and the commit of which nobody learns is not made again
     cli("repair", "checkpoints", "--logging-dir", "logs")
     (removal,) = hub.commits("org/data")[commits:]
     assert removal.title == "Remove 2 files: datatrove-ckpt repair"

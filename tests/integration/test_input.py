@@ -151,12 +151,6 @@ def test_a_whole_input_of_empty_texts_is_no_success(job, tmp_path):
     assert "1 of 1" in job().out
 
 
-def test_a_csv_file_that_is_not_utf_8_is_an_error_that_names_it(job, tmp_path):
-    (tmp_path / "documents/0.jsonl").write_bytes(b"text,id\ncaf\xe9,1\n")
-    said = job("CSVReader", code=1).err
-    assert "The input file '0.jsonl' is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in said
-
-
 @pytest.mark.parametrize(
     "kind", [stat.S_IFSOCK, stat.S_IFIFO, stat.S_IFLNK], ids=["socket", "FIFO", "device"]
 )

@@ -166,12 +166,11 @@ def test_a_mirror_that_was_copied_goes_on_with_the_copy_of_the_output(tmp_path, 
     assert str(new / "output") in command("verify", mirror, code=None)
 
 
-def test_output_that_went_to_the_hub_is_compared_there(tmp_path, hub, monkeypatch, server):
+def test_output_that_went_to_the_hub_is_compared_there(tmp_path, hub, server):
     folder = restored(NEWEST, tmp_path / "job")
     there = {f"part/{path.name}": path.read_bytes() for path in (folder / "output").glob("*.jsonl")}
     lost = next(iter(there))
     hub.put("org/data", {name: data for name, data in there.items() if name != lost})
-    monkeypatch.setattr("datatrove_ckpt.output.hub_uploads.LAG_LOOKS", (0.0, 0.01))
     url = "hf://datasets/org/data/part"
     with pytest.raises(OutputMismatch, match=r"lacks output files|is missing"):
         run(folder, server.url, 1, output=url)

@@ -2,8 +2,6 @@
 stuck on one.
 """
 
-from functools import partial
-
 import pytest
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
@@ -121,15 +119,8 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(tmp
     assert len(rows(tmp_path)) == 9
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_an_id_that_is_the_number_0_is_written(tmp_path, server, command, form):
-    lines = [f'{{"id": {number}, "text": "text {number}"}}\n' for number in range(3)]
-    (tmp_path / "in.jsonl").write_text("".join(lines))
-    run_folder = tmp_path / "job"
-    job = ["run", "--input", tmp_path / "in.jsonl", "--prompt", "{text}", "--endpoint", server.url]
-    command(*map(str, job), f"--run-folder={run_folder}", "--model=m", f"--output-format={form}")
-    (file,) = (run_folder / "output").iterdir()
-    import pandas
-
-    read = {"jsonl": partial(pandas.read_json, lines=True), "parquet": pandas.read_parquet}[form]
-    assert list(read(file)["id"]) == [0, 1, 2]
+def test_an_id_that_is_the_number_0_is_written(tmp_path, server):
+    found = documents(2)
+    found[0].id = 0
+    runner(tmp_path, server).run(found)
+    assert ids(tmp_path) == [0, "id 1"]

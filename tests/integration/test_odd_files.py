@@ -1,25 +1,19 @@
 """Files as other programs leave them: hidden ones, byte order marks, equal names, long integers."""
 
 import csv
-import gzip
-import io
 import json
 
 import pyarrow as pa
-import pyarrow.ipc as ipc
-import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline import readers as datatrove_readers
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.checkpoint.layout import is_ours
-from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers import CSVReader, IpcReader, JsonlReader, ParquetReader, inputs
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.readers import CSVReader, JsonlReader
 from datatrove_ckpt.torch import ReaderDataset
-from tests.jobs import rejects, runner
+from tests.jobs import runner
+from tests.unit.tables import reader_of, write_table
 from tests.yaml_jobs import endpoint, job_yaml
 
 MARK = b"\xef\xbb\xbf"
@@ -163,66 +157,6 @@ def test_the_short_form_looks_at_no_hidden_file(tmp_path, run, server):
     assert [row["id"] for row in run(server, folder)] == ["1"]
 
 
-def test_a_run_that_has_read_hidden_files_is_refused_and_goes_on_with_a_list(
-    here, command, server, monkeypatch
-):
-    """As release 0.2.0 left it: task 0 is finished, task 1 stopped in its second file."""
-    names = [".x.jsonl", "a.jsonl", "b.jsonl", "c.jsonl.gz"]
-    for name in names[:-1]:
-        write(here / "input", name)
-    whole = gzip.compress(json.dumps({"id": names[-1], "text": names[-1]}).encode() + b"\n")
-    last = write(here / "input", names[-1], whole[:-3])
-    text = job_yaml(endpoint(server), tasks=2) + "          records_per_chunk: 1\n"
-    write(here, "job.yaml", text.encode())
-    with monkeypatch.context() as then:
-        then.setattr(inputs, "is_input", lambda name, pattern: not is_ours(name))
-        command("run", "job.yaml", code=1)
-    last.write_bytes(whole)
-    asked = len(server.payloads)
-    said = command("run", "job.yaml", code=1).err
-    assert "'.x.jsonl' is gone" in said
-    assert len(server.payloads) == asked
-    write(here, "list.txt", "\n".join(names).encode())
-    data = '{data_folder: input, paths_file: "list.txt"}'
-    write(here, "job.yaml", text.replace("{data_folder: input}", data).encode())
-    command("run", "job.yaml")
-    assert sorted(row["id"] for row in rows(here)) == names
-    assert len(server.payloads) == len(names)
-
-
-CSV = {
-    "mark": MARK + b"id,text\n1,a\n",
-    "mark and quotes": MARK + b'"text","id"\r\n"a, b",1\r\n',
-    "line breaks": b'id,text\r\n1,"a\r\nb\n\nc\rd"\r\n',
-    "blank lines": b"id,text\n\n1,a\n\n2,b\n",
-    "carriage returns": b"text,id\ra,1\rb,2",
-    "a column without a name": b",text,id\n0,a,1\n",
-    "odd quotes": b'id,text\n1,5" pipe\n2,"a"b\n3,"say ""a"""\n',
-    "a byte of zeros": b"id,text\n1,a\0b\n",
-    "no line break at the end": b'id,text\n1,a\n2,"b"',
-}
-
-
-@pytest.mark.parametrize("compress", [bytes, gzip.compress])
-@pytest.mark.parametrize("name", CSV)
-def test_csv_is_read_as_the_csv_module_and_pandas_read_it(tmp_path, name, compress):
-    import pandas
-
-    suffix = ".csv" if compress is bytes else ".csv.gz"
-    write(tmp_path, f"a{suffix}", compress(CSV[name]))
-    found = [
-        {"id": document.id, "text": document.text, **document.metadata}
-        for document in CSVReader(str(tmp_path)).run()
-    ]
-    for row in found:
-        del row["file_path"]
-    text = CSV[name].decode("utf-8-sig")
-    assert found == list(csv.DictReader(io.StringIO(text, newline="")))
-    read = pandas.read_csv(io.BytesIO(CSV[name]), dtype=str, keep_default_na=False)
-    values = [[value or "" for value in row.values()] for row in found]
-    assert sorted(map(sorted, values)) == sorted(map(sorted, read.to_numpy().tolist()))
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -276,53 +210,22 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_equal_names_in_a_table_are_refused_with_their_places(tmp_path, name, kind):
     content, message = TABLES[name]
-    if kind == "parquet":
-        pq.write_table(content, tmp_path / "a.parquet")
-        reader = ParquetReader(str(tmp_path))
-    else:
-        with ipc.new_file(str(tmp_path / "a.arrow"), content.schema) as writer:
-            writer.write_table(content)
-        reader = IpcReader(str(tmp_path))
+    write_table(tmp_path / f"a.{kind}", content)
+    reader = reader_of(tmp_path, kind)
     with pytest.raises(InputError, match=f"several columns named {message}"):
         list(reader.run())
     with pytest.raises(InputError, match=message):
         ReaderDataset(reader)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [("id,text,n,text", "'text': numbers 2, 4"), (",text,id,", "'': numbers 1, 4")],
-)
-def test_equal_names_in_csv_are_refused_before_a_request(tmp_path, run, server, names, message):
-    path = write(tmp_path, "a.csv", MARK + f"{names}\n1,a,2,b\n".encode())
-    assert message in run(server, path, code=1)
-    assert not server.payloads
-
-
 EDGES = [2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**19, 10**25 + 1, -(10**30)]
 
 
-@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
-def test_integers_of_any_size_are_read_as_json_reads_them(separators):
-    others = [0.00012345678901234567, -1.2345678901234567e-20, 1e25, "12345678901234567890123"]
-    for value in (*EDGES, *others, EDGES + others, {"k": [EDGES]}):
-        line = json.dumps({"v": value, "w": -1}, separators=separators).encode()
-        assert repr(loads(line)) == repr(json.loads(line))
-
-
-@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_integers_beyond_64_bits_come_out_as_they_went_in(tmp_path, run, stopped):
+def test_integers_beyond_64_bits_come_out_as_they_went_in(tmp_path, run, server):
     given = [{"id": value, "text": f"text {value}", "n": [{"v": -value}]} for value in EDGES]
     path = write(tmp_path, "a.jsonl", "\n".join(map(json.dumps, given)).encode())
-    prompts = [f'text {value} [{{"v":{-value}}}]' for value in EDGES]
-    refused = set(prompts[-1:] * stopped)
-    with FakeServer(status=rejects(refused, 401)) as server:
-        if stopped:  # the journal holds the others
-            run(server, path, "{text} {n}", code=1)
-            refused.clear()
-        found = run(server, path, "{text} {n}")
-        assert set(server.asked) == set(prompts)
-        assert server.asked.total() == len(prompts) + stopped
+    found = run(server, path, "{text} {n}")
+    assert set(server.asked) == {f'text {value} [{{"v":{-value}}}]' for value in EDGES}
     for row, expected in zip(found, given, strict=True):
         assert {key: row[key] for key in expected} == expected
 

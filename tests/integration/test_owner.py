@@ -2,13 +2,13 @@
 one changes.
 """
 
+import asyncio
 import random
 import shutil
 import socket
-import tempfile
 import threading
+from functools import partial
 from itertools import count
-from pathlib import Path
 from unittest.mock import Mock
 
 import fsspec
@@ -21,9 +21,9 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.layout import HOME
 from datatrove_ckpt.common import object_store
 from datatrove_ckpt.errors import CheckpointMismatch, OutputMismatch, StorageFailed
-from datatrove_ckpt.output import hub_uploads, owner
+from datatrove_ckpt.output import owner
 from datatrove_ckpt.output.owner import OutputOwnership
-from datatrove_ckpt.testing import FakeServer, crash_at, outputs
+from datatrove_ckpt.testing import FakeServer, crash_at
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
 from tests.jobs import ask, documents, run_job, runner
 
@@ -31,38 +31,50 @@ NAME = "${rank}_${chunk_index}.jsonl"
 
 
 class Place:
-    """An output folder."""
+    """An output folder on a file system of fsspec."""
 
     name = NAME
     rollout = staticmethod(ask)
 
-    def __init__(self, folder):
+    def __init__(self, folder, protocol=""):
         self.folder = folder / "output"
+        self.url = f"{protocol}{self.folder}"
+        self.fs, self._root = fsspec.url_to_fs(self.url)
+        self._moved = {}
 
     def writer(self):
-        return JsonlWriter(str(self.folder), self.name, compression=None)
+        return JsonlWriter(self.url, self.name, compression=None)
 
     def files(self):
-        return outputs(self.folder)
+        self.fs.invalidate_cache()
+        paths = self.fs.find(self._root)
+        return {path.removeprefix(f"{self._root}/"): self.fs.cat_file(path) for path in paths}
+
+    def _change(self, add, delete):
+        for name in delete:
+            self.fs.rm_file(f"{self._root}/{name}")
+        for name, content in add.items():
+            self.fs.pipe_file(f"{self._root}/{name}", content)
 
     def move_away(self):
-        self.folder.rename(self.folder.with_name("moved"))
+        self._moved = self.files()
+        self._change({}, list(self._moved))
 
     def bring_back(self):
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.with_name("moved").rename(self.folder)
+        self._change({}, list(self.files()))
+        self._change(self._moved, [])
 
     def forget_owner(self):
         """What the message of the refusal tells: remove the file that names the owner."""
-        for path in self.folder.parent.glob(".output.datatrove-ckpt-owner-*"):
-            path.unlink()
+        for path in self.fs.glob(f"{self.fs._parent(self._root)}/.output.datatrove-ckpt-owner-*"):
+            self.fs.rm_file(path)
 
 
 class ParquetPlace(Place):
     name = "${rank}_${chunk_index}.parquet"
 
     def writer(self):
-        return ParquetWriter(str(self.folder), self.name)
+        return ParquetWriter(self.url, self.name)
 
 
 class ManyFiles(Place):
@@ -76,43 +88,7 @@ class ManyFiles(Place):
         return await ask(document, generate)
 
 
-class MemoryPlace(Place):
-    """A file system of fsspec."""
-
-    def __init__(self, folder):
-        self.fs = fsspec.filesystem("memory")
-        self.url = f"memory://{folder.name}/output"
-        self._moved = {}
-
-    def writer(self):
-        return JsonlWriter(self.url, self.name, compression=None)
-
-    def _path(self):
-        return str(self.fs._strip_protocol(self.url))
-
-    def files(self):
-        self.fs.invalidate_cache()
-        return {str(path): self.fs.cat_file(path) for path in self.fs.find(self._path())}
-
-    def move_away(self):
-        self._moved = self.files()
-        for path in self._moved:
-            self.fs.rm_file(path)
-
-    def bring_back(self):
-        for path in self.files():
-            self.fs.rm_file(path)
-        for path, content in self._moved.items():
-            self.fs.pipe_file(path, content)
-
-    def forget_owner(self):
-        parent = self._path().rpartition("/")[0]
-        for path in self.fs.ls(parent, detail=False):
-            if "datatrove-ckpt-owner" in path:
-                self.fs.rm_file(path)
-
-
-class HubPlace(MemoryPlace):
+class HubPlace(Place):
     """A folder in a repository on the hub."""
 
     kind, repo = "dataset", "org/data"
@@ -132,14 +108,6 @@ class HubPlace(MemoryPlace):
         if add:
             self.hub.put(self.repo, add, kind=self.kind)
 
-    def move_away(self):
-        self._moved = self.files()
-        self._change({}, list(self._moved))
-
-    def bring_back(self):
-        self._change({}, list(self.files()))
-        self._change(self._moved, [])
-
     def forget_owner(self):
         self._change({}, self.hub.owners(self.repo, self.kind))
 
@@ -151,12 +119,11 @@ class BucketPlace(HubPlace):
 @pytest.fixture
 def place(request, tmp_path, monkeypatch):
     monkeypatch.setattr(object_store, "_SETTLES", 0.01)
-    monkeypatch.setattr(hub_uploads, "LAG_LOOKS", (0.0, 0.01))
     kinds = {
         "local": Place,
         "parquet": ParquetPlace,
         "many files": ManyFiles,
-        "memory": MemoryPlace,
+        "memory": partial(Place, protocol="memory://"),
     }
     if request.param in kinds:
         yield kinds[request.param](tmp_path)
@@ -230,18 +197,9 @@ def test_the_second_of_two_jobs_is_refused_before_it_asks_anything(tmp_path, pla
     async def rollout(document, generate):
         if not refused:
             refused.append("")
-            failed = []
-
-            def second():
-                try:
-                    start("b")
-                except OutputMismatch as error:
-                    failed.append(error)
-
-            thread = threading.Thread(target=second)
-            thread.start()
-            thread.join()
-            refused[0] = str(failed[0])
+            with pytest.raises(OutputMismatch) as failed:
+                await asyncio.to_thread(start, "b")
+            refused[0] = str(failed.value)
         return await place.rollout(document, generate)
 
     start("a", rollout=rollout)
@@ -314,8 +272,6 @@ def test_without_owners_a_job_replaces_no_file_of_another_one_in_any_order(
         found = await place.rollout(document, generate)
         if document.id == "id 0":
             has_begun.set()
-            import asyncio
-
             await asyncio.to_thread(may_end.wait, 300)
         return found
 
@@ -405,16 +361,16 @@ def test_a_chunk_that_is_written_again_with_other_bytes_replaces_its_own_file(
 def test_of_several_files_of_a_chunk_none_stays_where_one_is_refused(tmp_path, servers):
     place = ManyFiles(tmp_path)
     start = starter(tmp_path, place, servers)
-    stranger = place.folder / "fr/00000_00000.jsonl"
+    stranger = place.folder / "de/00000_00000.jsonl"
 
     async def rollout(document, generate):
         stranger.parent.mkdir(parents=True, exist_ok=True)
         stranger.write_text("another job's")
         return await place.rollout(document, generate)
 
-    with pytest.raises(OutputMismatch, match="fr/00000_00000"):
+    with pytest.raises(OutputMismatch, match="de/00000_00000"):
         start("a", 2, rollout=rollout)
-    assert place.files() == {"fr/00000_00000.jsonl": b"another job's"}
+    assert place.files() == {"de/00000_00000.jsonl": b"another job's"}
     assert not list((tmp_path / "a").rglob("staging/*/*"))
 
 
@@ -440,21 +396,6 @@ def test_a_file_that_appears_in_the_last_moment_is_not_replaced(
     with pytest.raises(OutputMismatch, match="has other content"):
         start("a", 2)
     assert place.files() == {"00000_00000.jsonl": b"another job's"}
-
-
-def test_output_on_another_file_system_than_the_checkpoint_is_copied_there_and_nothing_is_left(
-    tmp_path, servers
-):
-    parents = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    here = tmp_path.stat().st_dev
-    other = next(parent for parent in parents if parent.stat().st_dev != here)
-    with tempfile.TemporaryDirectory(dir=other) as folder:
-        place = ManyFiles(Path(folder))
-        start = starter(tmp_path, place, servers)
-        start("a")
-        assert len(place.files()) == 6 - 1
-        start("a")
-        assert not list(Path(folder).rglob(".datatrove-ckpt-staging"))
 
 
 def test_files_of_another_ending_are_seen_by_a_first_start(tmp_path, servers):
@@ -494,19 +435,24 @@ def test_two_runs_whose_nodes_have_checkpoints_in_the_same_place_are_two(
     """Each on a node with a disk of its own: the path is the same, and the settings are not."""
     one, other = servers
     place = Place(tmp_path)
+
+    def start(server, rollouts):
+        settings = {"rollouts_per_document": rollouts}
+        job(tmp_path, "node", server, place, config=settings).run(documents(3))
+
     monkeypatch.setattr(socket, "gethostname", lambda: "node 1")
-    job(tmp_path, "node", one, place).run(documents(3))
+    start(one, 1)
     monkeypatch.setattr(socket, "gethostname", lambda: "node 2")
     (tmp_path / "node").rename(tmp_path / "another node")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
-        job(tmp_path, "node", other, place, config={"rollouts_per_document": 2}).run(documents(3))
+        start(other, 2)
     assert not other.asked
     shutil.rmtree(place.folder)
-    job(tmp_path, "node", other, place, config={"rollouts_per_document": 2}).run(documents(3))
+    start(other, 2)
     shutil.rmtree(tmp_path / "node")
     (tmp_path / "another node").rename(tmp_path / "node")
     with pytest.raises(OutputMismatch, match="belongs to another run"):
-        job(tmp_path, "node", one, place).run(documents(3))
+        start(one, 1)
 
 
 def test_a_later_run_in_the_place_of_a_moved_one_is_another_run(tmp_path, servers, command):

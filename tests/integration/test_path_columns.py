@@ -1,13 +1,11 @@
 """Folders such as ``lang=en`` are columns, where the reader is told so."""
 
-import csv
-import json
-
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
 from tests.jobs import rejects, rows, runner
+from tests.unit.tables import write_table
 
 pa = pytest.importorskip("pyarrow")
 ds = pytest.importorskip("pyarrow.dataset")
@@ -26,14 +24,10 @@ def write(folder, kind, folders=FOLDERS):
     for number, name in enumerate(folders):
         (folder / name).mkdir(parents=True)
         path = folder / name / f"part=0.{kind}"
-        row = {"id": f"{number}", "text": f"text {number}"}
-        if kind == "parquet":
-            pq.write_table(pa.table({key: [value] for key, value in row.items()}), path)
-        elif kind == "jsonl":
-            path.write_text(json.dumps(row) + "\n")
+        if kind == "csv":
+            path.write_text(f"id,text\n{number},text {number}\n")
         else:
-            with path.open("w", newline="") as file:
-                csv.writer(file).writerows([row, row.values()])
+            write_table(path, pa.table({"id": [f"{number}"], "text": [f"text {number}"]}))
     return str(folder)
 
 

@@ -14,16 +14,17 @@ from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers import (
     CSVReader,
     DamagedLine,
-    IpcReader,
     JsonlReader,
     ParquetReader,
 )
 from tests.jobs import letters, rejects, rows, runner
+from tests.unit.tables import reader_of, write_table
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 DAY = datetime.date(2026, 1, 2)
+MIDNIGHT = datetime.datetime(2026, 1, 2)
 MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901)
 TYPES = [
     (pa.int8(), [1, None, -128, 127]),
@@ -68,25 +69,29 @@ def a_table(types=TYPES, rows=4):
     return pa.table(texts | columns)
 
 
-def run(folder, server, *tables, reader=ParquetReader, steps=(), metadata=True, **changes):
+def run(folder, server, *tables, kind="parquet", steps=(), metadata=True, **changes):
     """Runs the tables as files a, b, ... in chunks of two rows."""
     data = folder / "data"
     data.mkdir(exist_ok=True)
     for name, table in zip("abc", tables, strict=False):
-        if reader is ParquetReader:
-            pq.write_table(table, data / f"{name}.parquet", row_group_size=3)
-        else:
-            with pa.ipc.new_file(data / f"{name}.arrow", table.schema) as file:
-                file.write_table(table)
+        write_table(data / f"{name}.{kind}", table, 3)
     output = ParquetWriter(
         str(folder / "output"), "${chunk_index}.parquet", expand_metadata=metadata
     )
     step = runner(folder, server, records_per_chunk=2, output_writer=output, **changes)
-    documents = reader(str(data)).run()
+    documents = reader_of(data, kind).run()
     for one in steps:
         documents = one(documents)
     step.run(documents)
     return sorted((folder / "output").glob("*.parquet"))
+
+
+def run_to_text_2(folder, server, table, **changes):
+    """The first chunk is committed."""
+    server._status = rejects({"text 2"}, 401)
+    with pytest.raises(Exception, match="401"):
+        run(folder, server, table, **changes)
+    server._status = lambda payload, times: None
 
 
 def read(files):
@@ -104,10 +109,10 @@ def without_type(table):
     return table.cast(pa.schema(fields))
 
 
-@pytest.mark.parametrize("reader", [ParquetReader, IpcReader])
-def test_columns_come_back_as_they_went_in(tmp_path, server, reader):
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_columns_come_back_as_they_went_in(tmp_path, server, kind):
     table = a_table()
-    output = read(run(tmp_path, server, table, reader=reader)).select(table.column_names)
+    output = read(run(tmp_path, server, table, kind=kind)).select(table.column_names)
     expected = without_type(table)
     for name in table.column_names:
         assert output.schema.field(name).type.equals(expected.schema.field(name).type), name
@@ -145,36 +150,38 @@ def test_columns_inside_the_metadata_have_their_types(tmp_path, server):
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "together"),
+    ("first", "value", "later", "later_value", "together"),
     [
-        (pa.int32(), pa.int64(), pa.int64()),
-        (pa.int32(), pa.float64(), pa.float64()),
-        (pa.decimal128(5, 2), pa.decimal128(8, 3), pa.decimal128(8, 3)),
-        (pa.null(), pa.date32(), pa.date32()),
-        (pa.string(), pa.large_string(), pa.large_string()),
-        (pa.timestamp("ms"), pa.timestamp("us"), pa.timestamp("us")),
-        (pa.list_(pa.int8()), pa.list_(pa.int32()), pa.list_(pa.int32())),
-        (pa.dictionary(pa.int32(), pa.string()), pa.string(), pa.string()),
-        (pa.time32("ms"), pa.time64("us"), pa.time64("us")),
-        (pa.date64(), pa.date32(), pa.date32()),
-        (pa.binary(2), pa.binary(3), pa.large_binary()),
+        (pa.int32(), 3, pa.int64(), 3, pa.int64()),
+        (pa.int32(), 3, pa.float64(), 3, pa.float64()),
+        (
+            pa.decimal128(5, 2),
+            Decimal("1.50"),
+            pa.decimal128(8, 3),
+            Decimal("123.456"),
+            pa.decimal128(8, 3),
+        ),
+        (pa.null(), None, pa.date32(), DAY, pa.date32()),
+        (pa.string(), "a", pa.large_string(), "b", pa.large_string()),
+        (pa.timestamp("ms"), MIDNIGHT, pa.timestamp("us"), MOMENT, pa.timestamp("us")),
+        (pa.list_(pa.int8()), [1], pa.list_(pa.int32()), [2**20], pa.list_(pa.int32())),
+        (pa.dictionary(pa.int32(), pa.string()), "a", pa.string(), "a", pa.string()),
+        (pa.time32("ms"), datetime.time(1, 2), pa.time64("us"), datetime.time(1), pa.time64("us")),
+        (pa.date64(), DAY, pa.date32(), DAY, pa.date32()),
+        (pa.binary(2), b"12", pa.binary(3), b"123", pa.large_binary()),
         (
             pa.map_(pa.string(), pa.int8()),
+            [("a", 1)],
             pa.map_(pa.string(), pa.int64()),
+            [("a", 1)],
             pa.map_(pa.string(), pa.int64()),
         ),
     ],
 )
-def test_all_chunks_have_the_types_of_all_files(tmp_path, server, first, later, together):
-    values = {pa.null(): None, pa.date32(): DAY, pa.timestamp("ms"): datetime.datetime(2026, 1, 1)}
-    values |= {pa.string(): "a", pa.large_string(): "b", pa.timestamp("us"): MOMENT}
-    values |= {pa.list_(pa.int8()): [1], pa.list_(pa.int32()): [2**20]}
-    values |= {pa.decimal128(5, 2): Decimal("1.50"), pa.decimal128(8, 3): Decimal("123.456")}
-    values |= {pa.dictionary(pa.int32(), pa.string()): "a", pa.date64(): DAY}
-    values |= {pa.time32("ms"): datetime.time(1, 2, 3, 4000), pa.time64("us"): datetime.time(1)}
-    values |= {pa.binary(2): b"12", pa.binary(3): b"123"}
-    values |= {pa.map_(pa.string(), kind): [("a", 1)] for kind in (pa.int8(), pa.int64())}
-    tables = [a_table([(kind, [values.get(kind, 3)])], rows=2) for kind in (first, later)]
+def test_all_chunks_have_the_types_of_all_files(
+    tmp_path, server, first, value, later, later_value, together
+):
+    tables = [a_table([given], rows=2) for given in ((first, [value]), (later, [later_value]))]
     files = run(tmp_path, server, *tables)
     assert [pq.read_schema(file).field("v0").type for file in files] == [together, together]
 
@@ -210,12 +217,9 @@ def test_a_restart_takes_the_kept_types_though_the_input_has_grown(tmp_path, ser
     whole.mkdir()
     table = a_table(TYPES[:10])
     expected = read(run(whole, server, table)).drop(["file_path"])
-    server._status = rejects({"text 2"}, 401)
-    with pytest.raises(Exception, match="401"):
-        run(tmp_path, server, table)
+    run_to_text_2(tmp_path, server, table)
     kept = (tmp_path / "checkpoints" / COLUMNS).read_bytes()
     (tmp_path / "checkpoints" / COLUMNS).unlink()  # the task has a copy
-    server._status = lambda payload, times: None
     wider = [(pa.int64() if kind == pa.int8() else kind, values) for kind, values in TYPES[:10]]
     files = run(tmp_path, server, table, a_table(wider))
     assert (tmp_path / "checkpoints" / "00000" / COLUMNS).read_bytes() == kept
@@ -224,12 +228,9 @@ def test_a_restart_takes_the_kept_types_though_the_input_has_grown(tmp_path, ser
 
 def test_a_job_that_began_without_kept_types_goes_on_with_those_of_its_values(tmp_path, server):
     table = a_table([(pa.int8(), [1])])
-    server._status = rejects({"text 2"}, 401)
-    with pytest.raises(Exception, match="401"):
-        run(tmp_path, server, table)
+    run_to_text_2(tmp_path, server, table)
     (tmp_path / "checkpoints" / COLUMNS).unlink()
     (tmp_path / "checkpoints" / "00000" / COLUMNS).unlink()
-    server._status = lambda payload, times: None
     first, later = run(tmp_path, server, table)
     assert str(pq.read_schema(first).field("v0").type) == "int8"
     assert str(pq.read_schema(later).field("v0").type) == "int64"
@@ -238,12 +239,9 @@ def test_a_job_that_began_without_kept_types_goes_on_with_those_of_its_values(tm
 def test_the_types_come_with_a_task_to_another_node(tmp_path, server):
     """Of the mirror: the job's folder of the first node is lost."""
     table = a_table([(pa.int8(), [1]), (pa.map_(pa.string(), pa.date32()), [[("a", DAY)]])])
-    server._status = rejects({"text 2"}, 401)
     mirror = {"checkpoints_remote_dir": f"file://{tmp_path}/mirror"}
-    with pytest.raises(Exception, match="401"):
-        run(tmp_path, server, table, **mirror)
+    run_to_text_2(tmp_path, server, table, **mirror)
     shutil.rmtree(tmp_path / "checkpoints")
-    server._status = lambda payload, times: None
     files = run(tmp_path, server, table, **mirror)
     assert len(files) == 2
     assert [pq.read_schema(file).remove_metadata() for file in files[1:]] == [
@@ -253,31 +251,24 @@ def test_the_types_come_with_a_task_to_another_node(tmp_path, server):
 
 
 @pytest.mark.parametrize(
-    ("kind", "value"),
+    "column",
     [
-        (pa.date32(), 4_000_000),
-        (pa.timestamp("s"), 10**15),
-        (pa.time64("ns"), 1),
-        (pa.duration("ns"), 1),
-        (pa.list_(pa.date32()), [4_000_000]),
-        (pa.list_(pa.time64("ns")), [1]),
-        (pa.struct([("a", pa.duration("ns"))]), {"a": 1}),
-        (pa.map_(pa.string(), pa.duration("ns")), [("a", 1)]),
-        (pa.dictionary(pa.int32(), pa.duration("ns")), 1),
+        pa.array([4_000_000], pa.date32()),
+        pa.array([10**15], pa.timestamp("s")),
+        pa.array([1], pa.time64("ns")),
+        pa.array([1], pa.duration("ns")),
+        pa.array([[4_000_000]], pa.list_(pa.date32())),
+        pa.array([[1]], pa.list_(pa.time64("ns"))),
+        pa.array([{"a": 1}], pa.struct([("a", pa.duration("ns"))])),
+        pa.array([[("a", 1)]], pa.map_(pa.string(), pa.duration("ns"))),
+        pa.array([1], pa.duration("ns")).dictionary_encode(),
     ],
+    ids=lambda column: str(column.type),
 )
-def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, kind, value):
-    if pa.types.is_dictionary(kind):
-        column = pa.array([value], kind.value_type).dictionary_encode()
-    elif pa.types.is_list(kind) and pa.types.is_date(kind.value_type):
-        column = pa.array([value], pa.list_(pa.int32())).cast(kind)
-    elif pa.types.is_nested(kind):
-        column = pa.array([value], kind)
-    else:
-        column = pa.array([value], pa.int64() if "date" not in str(kind) else pa.int32()).cast(kind)
+def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, column):
     table = pa.table({"text": ["a"], "v": column})
     with pytest.raises(InputError, match=r"a\.(arrow|parquet)' has a value in the column 'v'"):
-        run(tmp_path, server, table, reader=IpcReader)
+        run(tmp_path, server, table, kind="arrow")
     assert not server.asked
 
 
@@ -313,9 +304,8 @@ def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
         (pa.list_(pa.decimal128(5, 2)), [[Decimal("1.50"), None]]),
         (pa.timestamp("ns"), [1_700_000_000_000_000_001]),
     ]
-    (tmp_path / "data").mkdir()
-    pq.write_table(a_table(columns, rows=2), tmp_path / "data" / "a.parquet")
-    runner(tmp_path, server).run(ParquetReader(str(tmp_path / "data")).run())
+    write_table(tmp_path / "a.parquet", a_table(columns, rows=2))
+    runner(tmp_path, server).run(ParquetReader(str(tmp_path), glob_pattern="a.parquet").run())
     metadata = rows(tmp_path)[0]["metadata"]
     assert [metadata[f"v{number}"] for number in range(5)] == [
         "1.500",
@@ -327,33 +317,21 @@ def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
     assert metadata["v5"].startswith("2023-11-14T22:13:20")
 
 
-def test_another_node_goes_on_with_the_types_of_the_first_one(tmp_path, server):
-    def start(node):
-        return run(
-            tmp_path,
-            server,
-            a_table(TYPES[:10]),
-            checkpoints_local_dir=str(tmp_path / node),
-            checkpoints_remote_dir=str(tmp_path / "mirror"),
-        )
-
-    server._status = rejects({"text 2"}, 401)
-    with pytest.raises(Exception, match="401"):
-        start("first")
-    server._status = lambda payload, times: None
-    schemas = [pq.read_schema(file) for file in start("second")]
-    assert len(schemas) == 2
-    assert schemas[0].equals(schemas[1])
-    assert str(schemas[1].field("v0").type) == "int8"
-
-
-@pytest.mark.parametrize("value", [Decimal(10) ** 80, Decimal("NaN"), datetime.timedelta.max])
-def test_a_value_that_no_column_holds_is_a_dead_letter_also_after_others(tmp_path, server, value):
+@pytest.mark.parametrize(
+    ("kept", "value"),
+    [
+        (Decimal(1), Decimal(10) ** 80),
+        (Decimal(1), Decimal("NaN")),
+        (datetime.timedelta(1), datetime.timedelta.max),
+        (pandas.Timestamp(1_700_000_000_000_000_001), pandas.Timedelta(1)),  # nanoseconds
+    ],
+)
+def test_a_value_that_no_column_holds_is_a_dead_letter_also_after_others(
+    tmp_path, server, kept, value
+):
     async def rollout(document, generate):
         result = await generate({"messages": [{"role": "user", "content": document.text}]})
-        document.metadata["v"] = value
-        if document.text == "text 0":
-            document.metadata["v"] = type(value)(1)
+        document.metadata["v"] = kept if document.text == "text 0" else value
         return result
 
     files = run(
@@ -364,31 +342,8 @@ def test_a_value_that_no_column_holds_is_a_dead_letter_also_after_others(tmp_pat
         on_document_error="dead_letter",
         max_dead_letters=3,
     )
-    assert read(files)["v"].to_pylist() == [type(value)(1)]
+    assert read(files)["v"].to_pylist() == [kept]
     assert len(letters(tmp_path)) == 3
-
-
-def test_nanoseconds_that_a_rollout_sets_stay_or_are_refused(tmp_path, server):
-    pandas = pytest.importorskip("pandas")
-    moment = pandas.Timestamp(1_700_000_000_000_000_001)
-
-    async def rollout(document, generate):
-        result = await generate({"messages": [{"role": "user", "content": document.text}]})
-        document.metadata["v"] = moment
-        if document.text == "text 3":
-            document.metadata["v"] = pandas.Timedelta(1)
-        return result
-
-    files = run(
-        tmp_path,
-        server,
-        a_table([]),
-        rollout=rollout,
-        on_document_error="dead_letter",
-        max_dead_letters=1,
-    )
-    assert read(files)["v"].to_pylist() == [moment] * 3
-    assert len(letters(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])

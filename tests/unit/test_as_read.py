@@ -178,6 +178,3 @@ def test_containers_that_hold_themselves_are_looked_at_once():
     assert data == as_read(document(of_itself())).data
     assert len(data) < 20_000
     assert decode(data).id == "id"
-
-
-# in a run ----------------------------------------------------------------------------------------

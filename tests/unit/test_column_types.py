@@ -104,6 +104,24 @@ def test_any_two_types_are_united_in_either_order_or_in_none():
         assert outcomes[0] == outcomes[1], (one, other)
 
 
+NAIVE = datetime.datetime(2026, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (NAIVE, NAIVE.date()),
+        (NAIVE, NAIVE.replace(tzinfo=datetime.UTC)),
+        ("a", b"b"),
+        (1, Decimal("1.5")),
+    ],
+)
+def test_values_that_would_change_beside_each_other_are_refused(one, other):
+    for pair in ((one, other), (other, one)):
+        with pytest.raises(NotUnited):
+            schema_of(*pair)
+
+
 def test_only_a_writer_that_infers_its_schema_gets_another_one(tmp_path):
     class Own(ParquetWriter):
         def _write(self, document, file_handler, filename):

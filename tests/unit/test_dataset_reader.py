@@ -3,7 +3,6 @@ another input.
 """
 
 import json
-import os
 
 import numpy as np
 import pyarrow as pa
@@ -240,23 +239,6 @@ def test_changed_settings_are_refused_by_name(tmp_path):
 
 
 # Commits and retries -----------------------------------------------------------------------------
-
-
-def test_ranks_with_one_process_id_on_two_nodes_do_not_write_into_each_others_file(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(os, "getpid", lambda: 7)
-    link = os.link
-
-    def later(source, target):
-        monkeypatch.setattr(os, "link", link)
-        # On the other node.
-        assert Revisions(tmp_path).commit("org/data", "main", lambda: "b" * 40) == "b" * 40
-        link(source, target)
-
-    monkeypatch.setattr(os, "link", later)
-    assert Revisions(tmp_path).commit("org/data", "main", lambda: "a" * 40) == "b" * 40
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_damaged_record_of_a_commit_is_an_error(tmp_path):

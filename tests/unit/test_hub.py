@@ -152,6 +152,3 @@ def test_some_commits_of_an_hour_are_for_ranks_that_end():
     assert pace.seconds_until_turn(history, ends=True) == 0
     assert pace.seconds_until_turn(made([1, 600, 700]), ends=True) > 0
     assert CommitPace(per_hour=1).seconds_until_turn(made([])) == 0
-
-
-# What the hub's rules mean for a job -------------------------------------------------------------

@@ -2,13 +2,10 @@
 
 import json
 import math
-import re
 
 import pytest
 
-from datatrove_ckpt.errors import InputError
-from datatrove_ckpt.readers import CSVReader, JsonlReader
-from tests.jobs import runner
+from datatrove_ckpt.readers import JsonlReader
 
 LINES = {
     "NaN": b'{"text":"a","x":NaN,"y":[1,{"z":-Infinity}]}',
@@ -62,29 +59,3 @@ def test_a_zstd_frame_with_the_longest_window_is_read(tmp_path):
     frame = b"\x28\xb5\x2f\xfd\x00" + window + last_raw_block + content
     (tmp_path / "a.jsonl.zst").write_bytes(frame)
     assert [document.text for document in JsonlReader(str(tmp_path)).run()] == ["a"]
-
-
-@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
-def test_another_delimiter_is_named_before_a_request(tmp_path, server, delimiter):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.csv").write_text(f"id{delimiter}text\n1{delimiter}hello\n")
-    with pytest.raises(InputError, match=rf"'a.csv' has {re.escape(repr(delimiter))} between"):
-        runner(tmp_path / "run", server).run(CSVReader(str(tmp_path / "data")).run())
-    assert not server.asked
-
-
-@pytest.mark.parametrize(
-    ("encoding", "command"),
-    [("utf-16", "iconv -f utf-16"), ("utf-16-be", "utf-16"), ("latin1", "iconv -f latin1")],
-)
-def test_another_encoding_is_named_with_the_command_that_converts_it(
-    tmp_path, server, encoding, command
-):
-    data = "id,text\n1,é\n".encode(encoding)
-    if encoding == "utf-16-be":
-        data = b"\xfe\xff" + data
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.csv").write_bytes(data)
-    with pytest.raises(InputError, match=rf"'a.csv' is not UTF-8: .*{command}"):
-        runner(tmp_path / "run", server).run(CSVReader(str(tmp_path / "data")).run())
-    assert not server.asked

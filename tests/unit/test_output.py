@@ -19,7 +19,7 @@ from datatrove_ckpt.checkpoint.intents import Intents
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import check_options
-from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, OutputMismatch, StorageFailed
+from datatrove_ckpt.errors import ConfigError, Fenced, OutputFailed, StorageFailed
 from datatrove_ckpt.output.file_managers import StagedFiles
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import LocalTarget, RemoteTarget, S3Target
@@ -151,14 +151,6 @@ def test_a_rank_that_was_taken_over_meanwhile_tries_no_upload_again(
     with pytest.raises(Fenced):
         folder.upload(local, "b")
     assert files.store.keys() == {"/output/a"}
-
-
-def test_retrying_ends(files, folder, local, policy):
-    policy("STORAGE", patience=0.05)
-    files.before = failing(*[ConnectionError("refused")] * 10_000)
-    with pytest.raises(OutputFailed, match=r"ConnectionError: refused\. Check the network"):
-        folder.upload(local, "a")
-    assert files.store == {}
 
 
 def test_a_file_of_another_size_is_refused(files, folder, local):
@@ -374,17 +366,6 @@ def test_the_bytes_of_a_compressed_file_do_not_depend_on_the_time(tmp_path, monk
         staged = staged_files(tmp_path / f"{seconds}", a=b"content")
         hashes.add(staged.finished["a"].hexdigest())
     assert len(hashes) == 1
-
-
-def test_a_chunk_with_a_file_of_another_run_leaves_none_of_its_files(tmp_path):
-    output = tmp_path / "output"
-    output.mkdir()
-    (output / "b").write_bytes(b"of another run")
-    staged = staged_files(tmp_path, a=b"content", b=b"content", c=b"content")
-    target = LocalTarget(DataFolder(str(output)), tmp_path, "00000")
-    with pytest.raises(OutputMismatch):
-        target.publish(0, staged, Intents(tmp_path))
-    assert {path.name: path.read_bytes() for path in output.iterdir()} == {"b": b"of another run"}
 
 
 def test_a_file_in_a_folder_that_a_group_shares_belongs_to_the_group(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ that load as one.
 
 import datetime
 import json
-from decimal import Decimal
 from http import HTTPStatus
 
 import numpy as np
@@ -15,8 +14,6 @@ from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.arrow_types import type_of
 from datatrove_ckpt.output.chunk_writing import ChunkWriting
-from datatrove_ckpt.readers import ParquetReader
-from datatrove_ckpt.torch.index import batch_rows
 from tests.jobs import documents, runner
 
 pa = pytest.importorskip("pyarrow")
@@ -137,23 +134,6 @@ VECTOR = np.array([0.5, 2], np.float32)
 
 
 @pytest.mark.matrix(
-    ("one", "other"),
-    [
-        (NAIVE, NAIVE.date()),
-        (NAIVE, AWARE),
-        ("a", b"b"),
-        (1, Decimal("1.5")),
-    ],
-)
-def test_values_that_would_change_beside_each_other_are_refused(tmp_path, server, one, other):
-    for number, chunk in enumerate(([one, other], [other, one])):
-        with pytest.raises(
-            OutputFailed, match=r"'id 1' .*column 'c' is .* there, and .* in it or one before"
-        ):
-            written(tmp_path / str(number), server, [chunk])
-
-
-@pytest.mark.matrix(
     ("kind", "kept", "read", "changed", "said"),
     [
         (pa.timestamp("us", "UTC"), AWARE, AWARE, NAIVE, r"column 'c' is timestamp\[us\]"),
@@ -254,22 +234,6 @@ def test_files_with_arrays_load_as_one_or_it_is_said(tmp_path, server, name, log
 # from chunk to chunk -----------------------------------------------------------------------------
 
 
-def test_a_first_file_without_values_is_said_by_all_its_columns(tmp_path, server, log, capsys):
-    written(
-        tmp_path,
-        server,
-        [[{"n": None, "raw": None, "t": None}], [{"n": 1, "raw": b"\xff", "t": "x"}]],
-    )
-    said = "".join(log)
-    for column in ("column 'c.n' is without a value in one file, and int64", "'c.raw' is without"):
-        assert column in said
-    assert main(["verify", str(tmp_path / "checkpoints"), "--full"]) == 1
-    found = " ".join(capsys.readouterr().out.split())
-    for column in ("'c.n' is int64 there, and without a value", "'c.raw' is binary there"):
-        assert column in found
-    assert "'c.t'" not in found
-
-
 # bytes -------------------------------------------------------------------------------------------
 
 
@@ -301,21 +265,3 @@ def test_a_right_guess_and_a_wrong_one_write_the_same_bytes(tmp_path, server, mo
 def test_a_subclass_of_int_is_an_integer():
     """``in`` of a range goes through all its numbers for such a value."""
     assert type_of([HTTPStatus.OK, 1], "c") == pa.int64()
-
-
-@pytest.mark.parametrize("expand", [False, True])
-def test_files_with_arrays_are_read_by_our_readers(tmp_path, server, expand):
-    given = [vector(0.1, 2), None, vector(3, 4)]
-    files = written(
-        tmp_path, server, [given], output_writer=parquet(tmp_path, expand_metadata=expand)
-    )
-    kept = [document.metadata["c"] for document in ParquetReader(str(tmp_path / "output")).run()]
-    assert [None if value is None else np.array(value, np.float32).tolist() for value in kept] == [
-        None if value is None else value.tolist() for value in given
-    ]
-    assert main(["show", str(tmp_path / "checkpoints")]) == 0
-    if expand:
-        (batch,) = pq.read_table(files[0]).slice(2).to_batches()
-        (row,) = batch_rows(batch, np.arange(1))
-        assert row["c"].dtype == np.float32
-        assert row["c"].tolist() == [3, 4]

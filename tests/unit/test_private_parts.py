@@ -17,7 +17,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 def test_datatroves_writers_write_a_row_in_write():
     sentence = (
         "datatrove's writers no longer hand a row to _write(document, file_handler, filename), or a batch to "
-        "_write_batch. Correct Format.is_written_by in output/formats.py, and omit_dictionaries in output/parquet.py."
+        "_write_batch. Correct Format.is_written_by in output/formats.py, and omit_dictionaries in output/chunk_writing.py."
     )
     assert [*inspect.signature(DiskWriter._write).parameters] == [
         "self",

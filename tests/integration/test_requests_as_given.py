@@ -117,7 +117,7 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, serv
 def test_extras_are_merged_as_the_client_of_openai_merges_them(
     tmp_path, recording, monkeypatch, is_default, is_proxied
 ):
-    """Through both transports: a proxy needs the one over aiohttp."""
+    """Directly and through a proxy."""
     monkeypatch.setenv("KEPT", "1")
     url = f"http://127.0.0.1:{recording.server_port}/v1?api-version=old&kept=${{KEPT}}"
     if is_proxied:

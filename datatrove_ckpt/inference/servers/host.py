@@ -194,9 +194,9 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
     below = url.api("/v1")
     api = None if url.may_lack_version else url
     try:
-        response = await get(target, api_key, _PROBE_TIMEOUT)
+        response = await get(target, api_key, _PROBE_TIMEOUT, proxied=True)
         if api is None and response.status not in (200, *retrying.SERVER.retried):
-            found = await get(below.api("models"), api_key, _PROBE_TIMEOUT)
+            found = await get(below.api("models"), api_key, _PROBE_TIMEOUT, proxied=True)
             if found.status in (200, *retrying.SERVER.retried):
                 response = found
                 url = below

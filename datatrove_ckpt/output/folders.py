@@ -1,4 +1,6 @@
-"""Folders that must differ: a step's output, its checkpoint, and what the job reads."""
+"""Folders that must differ: a step's output, its checkpoint, what the job reads, and what other
+steps write.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from datatrove.io import DataFolder, get_datafolder
@@ -57,6 +60,25 @@ def refuse_own_output(name: str, step: object, place: str, writer: DiskWriter) -
             f"Choose another {setting_name('output_folder')}, or let "
             f"{setting_name('glob_pattern')} leave out {_sample(writer)}."
         )
+
+
+def refuse_equal_folders(pipeline: Sequence[PipelineStep]) -> None:
+    """Refuses a pipeline in which two steps write the same files. Raises ConfigError."""
+    for (place, writer), (other_place, other) in combinations(writers_of(pipeline), 2):
+        files = _path(writer.output_folder), _sample(writer)
+        if files == (_path(other.output_folder), _sample(other)):
+            raise ConfigError(
+                f"{other_place} writes the same files as {place}: {'/'.join(files)}, for example. "
+                "Choose another output folder or output_filename for one of them."
+            )
+    seen: dict[Path, int] = {}
+    for index, step in enumerate(pipeline):
+        folder = getattr(step, "checkpoints_local_dir", None)
+        if folder is not None and seen.setdefault(Path(folder).absolute(), index) != index:
+            raise ConfigError(
+                f"{step_place(index, step)}: {setting_name('checkpoints_local_dir')} {folder!r} is "
+                "that of an earlier step, too. Each step needs a folder of its own."
+            )
 
 
 def writers_of(pipeline: Sequence[PipelineStep]) -> Iterator[tuple[str, DiskWriter]]:

@@ -30,7 +30,7 @@ from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import naming_hub
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_name, step_place
-from datatrove_ckpt.output.folders import refuse_own_output, writers_of
+from datatrove_ckpt.output.folders import refuse_equal_folders, refuse_own_output, writers_of
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
 
@@ -270,6 +270,7 @@ def check_steps(plan: RunPlan) -> None:
     for place, writer in writers_of(plan.pipeline):
         for index, step in enumerate(plan.pipeline):
             refuse_own_output(step_name(index, step), step, place, writer)
+    refuse_equal_folders(plan.pipeline)
 
 
 def _check_order(pipeline: Sequence[object]) -> None:

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import make_executor
 from datatrove_ckpt.errors import ConfigError, OutputMismatch
-from datatrove_ckpt.output.folders import stands_elsewhere
+from datatrove_ckpt.output.folders import refuse_equal_folders, stands_elsewhere
 from datatrove_ckpt.output.names import output_pattern, rank_and_chunk
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.readers import JsonlReader
@@ -149,6 +149,10 @@ def test_digits_beside_a_rank_are_no_part_of_it():
         ("data_folder: input", "data_folder: ., glob_pattern: 'input/*.jsonl'", None),
         ("output_folder: output", "output_folder: checkpoints", "among the files of the checkpoint"),
         ("output_folder: output", "output_folder: checkpoints/answers", None),
+        ("      - class_path: InferenceRunner",
+         "      - class_path: JsonlWriter\n        init_args: {output_folder: output, output_filename: "
+         "'${rank}_00000.jsonl', compression: null}\n      - class_path: InferenceRunner",
+         "pipeline[2] InferenceRunner: output_writer writes the same files as pipeline[1] JsonlWriter"),
     ],
 )  # fmt: skip
 def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_starts(
@@ -159,6 +163,15 @@ def test_a_job_that_would_read_or_overwrite_its_own_files_is_refused_before_it_s
     (job / "job.yaml").write_text(text.replace(old, new))
     said = command("run", "job.yaml", "--dry-run", code=2 if says else 0)
     assert says is None or says in said.error
+
+
+def test_two_steps_with_one_checkpoint_folder_are_refused(tmp_path, server):
+    other = JsonlWriter(str(tmp_path / "other"), "${rank}_${chunk_index}.jsonl")
+    steps = [runner(tmp_path, server), runner(tmp_path, server, output_writer=other)]
+    with pytest.raises(ConfigError, match="is that of an earlier step, too"):
+        refuse_equal_folders(steps)
+    with pytest.raises(ConfigError, match="writes the same files as pipeline"):
+        refuse_equal_folders([steps[0], runner(tmp_path, server)])
 
 
 # the closing line --------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class Proxy:
         head = await reader.readuntil(b"\r\n\r\n")
         self.heads.append(head)
         url = URL(f"https://{head.split()[1].decode()}")
-        there, onward = await asyncio.open_connection(url.host, url.port)
+        there, onward = await asyncio.open_connection("127.0.0.1", url.port)
         writer.write(b"HTTP/1.1 %d X\r\n\r\n" % self.status)
         for source, goal in ((reader, onward), (there, writer)):
             self.pipes.add(asyncio.create_task(self.pipe(source, goal)))
@@ -324,6 +324,10 @@ def test_a_certificate_that_is_not_trusted_and_a_proxy_that_refuses_are_named(
                 async with through(monkeypatch, 407):
                     with pytest.raises(ConnectionError, match=r"the proxy answered .* 407"):
                         await Transport(HiddenUrl(url), None, 30.0, True).send()
+                async with through(monkeypatch):
+                    other = HiddenUrl(url.replace("127.0.0.1", "other.example"))
+                    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+                        await Transport(other, None, 30.0, True).send()
             monkeypatch.delenv("SSL_CERT_FILE")
             plain._tls.cache_clear()
             async with through(monkeypatch):

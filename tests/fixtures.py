@@ -330,3 +330,11 @@ def _as_if_alone(request, monkeypatch):
     close_warm_servers()
     disk.close()
     files.disk = disk
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def over(request):
+    """Runs a coroutine on each event loop."""
+    if request.param == "uvloop":
+        return pytest.importorskip("uvloop").run
+    return asyncio.run

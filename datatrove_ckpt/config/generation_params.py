@@ -125,7 +125,7 @@ def refuse_near_misses(params: Collection[str], key: str) -> None:
     if REQUEST_PARAMETERS.issuperset(params):
         return
     for name in params:
-        hint = _near_miss(name)
+        hint = _near_miss(str(name))
         if hint:
             raise ConfigError(
                 f"is no request parameter that we know{hint} To send it as it is, write it inside "

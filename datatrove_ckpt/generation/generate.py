@@ -768,8 +768,11 @@ def _warn_of_blanks() -> None:
 
 def _question(payload: Payload) -> str:
     """Returns the last message or the prompt, if it is a text."""
+    question = payload.get("prompt")
     messages = payload.get("messages")
-    question = messages[-1].get("content") if messages else payload.get("prompt")
+    # Messages may be whatever orjson writes: dataclasses, too.
+    if isinstance(messages, list | tuple) and messages and isinstance(messages[-1], dict):
+        question = messages[-1].get("content")
     return question if isinstance(question, str) else ""
 
 

@@ -22,8 +22,8 @@ _LONG = 100  # characters of an answer; shorter ones, such as labels, are often 
 _KNOWN = 100_000  # hashes: 10 MB
 _FIRST = 100
 _REFUSAL = re.compile(
-    r"\W*((i'm|i am) (really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately)?\W*"
-    r"(but |as an ai[^.]{0,40}, )*"
+    r"\W*+((i'm|i am) (really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately)?\W*"
+    r"(but |as an ai[^.]{0,40}, ){0,3}"
     r"(i can't|i cannot|i can not|i won't|i will not|(i'm|i am) (not able|unable) to)\s(\w+ ){0,2}?"
     r"(assist|help|comply|fulfil|provide|create|write|generate|continue|answer|do that|engage)",
     re.IGNORECASE,

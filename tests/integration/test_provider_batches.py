@@ -124,6 +124,13 @@ async def two_in_a_row(document, generate):
     return await generate({"messages": [{"role": "user", "content": first.text}]})
 
 
+def test_what_netrc_has_for_the_host_is_not_sent(tmp_path, provider, monkeypatch):
+    (tmp_path / "netrc").write_text("default login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    run(tmp_path, provider, config={**BATCHES, "api_key": "k"})
+    assert_paid_once(tmp_path, provider)
+
+
 def test_a_run_with_batches_has_the_output_of_one_without(tmp_path, provider):
     """The first answer to a creation is lost, and the list does not show that batch yet."""
     provider.list_lag = 0.1

@@ -10,6 +10,7 @@ import math
 import os
 import pickle
 import threading
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -286,6 +287,19 @@ def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, se
 def test_the_payload_may_be_given_by_its_name(tmp_path, server):
     async def rollout(document, generate):
         return await generate(payload=chat(document.text))
+
+    run_job(tmp_path, server, 1, rollout)
+    assert len(rows(tmp_path)) == 1
+
+
+def test_messages_and_keys_are_what_orjson_can_write(tmp_path, server):
+    @dataclass
+    class Message:
+        content: str
+        role: str = "user"
+
+    async def rollout(document, generate):
+        return await generate({"messages": [Message(document.text)], 7: 1})
 
     run_job(tmp_path, server, 1, rollout)
     assert len(rows(tmp_path)) == 1

@@ -17,6 +17,7 @@ from email.utils import formatdate
 import orjson
 import pytest
 
+from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import (
@@ -947,14 +948,19 @@ async def test_a_cancelled_request_gives_its_slot_back():
 
 async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch):
     async with serving(GOOD) as (proxy, proxy_url), serving(GOOD) as (server, url):
-        monkeypatch.setenv("http_proxy", proxy_url)
+        monkeypatch.setenv("http_proxy", proxy_url.replace("//", "//me:of-a-proxy@"))
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
-        for settings in (config(), config(server_type="endpoint", endpoint_url=url)):
+        endpoint = config(server_type="endpoint", endpoint_url=url)
+        for settings, exempt in ((config(), ""), (endpoint, "a.b,127.0.0.1"), (endpoint, "")):
+            monkeypatch.setenv("no_proxy", exempt)
             async with client_of(settings, [url], None) as client:
                 await client.complete(BODY)
-        assert (len(server.requests), len(proxy.requests)) == (1, 1)
-        assert proxy.requests[0][0].startswith(f"POST {url}/v1/chat/completions HTTP".encode())
+        assert (len(server.requests), len(proxy.requests)) == (2, 1)
+        head = proxy.requests[0][0]
+        assert head.startswith(f"POST {url}/v1/chat/completions HTTP".encode())
+        assert b"\r\nProxy-Authorization: Basic bWU6b2YtYS1wcm94eQ==\r\n" in head
+        assert redact("of-a-proxy bWU6b2YtYS1wcm94eQ==") == "*** ***=="
 
 
 async def test_a_server_that_failed_and_was_restarted_takes_requests_at_once():

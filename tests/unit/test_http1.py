@@ -156,3 +156,19 @@ def test_a_body_without_a_length_has_a_limit(monkeypatch):
         parser.feed(head)
         with pytest.raises(RemoteProtocolError, match="longer than 10"):
             parser.feed(body)
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\nA: ", CHUNKED + b"0\r\nA: "])
+def test_a_field_without_end_does_not_fill_the_memory(head):
+    parser = ResponseParser()
+    assert not parser.feed(head)
+    with pytest.raises(RemoteProtocolError, match="too long"):  # noqa: PT012 (one of the pieces)
+        for _ in range(40):
+            assert not parser.feed(b"x" * (1 << 20))
+
+
+def test_the_body_is_no_part_of_the_header():
+    parser = ResponseParser()
+    assert not parser.feed(CHUNKED)
+    for _ in range(40):
+        assert not parser.feed(b"100000\r\n%b\r\n" % (b"x" * (1 << 20)))

@@ -42,13 +42,6 @@ def test_the_pieces_are_the_json_of_the_whole(size):
     assert orjson.loads(made.text)["n"] == 1
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
-def over(request):
-    if request.param == "uvloop":
-        return pytest.importorskip("uvloop").run
-    return asyncio.run
-
-
 async def with_server(serve, use):
     writers = []
 

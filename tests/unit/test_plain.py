@@ -6,13 +6,14 @@ import asyncio
 import base64
 import socket
 import ssl
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from yarl import URL
 
 from datatrove_ckpt.inference.client import plain
+from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from tests.unit.test_client import answer, http, never, serving, then_close
@@ -189,7 +190,7 @@ class Proxy:
         head = await reader.readuntil(b"\r\n\r\n")
         self.heads.append(head)
         url = URL(f"https://{head.split()[1].decode()}")
-        there, onward = await asyncio.open_connection(url.host, url.port)
+        there, onward = await asyncio.open_connection("127.0.0.1", url.port)
         writer.write(b"HTTP/1.1 %d X\r\n\r\n" % self.status)
         for source, goal in ((reader, onward), (there, writer)):
             self.pipes.add(asyncio.create_task(self.pipe(source, goal)))
@@ -201,10 +202,11 @@ class Proxy:
 
 
 @asynccontextmanager
-async def through(monkeypatch, status=200):
+async def through(monkeypatch, status=200, tls=None):
     proxy = Proxy(status)
-    listener = await asyncio.start_server(proxy.handle, "127.0.0.1", 0)
-    monkeypatch.setenv("https_proxy", f"me:pw@127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    listener = await asyncio.start_server(proxy.handle, "127.0.0.1", 0, ssl=tls)
+    address = f"me:pw@127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    monkeypatch.setenv("https_proxy", f"https://{address}" if tls else address)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     yield proxy
@@ -212,38 +214,128 @@ async def through(monkeypatch, status=200):
     await asyncio.gather(*proxy.pipes)
 
 
+@pytest.mark.parametrize("proxied", ["", "http", "https"])
+def test_one_connection_over_tls_carries_all_requests(over, proxied, self_signed, monkeypatch):
+    bodies = [b"x", b"x" * 300_000, Body([b'"', b'"'], [b"x" * 3_000_000])]
+
+    async def main():
+        async with (
+            serving(GOOD, tls=self_signed) as (server, url),
+            through(monkeypatch, tls=self_signed if proxied == "https" else None) as proxy,
+        ):
+            secret = HiddenUrl(url.replace("//", "//user:a%20b@"))
+            transport = Transport(secret, None, 30.0, bool(proxied))
+            for body in bodies:
+                assert (await transport.send(body)).body == b"good"
+            await transport.close()
+        assert server.connections == 1
+        assert [sent for _, sent in server.requests] == [b"".join(_pieces(each)) for each in bodies]
+        basic = base64.b64encode(b"user:a b")
+        assert all(b"\r\nAuthorization: Basic " + basic in head for head, _ in server.requests)
+        assert [head.split(b"\r\n")[0] for head in proxy.heads] == [
+            b"CONNECT %b HTTP/1.1" % url.partition("//")[2].encode()
+        ] * bool(proxied)
+        assert all(b"Proxy-Authorization: Basic bWU6cHc=" in head for head in proxy.heads)
+
+    over(main())
+
+
+def _pieces(body):
+    return [body] if isinstance(body, bytes) else body
+
+
+class HangsUp(asyncio.Protocol):
+    """A proxy and a server that closes ``at`` the tunnel, or in the bytes that end TLS's
+    handshake.
+    """
+
+    def __init__(self, at, context):
+        self.at = at
+        self.received, self.sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.received, self.sent, server_side=True)
+
+    def connection_made(self, transport):
+        self.transport = transport
+
+    def data_received(self, data):
+        if data.startswith(b"CONNECT"):
+            self.transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            if self.at == "tunnel":
+                self.transport.close()
+            return
+        self.received.write(data)
+        with suppress(ssl.SSLWantReadError):
+            self.tls.do_handshake()
+            with suppress(ssl.SSLError):
+                self.tls.unwrap()
+            self.transport.write(self.sent.read())
+            self.transport.close()
+        self.transport.write(self.sent.read())
+
+
 @pytest.mark.parametrize("proxied", [False, True])
-async def test_one_connection_over_tls_carries_all_requests(proxied, self_signed, monkeypatch):
-    async with (
-        serving(GOOD, tls=self_signed) as (server, url),
-        through(monkeypatch) as proxy,
-    ):
-        transport = Transport(HiddenUrl(url.replace("//", "//user:a%20b@")), None, 30.0, proxied)
-        for _ in range(3):
-            assert (await transport.send(b"x" * 300_000)).body == b"good"
-        await transport.close()
-    assert server.connections == 1
-    basic = base64.b64encode(b"user:a b")
-    assert all(b"\r\nAuthorization: Basic " + basic in head for head, _ in server.requests)
-    assert [head.split(b"\r\n")[0] for head in proxy.heads] == [
-        b"CONNECT %b HTTP/1.1" % url.partition("//")[2].encode()
-    ] * proxied
-    assert all(b"Proxy-Authorization: Basic bWU6cHc=" in head for head in proxy.heads)
-
-
-async def test_a_certificate_that_is_not_trusted_and_a_proxy_that_refuses_are_named(
-    self_signed, monkeypatch
+@pytest.mark.parametrize("at", ["tunnel", "handshake"])
+def test_a_connection_that_is_lost_in_its_handshake_is_one_error(
+    over, at, proxied, self_signed, monkeypatch, caplog
 ):
-    async with (
-        serving(GOOD, tls=self_signed) as (server, url),
-        through(monkeypatch, 407),
-    ):
-        with pytest.raises(ConnectionError, match=r"the proxy answered .* 407"):
-            await Transport(HiddenUrl(url), None, 30.0, True).send()
-        monkeypatch.delenv("SSL_CERT_FILE")
-        plain._tls.cache_clear()
-        transport = Transport(HiddenUrl(url), None, 30.0)
-        with pytest.raises(ssl.SSLCertVerificationError) as refused:
-            await transport.send()
-        assert "self-signed" in transport.explain(refused.value)
-    assert not server.requests
+    self_signed.maximum_version = ssl.TLSVersion.TLSv1_2  # the server's bytes come last
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: HangsUp(at, self_signed), "127.0.0.1", 0)
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        monkeypatch.setenv("https_proxy", f"http://{address}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        transport = Transport(HiddenUrl(f"https://{address}"), None, 30.0, proxied)
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(transport.send(b"one"), 20)
+        await transport.close()
+        server.close()
+        await asyncio.sleep(0.01)
+
+    over(main())
+    assert not caplog.records
+
+
+def test_a_proxy_that_does_not_answer_is_given_up_in_time(over, monkeypatch):
+    async def main():
+        address, *_ = silent.getsockname()
+        monkeypatch.setenv("https_proxy", f"http://{address}:{silent.getsockname()[1]}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        url = HiddenUrl("https://a.invalid")
+        transport = Transport(url, None, 30.0, True, connect_timeout=0.05)
+        with pytest.raises(ConnectTimeout):
+            await transport.send(b"one")
+        await transport.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        over(main())
+
+
+@pytest.mark.parametrize("proxied", [False, True])
+def test_a_certificate_that_is_not_trusted_and_a_proxy_that_refuses_are_named(
+    over, proxied, self_signed, monkeypatch
+):
+    async def main():
+        async with serving(GOOD, tls=self_signed) as (server, url):
+            if proxied:
+                async with through(monkeypatch, 407):
+                    with pytest.raises(ConnectionError, match=r"the proxy answered .* 407"):
+                        await Transport(HiddenUrl(url), None, 30.0, True).send()
+                async with through(monkeypatch):
+                    other = HiddenUrl(url.replace("127.0.0.1", "other.example"))
+                    with pytest.raises(ssl.SSLCertVerificationError, match="mismatch"):
+                        await Transport(other, None, 30.0, True).send()
+            monkeypatch.delenv("SSL_CERT_FILE")
+            plain._tls.cache_clear()
+            async with through(monkeypatch):
+                transport = Transport(HiddenUrl(url), None, 30.0, proxied)
+                with pytest.raises(ssl.SSLCertVerificationError) as refused:
+                    await transport.send()
+            assert "self-signed" in transport.explain(refused.value)
+            assert "me:pw" not in transport.explain(refused.value)
+        assert not server.requests
+
+    over(main())

@@ -1,6 +1,7 @@
 """Bad answers are found, and good ones are not taken for bad."""
 
 import random
+import time
 
 import pytest
 
@@ -87,6 +88,14 @@ def test_refusals(text):
 @pytest.mark.parametrize("text", NO_REFUSALS)
 def test_no_refusals(text):
     assert [*Quality().faults(text, "")] == []
+
+
+@pytest.mark.parametrize("text", ["as an ai, " * 40, "\n" * 400, "-" * 400 + "x"])
+def test_no_text_takes_long(text):
+    began_at = time.process_time()
+    for _ in range(100):
+        [*Quality().faults(text, "")]
+    assert time.process_time() - began_at < 0.1
 
 
 def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():

@@ -50,6 +50,8 @@ SHORT = 0.1  # seconds
 _ID = re.compile(rb'"id": ?"(?![^"\d]*\d+")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
+# Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
+_MAX_FRAMING_BYTES = 1 << 24
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FIELDS = _WAIT_FIELDS | {
@@ -108,6 +110,7 @@ class ResponseParser:
         self._form = ""
         self._quotas: tuple[Quota, ...] = ()
         self._body = bytearray()
+        self._framing_bytes = 0
         self._ends_at_close = False
         self._complete = False
         self._refusal = ""
@@ -131,6 +134,7 @@ class ResponseParser:
         """
         if self._complete:
             raise UnaskedBytes
+        self._framing_bytes += len(data)
         try:
             self._llhttp.feed_data(data)
         except HttpParserError as error:
@@ -141,6 +145,8 @@ class ResponseParser:
             if isinstance(error, HttpParserCallbackError):
                 raise  # a bug in a callback of ours
             raise RemoteProtocolError(f"not HTTP/1.1 ({error}): {data[:100]!r}") from None
+        if self._framing_bytes > _MAX_FRAMING_BYTES and not self._complete:
+            raise RemoteProtocolError("header and trailer are too long")
         return self._complete
 
     def end(self, properly: bool = True) -> bool:
@@ -207,6 +213,7 @@ class ResponseParser:
         self.status = status
 
     def on_body(self, data: bytes) -> None:
+        self._framing_bytes -= len(data)
         if refusal := self._large.append(self._body, data):
             self._refuse(refusal)
 
@@ -250,6 +257,7 @@ class _Connection(asyncio.Protocol):
     """A connection of a ``Transport``.
 
     Attributes:
+        transport: asyncio's.
         asked_at: when its request was sent.
         last: the hashes of the request and the answer that it carried last.
     """
@@ -270,11 +278,11 @@ class _Connection(asyncio.Protocol):
     def request(self, head: bytes, body: AnyBody) -> asyncio.Future[Response]:
         self._response = response = self._loop.create_future()
         if isinstance(body, bytes) and len(body) <= _MAX_COPIED_BYTES:
-            self._transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
+            self.transport.write(b"%s%d\r\n\r\n%s" % (head, len(body), body))
         else:
-            self._transport.write(b"%s%d\r\n\r\n" % (head, len(body)))
+            self.transport.write(b"%s%d\r\n\r\n" % (head, len(body)))
             if isinstance(body, bytes):
-                self._transport.write(body)
+                self.transport.write(body)
             else:
                 self._unsent = iter(body)
                 self._send_pieces()
@@ -285,12 +293,12 @@ class _Connection(asyncio.Protocol):
             if (piece := next(self._unsent, None)) is None:
                 self._unsent = None
             else:
-                self._transport.write(piece)
+                self.transport.write(piece)
 
     def abort(self, error: Exception | None = None) -> None:
         self.usable = False
         self._unsent = None
-        self._transport.abort()
+        self.transport.abort()
         parser = self._parser
         if parser is not None:
             parser.close()
@@ -306,7 +314,7 @@ class _Connection(asyncio.Protocol):
             response.set_exception(error)
 
     def connection_made(self, transport: Any) -> None:
-        self._transport: asyncio.Transport = transport
+        self.transport: Any = transport
         # A response may take an hour, in which the host may disappear.
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -340,7 +348,7 @@ class _Connection(asyncio.Protocol):
         self._complete = parser.response()
         is_error = parser.status >= 300
         # A server may refuse a request before reading all of it; the write buffer holds the rest.
-        if is_error or not parser.reusable or self._transport.get_write_buffer_size():
+        if is_error or not parser.reusable or self.transport.get_write_buffer_size():
             self._deliver()
             self.abort()
         elif self._loop.time() - self.asked_at < SHORT:
@@ -610,13 +618,13 @@ class Transport:
             if first.split(b" ")[1:2] != [b"200"]:
                 raise ConnectionError(f"the proxy answered {first[:100]!r}")
             connection = _Connection(self)
-            secure = await self._loop.start_tls(
+            connection.connection_made(transport)  # it may be lost in the handshake
+            connection.transport = await self._loop.start_tls(
                 transport, connection, _tls(), server_hostname=url.raw_host
             )
         except BaseException:
             transport.abort()
             raise
-        connection.connection_made(secure)
         return connection
 
     async def _resolve(self) -> list[Any]:

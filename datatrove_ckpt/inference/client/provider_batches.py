@@ -22,7 +22,7 @@ from datatrove_ckpt.common.redaction import Secret, excerpt, redact, remember
 from datatrove_ckpt.common.retrying import asked_wait
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.answers import RetryableError, parse_json
-from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.client.urls import HiddenUrl, proxy_of
 
 _SECONDS = 3600.0  # an upload of 200 MB over a slow line
 _SILENT_SECONDS = 300.0
@@ -110,7 +110,8 @@ class BatchProvider:
             timeout=aiohttp.ClientTimeout(
                 total=_SECONDS, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS
             ),
-            trust_env=True,
+            # Without a proxy, aiohttp would add what ~/.netrc has for the host.
+            trust_env=proxy_of(url) is not None,
         )
 
     async def close(self) -> None:

@@ -456,21 +456,21 @@ class Requests:
         else:
             texts = [result.text]
             reasons = [result.finish_reason]
-        if not ENDINGS.issuperset(reasons):
+        is_usual = ENDINGS.issuperset(reasons)
+        if not is_usual:
             self._count_reasons(result, reasons)
         if way.path in _GENERATING:
             is_empty = any(map(_is_empty, texts, reasons))
             answers.empty += is_empty
             quality = self._rank.quality
-            faults = [
-                fault
-                for text in texts
-                if isinstance(text, str)
-                for fault in quality.faults(text, question)
-            ]
+            faults: list[str] = []
+            for text in texts:
+                if isinstance(text, str):
+                    faults += quality.faults(text, question)
             for fault in faults:
                 answers.reasons[fault] = answers.reasons.get(fault, 0) + 1
-            quality.note(bool(faults) or is_empty or any(map(is_cut_off, reasons)))
+            is_cut = not is_usual and any(map(is_cut_off, reasons))
+            quality.note(bool(faults) or is_empty or is_cut)
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1

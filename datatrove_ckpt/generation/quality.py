@@ -7,7 +7,6 @@ numbers are at least so many. No answer is changed or dropped for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from loguru import logger
 
@@ -64,19 +63,21 @@ class Quality:
                 "`datatrove-ckpt run --sample 5` before you pay for more."
             )
 
-    def faults(self, text: str, prompt: str) -> Iterator[str]:
-        """Yields each fault of an answer once. ``prompt``: the last message."""
+    def faults(self, text: str, prompt: str) -> list[str]:
+        """Returns each fault of an answer once. ``prompt``: the last message."""
+        found = []
         if is_looping(text):
-            yield LOOPING
+            found.append(LOOPING)
         if _REFUSAL.match(text[:200].replace("\u2019", "'")):
-            yield REFUSING
+            found.append(REFUSING)
         text = text.strip()
         if len(text) < _LONG:
-            return
+            return found
         if 2 * len(text) >= len(prompt) and text in prompt:
-            yield COPYING
+            found.append(COPYING)
         number = hash(text)
         if number in self._known:
-            yield REPEATING
+            found.append(REPEATING)
         elif len(self._known) < _KNOWN:
             self._known.add(number)
+        return found

@@ -34,6 +34,12 @@ except ImportError:
 _NUMBER = re.compile(rb"#(\d+)#")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _CLOSE = re.compile(rb"\r\nconnection: *close", re.IGNORECASE)
+# Not the same for each document, and without a loop: both would be counted.
+_TEXT = (
+    "Answer 00000000 is about a river in the north, and about the people who live on its banks "
+    "since the old days of the kingdom: they fish, they trade and they sing, and in winter the "
+    "river freezes, so that children skate."
+)
 _ANSWER = json.dumps(
     {
         "id": "mock",
@@ -41,7 +47,7 @@ _ANSWER = json.dumps(
             {
                 "index": 0,
                 "finish_reason": "stop",
-                "message": {"role": "assistant", "content": "An answer. " * 20},
+                "message": {"role": "assistant", "content": _TEXT},
             }
         ],
         "usage": {"prompt_tokens": 500, "completion_tokens": 60, "total_tokens": 560},
@@ -54,7 +60,7 @@ def _response(body):
     return head % len(body) + body
 
 
-_COMPLETION = _response(_ANSWER)
+_BEFORE, _, _AFTER = _response(_ANSWER).partition(b"00000000")
 _MODELS = _response(b'{"object":"list","data":[{"id":"mock","object":"model"}]}')
 
 
@@ -66,6 +72,7 @@ class Counts:
         self.asked = Counter()
         self.first = self.last = 0.0
         self.in_flight = 0
+        self.answered = 0
 
     def ask(self, body):
         if number := _NUMBER.search(body):
@@ -132,7 +139,8 @@ class Server(asyncio.Protocol):
 
     def _answer(self, counts, close):
         counts.in_flight -= 1
-        self._send(_COMPLETION, close)
+        counts.answered += 1
+        self._send(b"%b%08d%b" % (_BEFORE, counts.answered, _AFTER), close)
 
     def _send(self, response, close):
         if not self._transport.is_closing():

@@ -125,7 +125,8 @@ class _Noting:
         if hasattr(answer, "usage"):
             request.usage = answer.usage
             request.finish_reason = answer.finish_reason
-            request.is_empty = not (answer.text.strip() or answer.tool_calls or answer.answer)
+            text = answer.text.strip() if isinstance(answer.text, str) else answer.text
+            request.is_empty = not (text or answer.tool_calls or answer.answer)
         return answer
 
     def __getattr__(self, name: str) -> _Noting:

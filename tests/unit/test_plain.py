@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from yarl import URL
 
+from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.inference.client import plain
 from datatrove_ckpt.inference.client.body import Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, Transport
-from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.client.urls import HiddenUrl, headers_for
 from tests.unit.test_client import answer, http, never, serving, then_close
 
 GOOD = answer(http(200, b"good"))
@@ -41,6 +42,15 @@ async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url, host):
         head[0] == f"POST /{url.partition('/x')[1][1:]}{url.partition('/x')[2]} HTTP/1.1".encode()
     )
     assert head[1] == f"Host: {host}".encode()
+
+
+def test_a_key_of_anthropic_is_sent_as_its_own_paths_want_it():
+    key = Secret("k")
+    kept = Secret("sk-ant-k")
+    messages, others = HiddenUrl("http://a/v1/messages"), HiddenUrl("http://a/v1/models")
+    assert headers_for(messages, kept)["x-api-key"] == "sk-ant-k"
+    for url, other in ((messages, key), (others, kept)):
+        assert headers_for(url, other) == {"Authorization": f"Bearer {other.reveal()}"}
 
 
 async def test_no_request_is_sent_before_the_answer_to_the_last_one():

@@ -4,8 +4,11 @@ import random
 import time
 
 import pytest
+from datatrove.data import Document
 
+from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.generation.quality import FAULTS, Quality, is_looping
+from datatrove_ckpt.output.documents import Result
 
 WORDS = [
     "the",
@@ -127,3 +130,17 @@ def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():
         wrong += bool(said - {fault})
     assert found == planted
     assert wrong == 0
+
+
+@pytest.mark.parametrize(("text", "is_empty"), [([{"type": "image_url"}], False), (" ", True)])
+async def test_an_answer_that_is_a_picture_is_noted_as_an_answer(text, is_empty):
+    async def rollout(document, generate):
+        return await generate({"prompt": document.text})
+
+    async def generate(payload):
+        return Result(text=text, finish_reason="stop", usage={})
+
+    asked = {}
+    document = Document(text="a", id="0")
+    assert (await noting(rollout, asked)(document, generate)).text is text
+    assert [request.is_empty for request in asked[id(document)]] == [is_empty]

@@ -768,11 +768,10 @@ def _warn_of_blanks() -> None:
 
 def _question(payload: Payload) -> str:
     """Returns the last message or the prompt, if it is a text."""
-    question = payload.get("prompt")
-    messages = payload.get("messages")
-    # Messages may be whatever orjson writes: dataclasses, too.
-    if isinstance(messages, list | tuple) and messages and isinstance(messages[-1], dict):
-        question = messages[-1].get("content")
+    try:
+        question = payload["messages"][-1]["content"]
+    except (LookupError, TypeError):  # messages may be whatever orjson writes: dataclasses, too
+        question = payload.get("prompt")
     return question if isinstance(question, str) else ""
 
 

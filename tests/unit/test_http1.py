@@ -12,6 +12,7 @@ from datatrove_ckpt.inference.client.plain import (
     Response,
     ResponseParser,
     UnaskedBytes,
+    usual_response,
 )
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -66,6 +67,7 @@ ANSWERS = {
         False,
     ),
 }
+USUAL = {"length", "no reason"}
 BAD = {
     "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
     "HTTP/2": b"HTTP/2 200 OK\r\n\r\n",
@@ -105,6 +107,7 @@ def test_an_answer_is_the_same_however_it_is_cut(name):
     for pieces in cuts:
         parser = feed(pieces)
         assert (parser.response(), parser.reusable) == (expected, reusable)
+    assert usual_response(raw) == (expected if name in USUAL else None)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -114,12 +117,14 @@ def test_a_connection_that_ends_inside_an_answer_gives_none(name):
         parser = ResponseParser()
         assert not parser.feed(raw[:size])
         assert not parser.end()
+        assert usual_response(raw[:size]) is None
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_with_which_more_comes_is_none(name):
     with pytest.raises(UnaskedBytes):
         ResponseParser().feed(ANSWERS[name][0] + b"H")
+    assert usual_response(ANSWERS[name][0] + b"H") is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ arrive by then, the response is dropped, and from then on no connection carries 
 response that comes later still is noticed if each answer has its own ``id``: it equals the response
 before it.
 
-httptools (llhttp) parses the responses.
+httptools (llhttp) parses the responses; a regular expression the usual answer that arrives in one
+piece, for a fifth of the cost.
 """
 
 from __future__ import annotations
@@ -63,6 +64,16 @@ _FIELDS = _WAIT_FIELDS | {
 }
 
 _INTERIM = (100, 102, 103)  # come before the answer, and have no body
+# 200, header fields that are not read, and one length.
+_SILENT = (
+    rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:|x-ratelimit-)"
+    rb"[!#$%&'*+.^_`|~0-9a-z-]+:[\t -~\x80-\xff]*\r\n|connection:[\t ]*keep-alive\r\n)*"
+)
+_USUAL_HEAD = re.compile(
+    rb"(?-i:HTTP/1\.1) 200(?: [\t -~\x80-\xff]*)?\r\n%bcontent-length:[\t ]*(\d{1,8})\r\n%b\r\n"
+    % (_SILENT, _SILENT),
+    re.IGNORECASE,
+)
 
 
 class Response(NamedTuple):
@@ -72,7 +83,7 @@ class Response(NamedTuple):
 
     Attributes:
         wait: the seconds that an error asks to wait.
-        form: content type and coding.
+        form: content type and coding; "" for an answer that is probably JSON.
         quotas: what is left of the server's limits.
     """
 
@@ -92,6 +103,15 @@ class UnaskedBytes(RemoteProtocolError):
 
     def __str__(self) -> str:
         return "the server sent more than one answer to a request"
+
+
+def usual_response(data: bytes) -> Response | None:
+    head = _USUAL_HEAD.match(data)
+    if head is None or head.end() + int(head[1]) != len(data):
+        return None
+    if data[head.end() : head.end() + 1] not in b"{[":
+        return None
+    return Response(200, bytes(memoryview(data)[head.end() :]))
 
 
 class ResponseParser:
@@ -328,27 +348,29 @@ class _Connection(asyncio.Protocol):
         self._send_pieces()
 
     def data_received(self, data: bytes) -> None:
-        is_blank = not data.strip(_BLANK)
-        if self._complete is not None and is_blank:
+        if self._complete is not None and not data.strip(_BLANK):
             return
         try:
             if self._response is None or self._complete is not None:
                 raise UnaskedBytes
             if self._parser is None:
+                usual = usual_response(data)
+                if usual is not None:
+                    self._finish(usual, True)
+                    return
                 self._parser = ResponseParser()
             if self._parser.feed(data):
-                self._finish(self._parser)
+                self._finish(self._parser.response(), self._parser.reusable)
         except RemoteProtocolError as error:
-            is_answer = not is_blank and not data.startswith(_REQUEST_TIMEOUT)
+            is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
             if isinstance(error, UnaskedBytes) and is_answer:
                 self._owner.note_unasked("an answer without a request")
             self.abort(error)
 
-    def _finish(self, parser: ResponseParser) -> None:
-        self._complete = parser.response()
-        is_error = parser.status >= 300
+    def _finish(self, response: Response, reusable: bool) -> None:
+        self._complete = response
         # A server may refuse a request before reading all of it; the write buffer holds the rest.
-        if is_error or not parser.reusable or self.transport.get_write_buffer_size():
+        if response.status >= 300 or not reusable or self.transport.get_write_buffer_size():
             self._deliver()
             self.abort()
         elif self._loop.time() - self.asked_at < SHORT:

@@ -1298,6 +1298,7 @@ def other_shapes(rank, run):
         ("sampler", {"seen": [1, {"place": 10 * rank}]}, "sampler"),
         ("model", parts, r"model/1\.weight"),
         ("all", {"model": parts.state_dict()}, r"all/model/1\.weight"),
+        ("optimizer", torch.optim.SGD(parts.parameters()), "optimizer/params/0/2"),
     ):
         with pytest.raises(ConfigError, match=f"save: {found} differs between the ranks"):
             saved.save(1, **{name: state})

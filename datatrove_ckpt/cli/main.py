@@ -115,9 +115,9 @@ def _call(arguments: argparse.Namespace) -> int:
 
     place = getattr(arguments, "what", None) or getattr(arguments, "config", None)
     name = arguments.module
-    if arguments.name in _OF_TRAININGS and is_training(place):
-        name = "training"
     try:
+        if arguments.name in _OF_TRAININGS and is_training(place):
+            name = "training"
         with gc_paused():
             module = import_module(f"datatrove_ckpt.cli.{name}")
         code: int = getattr(module, arguments.name)(arguments)

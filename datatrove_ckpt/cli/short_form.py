@@ -209,7 +209,7 @@ def expand(content: Node, only_look: bool = False) -> Node:
         answer = "answer"
         if isinstance(rollout, dict) and rollout["class_path"] == "EmbedRollout":
             answer = content.get("column", rollout["init_args"].get("column"))
-    config = _server(job, content)
+    config = _server(job, content, only_look)
     runner: Node = {"rollout_fn": rollout, "config": config, "answer": answer}
     runner["records_per_chunk"] = 1000
     places = {"InferenceConfig": config, "InferenceRunner": runner}
@@ -492,7 +492,7 @@ def _rollout(job: ShortJob, content: Node) -> object:
     return name
 
 
-def _server(job: ShortJob, content: Node) -> Node:
+def _server(job: ShortJob, content: Node, only_look: bool) -> Node:
     """Returns the settings of the endpoint, or of the engine that fits this machine."""
     if job.model is None:
         what = "a name on the hub, or the path of a GGUF file"
@@ -520,7 +520,8 @@ def _server(job: ShortJob, content: Node) -> Node:
 
     gpus = visible_gpus()
     sharing = {"tp", "dp", "pp"} & content.keys()
-    if sharing and not (gpus or job.is_elsewhere or "server_type" in content):
+    # A login node without GPUs may look at the run.
+    if sharing and not (gpus or only_look or job.is_elsewhere or "server_type" in content):
         raise _mistake(
             f"{min(sharing)}: divides a model among GPUs, and this machine shows none (nvidia-smi, "
             "CUDA_VISIBLE_DEVICES)."

@@ -100,6 +100,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             **options,
             max_array_size=-1,
         )
+        folder = self.logging_dir.resolve_paths("")
+        if "$" in folder:  # the script's shell would fill it in, and find no executor.pik there
+            raise ConfigError(
+                f"logging_dir: {folder}: no variable is filled in here. Write the path itself."
+            )
         check_depends(self.depends, DatatroveExecutor)
         if any(getattr(step, "retry_dead_letters", False) for step in self.pipeline):
             self.skip_completed = False  # complete ranks have dead letters

@@ -72,8 +72,9 @@ def requeue_if_preempted() -> None:
             _ask("scontrol", "requeue", job)
             logger.info(f"Slurm is preempting job {job}. The job was requeued.")
     except (OSError, subprocess.SubprocessError) as error:
+        why = str(getattr(error, "stderr", None) or error).strip()
         logger.warning(
-            f"Job {job} could not be requeued: {error}. Submit the incomplete tasks again."
+            f"Job {job} could not be requeued: {why}. Submit the incomplete tasks again."
         )
 
 

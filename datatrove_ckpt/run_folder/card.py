@@ -36,7 +36,7 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
         folder = root.parent
     state = read_run_state(Place(str(root), root, [str(root)]))
     text = "\n".join(_lines(runner, folder.name, state, command))
-    (folder / CARD).write_text(redact(text))
+    (folder / CARD).write_text(redact(text), "utf-8")
 
 
 def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iterator[str]:

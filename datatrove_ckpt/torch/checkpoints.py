@@ -29,11 +29,10 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from inspect import isawaitable
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -1055,7 +1054,7 @@ def _check_names(states: Iterable[str]) -> None:
 
 def _write_all(writer: Writer, folder: Path) -> None:
     returned = writer(folder)
-    if isawaitable(returned) or hasattr(returned, "result"):
+    if isinstance(returned, Awaitable | Iterator) or hasattr(returned, "result"):
         raise ConfigError(
             f"the writer returned a {type(returned).__name__}, and may not have ended. Let it wait "
             "until all is written."

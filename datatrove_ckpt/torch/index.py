@@ -66,7 +66,8 @@ def _json_value(values: list[float]) -> list[float] | npt.NDArray[np.generic]:
             return np.array(values, np.int64)
         except OverflowError:
             return values
-    if kinds <= {int, float}:
+    # numpy would round larger integers.
+    if kinds <= {int, float} and all(type(one) is float or abs(one) <= 2**53 for one in values):
         return np.array(values, np.float64)
     return values
 

@@ -64,6 +64,7 @@ class Mix(StatefulWrapper):
         at_end: AtEnd = "stop",
     ) -> None:
         super().__init__(sources)
+        weights = [float(weight) for weight in weights]  # of an array, too
         check(Mix, locals())
         if not sources or len(sources) != len(weights):
             raise ConfigError(
@@ -71,10 +72,9 @@ class Mix(StatefulWrapper):
             )
         if not all(isfinite(weight) and weight > 0 for weight in weights):
             raise ConfigError(
-                f"weights must be finite numbers above 0, not {list(weights)}. Leave out unused "
-                "sources."
+                f"weights must be finite numbers above 0, not {weights}. Leave out unused sources."
             )
-        self.weights = [float(weight) for weight in weights]
+        self.weights = weights
         self.seed = seed
         self.at_end = at_end
 

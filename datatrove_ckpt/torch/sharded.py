@@ -265,13 +265,15 @@ def _is_view_or_sparse(value: object) -> bool:
 
 
 def hashes(states: States) -> dict[str, str]:
-    """Hashes the parameters of models, and the tensors of dicts. Buffers of a model may differ
-    between ranks, as those of BatchNorm.
+    """Hashes the parameters of models and optimizers, and the tensors of dicts. Buffers of a model
+    may differ between ranks, as those of BatchNorm.
     """
     found = {}
     for key, state in states.items():
         if isinstance(state, nn.Module):
             state = dict(state.named_parameters())
+        elif isinstance(state, Optimizer):  # each rank may have a part, as of FSDP1
+            state = {"params": [group["params"] for group in state.param_groups]}
         tensors = leaves(state, key) if isinstance(state, dict) else ()
         for name, tensor in tensors:
             if _is_view_or_sparse(tensor) or isinstance(tensor, DTensor) or "running_" in name:

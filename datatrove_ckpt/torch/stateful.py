@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from inspect import GEN_CLOSED, getgeneratorstate
 from typing import TYPE_CHECKING, Any, Protocol, Self
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from loguru import logger
 
@@ -155,9 +154,29 @@ class Iteration(Iterator[object], Protocol):
     def state(self) -> State: ...
 
 
-_Samples = Generator[object, None, None]
-"""The result of ``iter()``: the dataset sees when the caller drops it."""
-_Begun = WeakKeyDictionary[_Samples, Iteration]
+class _Samples(Iterator[object]):
+    """The result of ``iter()``: the dataset sees when the caller drops it.
+
+    No generator: an error of a transform would end it, and the rest of the epoch would be missing.
+    """
+
+    def __init__(self, running: Iteration, note_read: Callable[[], None]) -> None:
+        self.running = running
+        self._note_read = note_read
+        self._next: Callable[[], object] | None = None  # before the first sample
+        self.has_ended = False
+
+    def __next__(self) -> object:
+        try:
+            if self._next is not None:
+                return self._next()
+            sample = next(self.running)
+        except StopIteration:
+            self.has_ended = True
+            raise
+        self._note_read()
+        self._next = getattr(self.running, "rest", self.running).__next__
+        return sample
 
 
 class StatefulIterable(_Iterable):
@@ -172,7 +191,7 @@ class StatefulIterable(_Iterable):
         """The next iteration resumes from it, once in each worker, as workers have copies."""
         self._load = 0
         self._running: Iteration | None = None
-        self._begun = _Begun()
+        self._begun = WeakSet[_Samples]()
 
     @abstractmethod
     def _iteration(self, epoch: int, slot: Slot, state: State | None) -> Iteration:
@@ -211,7 +230,7 @@ class StatefulIterable(_Iterable):
         return self.__dict__ | {"_running": None, "_begun": None}  # weak references
 
     def __setstate__(self, state: State) -> None:
-        self.__dict__ = state | {"_begun": _Begun()}
+        self.__dict__ = state | {"_begun": WeakSet()}
 
     def __iter__(self) -> Iterator[Any]:
         # No generator: torchdata calls state_dict() before the first sample, for the new iteration.
@@ -229,16 +248,9 @@ class StatefulIterable(_Iterable):
             self._running = NoSamples(error)
         else:
             self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
-        samples = self._samples(self._running, number)
-        self._begun[samples] = self._running
+        samples = _Samples(self._running, lambda: self._shared.note_read(number))
+        self._begun.add(samples)
         return samples
-
-    def _samples(self, running: Iteration, number: int | None) -> _Samples:
-        for sample in running:
-            self._shared.note_read(number)
-            yield sample
-            break
-        yield from getattr(running, "rest", running)
 
     def _take_loaded(self, worker: int | None) -> State | None:
         """Raises ConfigError if the workers were started before the state was loaded."""
@@ -297,11 +309,8 @@ class StatefulIterable(_Iterable):
                 "and save loader.state_dict() instead of dataset.state_dict()."
             )
         if self._running is not None:
-            if any(
-                running is not self._running
-                for samples, running in self._begun.items()
-                if getgeneratorstate(samples) != GEN_CLOSED
-            ):
+            begun = (one.running for one in self._begun if not one.has_ended)
+            if any(running is not self._running for running in begun):
                 raise ConfigError(
                     f"There are two iterations over one {type(self).__name__}: another one began "
                     "before this one had ended, and there is one position only, that of the "

@@ -189,3 +189,12 @@ async def test_a_server_that_stops_leaves_no_record(tmp_path):
     assert kept["guardian"][0] == server._process.pid
     await server.stop()
     assert not records()
+
+
+def test_a_server_starts_where_no_record_can_be_written(log):
+    folder = node._folder()
+    folder.rmdir()
+    folder.touch()
+    assert ServerRecord.create("test", os.getpid(), 1) is None
+    end_leftovers()
+    assert len(log) == 2

@@ -399,6 +399,16 @@ def test_a_run_is_looked_at_without_its_input(listings, capsys):
     assert [path for path in listings if "runs/x" not in path] == []
 
 
+def test_a_job_for_gpus_is_looked_at_where_there_are_none(capsys, monkeypatch):
+    monkeypatch.setattr("datatrove_ckpt.config.inference_config.visible_gpus", list)
+    Path("job.yaml").write_text(
+        "{input: a.jsonl, prompt: '{text}', model: m, run_folder: r, tp: 2}"
+    )
+    main(["status", "job.yaml"])
+    assert "nothing has started yet" in capsys.readouterr().out
+    assert main(["run", "job.yaml"]) == 2
+
+
 def test_the_percentage_of_a_run_of_more_tasks_than_files_is_that_of_the_files(command):
     Path("in").mkdir()
     for number in range(4):

@@ -884,8 +884,9 @@ def test_a_rollback_takes_nested_files_and_one_that_fails_changes_nothing(tmp_pa
 
     model, disk = nn.Linear(100, 100), Full(0)
     with checkpoints(tmp_path) as saved:
-        saved.save(1, model=model, writer=lambda folder: Future())
-        assert "the writer returned a Future" in str(saved.failure)
+        for late in (Future(), (part for part in ())):
+            saved.save(1, model=model, writer=lambda folder, late=late: late)
+            assert f"the writer returned a {type(late).__name__}" in str(saved.failure)
         saved.save(1, model=model, writer=writer)
         nn.init.zeros_(model.weight)
         saved.save(2, model=model)
@@ -1297,6 +1298,7 @@ def other_shapes(rank, run):
         ("sampler", {"seen": [1, {"place": 10 * rank}]}, "sampler"),
         ("model", parts, r"model/1\.weight"),
         ("all", {"model": parts.state_dict()}, r"all/model/1\.weight"),
+        ("optimizer", torch.optim.SGD(parts.parameters()), "optimizer/params/0/2"),
     ):
         with pytest.raises(ConfigError, match=f"save: {found} differs between the ranks"):
             saved.save(1, **{name: state})

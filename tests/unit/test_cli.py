@@ -317,3 +317,12 @@ def test_the_command_line_itself(capsys, arguments, code, says):
     assert ended.value.code == code
     said = capsys.readouterr()
     assert says in said.out + said.err
+
+
+def test_a_folder_that_may_not_be_read_is_no_traceback(tmp_path, capsys, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert main(["status", str(tmp_path)]) == 1
+    assert f"Permission denied: '{tmp_path}'" in capsys.readouterr().err

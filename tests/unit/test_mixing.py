@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
@@ -23,7 +24,7 @@ def source(name, count):
 def mix(at_end="stop", counts=(20, 5, 0), seed=0):
     return Mix(
         [source(name, count) for name, count in zip("abc", counts, strict=False)],
-        [2, 1, 1][: len(counts)],
+        np.array([2, 1, 1])[: len(counts)],
         seed,
         at_end,
     )

@@ -90,7 +90,9 @@ def test_rows_of_json_are_the_same():
     [
         ([1, -(2**63), 2**63 - 1], np.int64),
         ([1.5, 2.0], np.float64),
+        ([2.5, 2**53, -(2**53)], np.float64),
         ([2**63 + 1, 2**64 - 1], None),
+        ([2**60 + 1, 1.5], None),
         ([1, True], None),
         ([1, None], None),
     ],

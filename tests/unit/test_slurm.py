@@ -17,6 +17,8 @@ from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_config import build
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.executors.slurm import SlurmPipelineExecutor
 from tests import golden
 
 ROOT = Path(__file__).parents[2]
@@ -192,3 +194,8 @@ def test_a_refusal_of_sbatch_is_1_and_says_what_was_submitted(
     assert "sbatch: error: invalid partition specified: gpu\n" in said
     assert f"error: sbatch ended with exit code 1; its message is above. {there}" in said
     assert said.endswith(f" The script is in {login_node}/slurm_run/logs/launch_script.slurm.\n")
+
+
+def test_a_variable_in_logging_dir_is_refused_before_jobs_wait_for_it():
+    with pytest.raises(ConfigError, match=r"logging_dir: .*/\$SCRATCH/logs: no variable"):
+        SlurmPipelineExecutor([], 2, "1:00:00", "gpu", logging_dir="$SCRATCH/logs")

@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -399,6 +400,20 @@ def test_a_copy_begins_anew_and_workers_hear_of_its_epochs(parquet, copied):
     assert [row["n"] for row in made] == list(range(len(ROWS)))
     numbers = made._shared._numbers
     assert isinstance(numbers, list) or numbers.is_shared(), "without torch it is a list"
+
+
+def test_an_error_of_the_transform_ends_no_epoch(reader):
+    def transform(document):
+        if document.text.endswith("2"):
+            raise ValueError(document.text)
+        return document.text
+
+    found = []
+    samples = iter(made(reader, transform=transform))
+    for _ in ROWS:
+        with suppress(ValueError, StopIteration):
+            found.append(next(samples))
+    assert sorted(found) == sorted(row["text"] for row in ROWS if row["n"] % 10 != 2)
 
 
 def test_a_row_that_cannot_be_packed_is_named(tmp_path):

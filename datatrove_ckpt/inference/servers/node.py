@@ -58,7 +58,7 @@ class ServerRecord:
     def create(cls, name: str, guardian: int, log: int) -> Self | None:
         """Records a server that this process has launched. ``log`` is a file descriptor.
 
-        Returns None without /proc.
+        Returns None without /proc or a runtime folder; the server starts anyway.
         """
         started = {process.pid: process.started for process in process_table()}
         if guardian not in started or os.getpid() not in started:
@@ -67,7 +67,14 @@ class ServerRecord:
         pid = os.getpid()
         log_file = (status.st_dev, status.st_ino)
         record = cls(name, (pid, started[pid]), (guardian, started[guardian]), log_file)
-        record._path.write_text(json.dumps(asdict(record)))
+        try:
+            record._path.write_text(json.dumps(asdict(record)))
+        except (OSError, ConfigError) as error:
+            logger.warning(
+                f"Should this process and the guardian be killed together, nobody will end {name}: "
+                f"{error}"
+            )
+            return None
         return record
 
     @classmethod
@@ -132,7 +139,12 @@ def _kill_all(is_one: Callable[[Process], bool], name: str) -> list[str]:
 
 
 def end_leftovers() -> None:
-    for record in filter(None, map(ServerRecord.read, sorted(_folder().glob("*.json")))):
+    try:
+        paths = sorted(_folder().glob("*.json"))
+    except (OSError, ConfigError) as error:
+        logger.warning(f"What killed runs may have left on this node is not looked for: {error}")
+        return
+    for record in filter(None, map(ServerRecord.read, paths)):
         alive = {
             (process.pid, process.started) for process in process_table() if not process.zombie
         }

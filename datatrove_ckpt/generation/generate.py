@@ -456,28 +456,30 @@ class Requests:
         else:
             texts = [result.text]
             reasons = [result.finish_reason]
-        is_usual = ENDINGS.issuperset(reasons)
-        if not is_usual:
-            self._count_reasons(result, reasons)
+        is_cut = False
+        if not ENDINGS.issuperset(reasons):
+            is_cut = self._count_reasons(result, reasons)
         if way.path in _GENERATING:
-            is_empty = any(map(_is_empty, texts, reasons))
-            answers.empty += is_empty
             quality = self._rank.quality
+            is_empty = False
             faults: list[str] = []
-            for text in texts:
+            for text, reason in zip(texts, reasons, strict=True):
+                is_empty = is_empty or _is_empty(text, reason)
                 if isinstance(text, str):
                     faults += quality.faults(text, question)
             for fault in faults:
                 answers.reasons[fault] = answers.reasons.get(fault, 0) + 1
-            is_cut = not is_usual and any(map(is_cut_off, reasons))
+            answers.empty += is_empty
             quality.note(bool(faults) or is_empty or is_cut)
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
 
-    def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> None:
+    def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> bool:
+        """Returns whether an answer is cut off."""
         answers = self._answers
-        if any(map(is_cut_off, reasons)):
+        is_cut = any(map(is_cut_off, reasons))
+        if is_cut:
             answers.cut_off += 1
             if ends_in_blanks(str(result.text)):
                 _warn_of_blanks()
@@ -485,6 +487,7 @@ class Requests:
             if reason and reason.lower() not in ENDINGS and not is_cut_off(reason):
                 name = redact(reason)[:_SHOWN_REASON]
                 answers.reasons[name] = answers.reasons.get(name, 0) + 1
+        return is_cut
 
     async def _send(
         self,

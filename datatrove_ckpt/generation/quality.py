@@ -20,23 +20,24 @@ _LEAST_TURNS = 4
 _LONG = 100  # characters of an answer; shorter ones, such as labels, are often the same
 _KNOWN = 100_000  # hashes: 10 MB
 _FIRST = 100
+_BEGINNING = 200  # characters that a refusal is in
 _REFUSAL = re.compile(
-    r"\W*+((i'm|i am) (really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately)?\W*"
+    r"\W*+((i['\u2019]m|i am) (really |very |so )?sorry|sorry|i apologi[sz]e|unfortunately)?\W*"
     r"(but |as an ai[^.]{0,40}, ){0,3}"
-    r"(i can't|i cannot|i can not|i won't|i will not|(i'm|i am) (not able|unable) to)\s(\w+ ){0,2}?"
+    r"(i can['\u2019]t|i cannot|i can not|i won['\u2019]t|i will not|"
+    r"(i['\u2019]m|i am) (not able|unable) to)\s(\w+ ){0,2}?"
     r"(assist|help|comply|fulfil|provide|create|write|generate|continue|answer|do that|engage)",
     re.IGNORECASE,
 )
 
 
 def is_looping(text: str) -> bool:
-    """Whether the text ends in the same words again and again."""
-    text = text[-_LOOKED_AT:].rstrip()
-    start = len(text) - _REPEATED_TAIL
-    before = text.rfind(text[start:], 0, len(text) - 1)
-    if start <= 0 or before < 0:
+    """Whether a text without blanks at its end ends in the same words again and again."""
+    tail = text[-_REPEATED_TAIL:]
+    before = text.rfind(tail, -_LOOKED_AT, -1)
+    if before < 0:
         return False
-    period = start - before
+    period = len(text) - len(tail) - before
     length = max(_LEAST_LOOP, _LEAST_TURNS * period)
     if length > len(text):
         return False
@@ -65,15 +66,16 @@ class Quality:
 
     def faults(self, text: str, prompt: str) -> list[str]:
         """Returns each fault of an answer once. ``prompt``: the last message."""
+        text = text.strip()
         found = []
         if is_looping(text):
             found.append(LOOPING)
-        if _REFUSAL.match(text[:200].replace("\u2019", "'")):
+        if _REFUSAL.match(text, 0, _BEGINNING):
             found.append(REFUSING)
-        text = text.strip()
-        if len(text) < _LONG:
+        length = len(text)
+        if length < _LONG:
             return found
-        if 2 * len(text) >= len(prompt) and text in prompt:
+        if 2 * length >= len(prompt) and text in prompt:
             found.append(COPYING)
         number = hash(text)
         if number in self._known:

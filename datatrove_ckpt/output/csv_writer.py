@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from typing import IO, Any
@@ -65,12 +66,18 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
 
     def _write(self, document: Row, file_handler: IO[str], filename: str) -> None:
         cells = self.cells(document)
-        writer = csv.writer(file_handler, lineterminator="\n")
         if filename not in self._written:
             self._written[filename] = self.columns or [*cells]
-            writer.writerow(self._written[filename])
+            file_handler.write(_line(self._written[filename]))
         columns = self._written[filename]
         others = [name for name in cells if name not in columns]
         if others:
             raise ValueError(f"the column {others[0]!r} is not in the first line of {filename}")
-        writer.writerow([cells.get(name) for name in columns])
+        file_handler.write(_line([cells.get(name) for name in columns]))
+
+
+def _line(cells: Sequence[object]) -> str:
+    line = io.StringIO()
+    # Until Python 3.13 only characters of the line's end put a cell with them in quotes.
+    csv.writer(line, lineterminator="\r\n").writerow(cells)
+    return line.getvalue().removesuffix("\r\n") + "\n"

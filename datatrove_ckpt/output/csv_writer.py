@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 from typing import IO, Any
 
 import numpy as np
+import orjson
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -49,16 +49,16 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
         self._written: dict[str, list[str]] = {}
 
     def cells(self, row: Row) -> Row:
-        """Raises TypeError: a value has no form in CSV."""
+        """Raises TypeError: a value has no form in CSV. A set has none: its order is by chance."""
         cells = {}
         for name, value in row.items():
-            if isinstance(value, dict | list | tuple | np.ndarray):
+            if isinstance(value, dict | list | tuple | set | frozenset | np.ndarray):
                 if name not in self.json_columns:
                     raise TypeError(
                         f"the column {name!r} has a {type(value).__name__}, which CSV cannot hold. "
                         "Write output_format: jsonl or parquet, or name it in json_columns"
                     )
-                value = json.dumps(value, ensure_ascii=False, default=str)
+                value = orjson.dumps(for_orjson(value), option=orjson.OPT_NON_STR_KEYS).decode()
             elif isinstance(value, bytes):
                 value = for_orjson(value)
             cells[name] = value

@@ -6,6 +6,8 @@ import copy
 import csv
 from pathlib import Path
 
+import numpy as np
+import orjson
 import pytest
 from datatrove.data import Document
 
@@ -44,6 +46,15 @@ def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_pa
             document.metadata["n"] = str(document.metadata["n"])
     assert [document_of(row) for row in rows] == wanted
     assert known.dataset([str(path)])["text"][:] == [document.text for document in DOCUMENTS]
+
+
+def test_a_csv_cell_holds_a_whole_list_and_no_value_of_random_order(tmp_path):
+    writer = CSV.writer_class(str(tmp_path), "${rank}.csv", json_columns=["v"])
+    cells = writer.cells({"v": np.arange(2000, dtype=np.float32)})
+    assert orjson.loads(cells["v"]) == [*range(2000)]
+    for row in ({"v": {"a", "b"}}, {"v": [{"a", "b"}]}, {"w": {"a"}}):
+        with pytest.raises(TypeError):
+            writer.cells(row)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -16,6 +16,8 @@ from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import RESULTS
 
+_NESTED = (dict, list, tuple, set, frozenset, np.ndarray)
+
 
 class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
     """Writes a document as a row. datatrove has no such writer.
@@ -52,16 +54,12 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
         """Raises TypeError: a value has no form in CSV. A set has none: its order is by chance."""
         cells = {}
         for name, value in row.items():
-            if isinstance(value, dict | list | tuple | set | frozenset | np.ndarray):
-                if name not in self.json_columns:
-                    raise TypeError(
-                        f"the column {name!r} has a {type(value).__name__}, which CSV cannot hold. "
-                        "Write output_format: jsonl or parquet, or name it in json_columns"
-                    )
-                value = orjson.dumps(for_orjson(value), option=orjson.OPT_NON_STR_KEYS).decode()
-            elif isinstance(value, bytes):
-                value = for_orjson(value)
-            cells[name] = value
+            if isinstance(value, _NESTED) and name not in self.json_columns:
+                raise TypeError(
+                    f"the column {name!r} has a {type(value).__name__}, which CSV cannot hold. "
+                    "Write output_format: jsonl or parquet, or name it in json_columns"
+                )
+            cells[name] = _cell(value)
         return cells
 
     def _write(self, document: Row, file_handler: IO[str], filename: str) -> None:
@@ -74,6 +72,21 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
         if others:
             raise ValueError(f"the column {others[0]!r} is not in the first line of {filename}")
         file_handler.write(_line([cells.get(name) for name in columns]))
+
+
+def text_of(value: object) -> str:
+    """Returns the text that a reader of CSV gets for a value."""
+    if value is None:
+        return ""
+    return str(_cell(value))
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, _NESTED):
+        return orjson.dumps(for_orjson(value), option=orjson.OPT_NON_STR_KEYS).decode()
+    if isinstance(value, bytes):
+        return for_orjson(value)
+    return value
 
 
 def _line(cells: Sequence[object]) -> str:

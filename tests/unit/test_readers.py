@@ -623,8 +623,17 @@ def test_other_default_metadata_are_refused(six):
     resume(six, stop(six, default_metadata=german), default_metadata=german)
     for old, new in ((german, french), (german, None), (None, french)):
         state = stop(six, default_metadata=old)
-        with pytest.raises(CheckpointMismatch, match=f"another default_metadata, now {new}"):
+        with pytest.raises(CheckpointMismatch, match=f"other default_metadata, now {new}"):
             resume(six, state, default_metadata=new)
+
+
+def test_other_types_are_refused(six):
+    ours = {"number": "int64"}
+    resume(six, stop(six, types=ours), types=ours)
+    for old, new in ((None, ours), (ours, None), (ours, {"number": "string"})):
+        state = stop(six, types=old)
+        with pytest.raises(CheckpointMismatch, match=f"other types, now {new}"):
+            resume(six, state, types=new)
 
 
 def test_a_limit_below_what_is_done_is_refused(six):

@@ -50,8 +50,9 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointLocked, CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.output.arrow_types import Row
+from datatrove_ckpt.output.csv_writer import text_of
 from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
-from datatrove_ckpt.output.formats import Format, format_of_file
+from datatrove_ckpt.output.formats import CSV, Format, format_of_file
 from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
@@ -102,6 +103,14 @@ class OldRuns:
             raise ConfigError(
                 "finished_from: the old run wrote a row of each item (explode), and rows do not "
                 "say what their document was. Leave finished_from out."
+            )
+        if not CSV.is_written_by(step.output_writer) and any(
+            str(run.get("output_writer")).endswith(CSV.writer) for _, run in runs
+        ):
+            raise ConfigError(
+                "finished_from: the old run wrote CSV, where numbers have become texts. Write CSV, "
+                "too (output_format: csv), and export it to another format; or leave finished_from "
+                "out."
             )
         if changes and not step.accept_changes:
             raise CheckpointMismatch(
@@ -203,6 +212,7 @@ class FinishedDocuments:
         self._lost: set[str] = set()  # names of which a line of the log tells
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (``close`` closes it)
         self._is_read = False
+        self._are_cells = False  # of CSV, whose values are texts
         self._keys = np.zeros(0, np.uint64)
         self._offsets = np.zeros(0, np.uint64)
         self._causes = Counter[str]()
@@ -234,6 +244,10 @@ class FinishedDocuments:
                         f"without {', '.join(map(repr, lost))}: the rollout removed that from the "
                         "metadata, or the old input lacked it."
                     )
+                if self._are_cells:  # columns of other documents
+                    old = {
+                        name: old[name] for name in old if old[name] or name in document.metadata
+                    }
                 # JSON has lost types that the document has as it was read.
                 for name in old.keys() & document.metadata.keys() - {self._metadata_key}:
                     old[name] = document.metadata[name]
@@ -272,7 +286,11 @@ class FinishedDocuments:
         """
         names = old.keys() & as_read.keys() - {"file_path", self._metadata_key}
         differing = [
-            name for name in as_read if name in names and not _is_same(as_read[name], old[name])
+            name
+            for name in as_read
+            if name in names
+            and not _is_same(as_read[name], old[name])
+            and not (self._are_cells and text_of(as_read[name]) == old[name])
         ]
         if self._keeps_metadata:
             differing += _lost(as_read, old)
@@ -284,6 +302,7 @@ class FinishedDocuments:
         file = self._file
         places = _listed(self._places)
         found = [old for place in places for old in self._files(place)]
+        self._are_cells = any(old.format is CSV for old in found)
         names = ", ".join(places)
         keys = array("Q")
         offsets = array("Q")

@@ -41,7 +41,8 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
         CheckpointCorrupt: the kept types cannot be read.
     """
     is_csv = CSV.is_written_by(writer)
-    if not (infers_schema(writer) or is_csv) or not is_usual(writer):
+    has_columns = infers_schema(writer) or (is_csv and writer.expand_metadata)
+    if not has_columns or not is_usual(writer):
         return NO_TYPES
     path = folder / COLUMNS
     if not path.exists():

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import csv
-import json
+import io
 from collections.abc import Sequence
 from typing import IO, Any
 
 import numpy as np
+import orjson
 from datatrove.io import DataFolderLike
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import RESULTS
+
+_NESTED = (dict, list, tuple, set, frozenset, np.ndarray)
 
 
 class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
@@ -48,29 +51,46 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
         self._written: dict[str, list[str]] = {}
 
     def cells(self, row: Row) -> Row:
-        """Raises TypeError: a value has no form in CSV."""
+        """Raises TypeError: a value has no form in CSV. A set has none: its order is by chance."""
         cells = {}
         for name, value in row.items():
-            if isinstance(value, dict | list | tuple | np.ndarray):
-                if name not in self.json_columns:
-                    raise TypeError(
-                        f"the column {name!r} has a {type(value).__name__}, which CSV cannot hold. "
-                        "Write output_format: jsonl or parquet, or name it in json_columns"
-                    )
-                value = json.dumps(value, ensure_ascii=False, default=str)
-            elif isinstance(value, bytes):
-                value = for_orjson(value)
-            cells[name] = value
+            if isinstance(value, _NESTED) and name not in self.json_columns:
+                raise TypeError(
+                    f"the column {name!r} has a {type(value).__name__}, which CSV cannot hold. "
+                    "Write output_format: jsonl or parquet, or name it in json_columns"
+                )
+            cells[name] = _cell(value)
         return cells
 
     def _write(self, document: Row, file_handler: IO[str], filename: str) -> None:
         cells = self.cells(document)
-        writer = csv.writer(file_handler, lineterminator="\n")
         if filename not in self._written:
             self._written[filename] = self.columns or [*cells]
-            writer.writerow(self._written[filename])
+            file_handler.write(_line(self._written[filename]))
         columns = self._written[filename]
         others = [name for name in cells if name not in columns]
         if others:
             raise ValueError(f"the column {others[0]!r} is not in the first line of {filename}")
-        writer.writerow([cells.get(name) for name in columns])
+        file_handler.write(_line([cells.get(name) for name in columns]))
+
+
+def text_of(value: object) -> str:
+    """Returns the text that a reader of CSV gets for a value."""
+    if value is None:
+        return ""
+    return str(_cell(value))
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, _NESTED):
+        return orjson.dumps(for_orjson(value), option=orjson.OPT_NON_STR_KEYS).decode()
+    if isinstance(value, bytes):
+        return for_orjson(value)
+    return value
+
+
+def _line(cells: Sequence[object]) -> str:
+    line = io.StringIO()
+    # Until Python 3.13 only characters of the line's end put a cell with them in quotes.
+    csv.writer(line, lineterminator="\r\n").writerow(cells)
+    return line.getvalue().removesuffix("\r\n") + "\n"

@@ -684,8 +684,10 @@ def write_for(
     writer.update_doc_stats = _count_nothing
 
     def write(data: bytes) -> None:
-        for document in rows(decode(data)):
-            writer.write(document, names.rank, **names.keywords(document, chunk_index))
+        document = decode(data)
+        keywords = names.keywords(document, chunk_index)
+        for row in rows(document):
+            writer.write(row, names.rank, **keywords)
 
     def write_line(data: bytes) -> None:
         line = line_of(data, writer.expand_metadata)

@@ -153,6 +153,7 @@ class Csv(Format):
         return {"expand_metadata": True}
 
     def rows(self, file: IO[bytes], with_media: bool = False) -> Rows:
+        csv.field_size_limit(2**31 - 1)  # of the process: 128 kB, unless a reader was imported
         with io.TextIOWrapper(file, "utf-8", newline="") as lines:
             for cells in csv.DictReader(lines):
                 row: JsonObject = dict(cells)

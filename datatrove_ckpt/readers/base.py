@@ -440,13 +440,17 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if "shard" in state:
             then["shard"] = state["shard"]
             now["shard"] = shard
+        hashed = {
+            "default_metadata": self.default_metadata,
+            "types": getattr(self.types, "names", None),
+        }
         for key in then | now:
             old = then.get(key, USUAL_KEYS.get(key))
             new = now.get(key, USUAL_KEYS.get(key))
             if old == new:
                 continue
-            if key == "default_metadata":
-                raise misfit(f"{where} was made with another {key}, now {self.default_metadata}.")
+            if key in hashed:
+                raise misfit(f"{where} was made with other {key}, now {hashed[key]}.")
             raise misfit(f"{where} was made with {key}={old!r}, now {new!r}.")
         documents = state.get("documents", 0)
         if 0 <= self.limit < documents:

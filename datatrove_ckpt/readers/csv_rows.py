@@ -79,6 +79,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
                 refuse_pointer(names[0].encode(), name)
                 _refuse_other_delimiter(names[0], name)
             digest = xxh3_64("\0".join(names).encode())
+            number = 0
             for number, (line, cells) in enumerate(rows, 1):
                 digest.update("\0".join(cells).encode())
                 if number < done:
@@ -91,6 +92,8 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
                 with self.track_time():
                     document = self._document(name, names, cells, number - 1, line)
                 yield document, (number, digest.intdigest())
+            if number < done:
+                raise misfit(f"The input file {name!r} had {done} rows or more, and has {number}.")
             extent.end = stored.tell()
 
     def _document(

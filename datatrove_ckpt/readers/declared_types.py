@@ -52,7 +52,7 @@ class DeclaredTypes:
                 continue
             try:
                 row[name] = pa.scalar(value).cast(kind).as_py()
-            except (pa.ArrowException, TypeError, ValueError) as error:
+            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                 raise DocumentNotSerializable(
                     f"the column {name!r} has {safe_repr(value)}, which is no {kind}"
                 ) from error

@@ -54,6 +54,12 @@ def test_metadata_never_replaces_the_rank_the_chunk_or_the_id(tmp_path, server, 
     assert line["metadata"]["rank"] == 7, "the document keeps what it says"
 
 
+def test_the_rows_of_a_document_are_in_the_file_of_its_id(tmp_path, server):
+    output = writer(tmp_path, "${id}_${rank}_${chunk_index}.jsonl")
+    runner(tmp_path, server, output_writer=output, explode=True).run([about(0)])
+    assert ids(tmp_path / "output") == {"id 0_00000_00000.jsonl": ["id 0/0"]}
+
+
 # names stay inside -------------------------------------------------------------------------------
 
 OUTSIDE = {

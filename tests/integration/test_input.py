@@ -93,7 +93,7 @@ def kept(folder, rank=0):
     [
         (lines(1), {"text_key": "txt"}, "text_key='txt'. The first row has the keys 'text', 'id'."),
         ("[\n", {}, "JSON array"),
-        ("Once upon a time\n", {}, "It begins with 'Once upon a time'."),
+        ("Once upon a time\n", {}, "'Once upon a time'. "),
     ],
     ids=["wrong text_key", "array", "plain text"],
 )

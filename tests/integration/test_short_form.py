@@ -1013,11 +1013,11 @@ def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_pr
 def to_csv(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def run(table, *flags, code=0, suffix="jsonl"):
+    def run(table, *flags, code=0, suffix="jsonl", folder="x", form="csv"):
         write_table(Path(f"in.{suffix}"), table)
         with FakeServer() as server:
             job = f"run --input in.{suffix} --prompt {{id}} --endpoint {server.url} --model m"
-            job += " --run-folder x --records-per-chunk 2 --output-format csv"
+            job += f" --run-folder {folder} --records-per-chunk 2 --output-format {form}"
             return command(*job.split(), *flags, code=code), len(server.payloads)
 
     return run
@@ -1041,6 +1041,12 @@ def test_csv_files_have_their_columns_in_the_first_line(to_csv, command, suffix)
     before = [path.read_bytes() for path in files]
     to_csv(table, suffix=suffix)
     assert [path.read_bytes() for path in files] == before
+    old = "--finished-from=x/output"
+    said, _ = to_csv(table, old, suffix=suffix, folder="y", form="jsonl", code=2)
+    assert "the old run wrote CSV" in said
+    _, sent = to_csv(table, old, suffix=suffix, folder="y")
+    assert sent == 0
+    assert [path.read_bytes() for path in sorted(Path("y/output").glob("*.csv"))] == before
 
 
 @pytest.mark.parametrize(("suffix", "requests"), [("jsonl", 2), ("parquet", 0)])

@@ -11,6 +11,7 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint.layout import COLUMNS
 from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.output.csv_writer import CsvWriter
 from datatrove_ckpt.readers import (
     CSVReader,
     DamagedLine,
@@ -380,3 +381,19 @@ def test_declared_types_are_those_of_the_output_and_a_value_that_does_not_fit_is
     assert [str(table["day"][0]) for table in found] == ["2026-01-01", "2026-01-02", "None"]
     with pytest.raises(ConfigError, match="'dat' of the column 'day' is no type of Arrow"):
         kinds[suffix](str(path.parent), types={"day": "dat"})
+
+
+def test_csv_with_one_cell_of_metadata_has_no_columns_of_the_input(tmp_path, server):
+    path = tmp_path / "in" / "a.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"id": ["0"], "text": ["a"], "tags": [["b"]]}), path)
+    writer = CsvWriter(
+        str(tmp_path / "output"),
+        "${rank}_${chunk_index}.csv",
+        expand_metadata=False,
+        json_columns=["metadata"],
+    )
+    runner(tmp_path, server, output_writer=writer).run(ParquetReader(str(path.parent)).run())
+    table = pandas.read_csv(tmp_path / "output/00000_00000.csv")
+    assert [*table.columns] == ["text", "id", "metadata"]
+    assert json.loads(table["metadata"][0])["tags"] == ["b"]

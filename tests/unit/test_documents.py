@@ -26,6 +26,7 @@ from datatrove_ckpt.output.documents import (
     decode_rows,
     encode,
     encode_finished,
+    exploded,
     fingerprint,
     has_default_adapter,
     is_plain,
@@ -306,3 +307,17 @@ def test_other_adapters_are_left_alone(tmp_path):
         before = writer.adapter(DOCUMENTS["text only"])
         assert decode_for(writer) is decode
         assert writer.adapter(DOCUMENTS["text only"]) == before
+
+
+def test_each_row_of_a_document_has_its_media_as_they_were():
+    """A writer that saves media changes those of the row that it has."""
+    picture = Media("0", 0, "a.png", media_bytes=b"png")
+    found = []
+    document = Document("t", "i", [picture], {"item": ["a", "b"], "results": [1]})
+    for row in exploded(document, column="item", key="results"):
+        found.append((row.id, row.media[0].media_bytes, row.metadata))
+        row.media[0].media_bytes = None
+    assert found == [
+        ("i/0", b"png", {"results": [1], "n": 0, "item": "a"}),
+        ("i/1", b"png", {"n": 1, "item": "b"}),
+    ]

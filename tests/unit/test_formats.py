@@ -3,8 +3,11 @@ read again.
 """
 
 import copy
+import csv
 from pathlib import Path
 
+import numpy as np
+import orjson
 import pytest
 from datatrove.data import Document
 
@@ -13,15 +16,16 @@ from datatrove_ckpt.output.formats import BY_NAME, CSV, format_of_file, is_known
 from datatrove_ckpt.output.names import stem, writer_name
 
 DOCUMENTS = [
-    Document("one", "0", metadata={"n": 1, "answer": "a"}),
+    Document("one", "0", metadata={"n": 1, "answer": "a" * 2**18}),
     Document("two\nlines", "1", metadata={"n": 2, "answer": 'b,"\r\n'}),
-    Document("dreiß", "2", metadata={"n": 3, "answer": ""}),
+    Document("dreiß\rvier", "2", metadata={"n": 3, "answer": ""}),
 ]
 
 
 @pytest.mark.parametrize("has_columns", [True, False])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_path):
+    csv.field_size_limit(2**17)  # Python's own
     known = BY_NAME[name]
     writer = known.writer_class(str(tmp_path), f"name.{name}", **known.settings(has_columns))
     with writer:
@@ -42,6 +46,15 @@ def test_what_a_writer_has_written_is_counted_and_read(name, has_columns, tmp_pa
             document.metadata["n"] = str(document.metadata["n"])
     assert [document_of(row) for row in rows] == wanted
     assert known.dataset([str(path)])["text"][:] == [document.text for document in DOCUMENTS]
+
+
+def test_a_csv_cell_holds_a_whole_list_and_no_value_of_random_order(tmp_path):
+    writer = CSV.writer_class(str(tmp_path), "${rank}.csv", json_columns=["v"])
+    cells = writer.cells({"v": np.arange(2000, dtype=np.float32)})
+    assert orjson.loads(cells["v"]) == [*range(2000)]
+    for row in ({"v": {"a", "b"}}, {"v": [{"a", "b"}]}, {"w": {"a"}}):
+        with pytest.raises(TypeError):
+            writer.cells(row)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -149,6 +149,7 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
             "'five' of the input file 'a.jsonl' has a text of type int",
         ),
         ('{"text": "caf\xe9"}\n'.encode("latin-1"), "UTF-8"),
+        (b'{"text": "t", "n": 99999999999999999999}\n', "which is no int64"),
         (b'{"text": "t", "media": "print"}\n', "has a 'media' that is no list"),
         (b'{"text": "t", "media": [{"id": "1", "media_bytes": "x"}]}\n', "is no base64"),
     ],
@@ -158,12 +159,12 @@ def test_a_number_as_text_text_as_media_and_a_line_in_latin_1_are_treated_alike(
 ):
     """Skipped and counted with a warning that names file and line, or refused with it."""
     (tmp_path / "a.jsonl").write_bytes(LINES[0] + line + LINES[1])
-    reader = JsonlReader(str(tmp_path), max_skipped=1)
+    reader = JsonlReader(str(tmp_path), max_skipped=1, types={"n": "int64"})
     assert texts(reader) == ["0", "1"]
     assert reader.stats["damaged_lines"].total == 1
     assert any("`a.jsonl`, line 2" in one and why in one for one in log)
     with pytest.raises(DamagedLine, match=r"`a\.jsonl`, line 2"):
-        texts(JsonlReader(str(tmp_path)))
+        texts(JsonlReader(str(tmp_path), types={"n": "int64"}))
 
 
 @pytest.mark.parametrize("suffix", ["", *COMPRESS])

@@ -516,15 +516,18 @@ def test_another_order_of_the_same_files_is_refused(six, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "grows"), [*((kind, False) for kind in KINDS), ("parquet", True), ("arrows", True)]
+    ("kind", "grows"),
+    [*((kind, False) for kind in KINDS), ("parquet", True), ("arrows", True), ("csv", "shrinks")],
 )
 def test_a_current_file_with_other_content_is_refused(tmp_path, kind, grows):
-    """Of the same size, or, if it is not plain text, grown."""
+    """Of the same size, or, if it is not plain text, grown; a table of text with fewer rows."""
     write(tmp_path, kind)
     documents = list(reader(tmp_path.as_posix(), kind).run())
     first = sorted(path for path in tmp_path.iterdir() if path.is_file())[0]
     content = bytearray(first.read_bytes())
-    if grows:
+    if grows == "shrinks":
+        content = content[: content.index(b"\n\n") + 1]
+    elif grows:
         content *= 2
     elif kind.startswith("jsonl"):
         codec = {"jsonl": None, "jsonl gzip": "gzip", "jsonl zstd": "zstd"}[kind]
@@ -534,7 +537,7 @@ def test_a_current_file_with_other_content_is_refused(tmp_path, kind, grows):
     first.write_bytes(content)
     fresh = reader(tmp_path.as_posix(), kind)
     fresh.load_state_dict(state_of(documents[1]))
-    said = f"'{first.name}' " + ("had .* bytes, and has" if grows else "has changed")
+    said = f"'{first.name}' " + ("had .*, and has" if grows else "has changed")
     with pytest.raises(CheckpointMismatch, match=said):
         list(fresh.run())
 
@@ -620,8 +623,17 @@ def test_other_default_metadata_are_refused(six):
     resume(six, stop(six, default_metadata=german), default_metadata=german)
     for old, new in ((german, french), (german, None), (None, french)):
         state = stop(six, default_metadata=old)
-        with pytest.raises(CheckpointMismatch, match=f"another default_metadata, now {new}"):
+        with pytest.raises(CheckpointMismatch, match=f"other default_metadata, now {new}"):
             resume(six, state, default_metadata=new)
+
+
+def test_other_types_are_refused(six):
+    ours = {"number": "int64"}
+    resume(six, stop(six, types=ours), types=ours)
+    for old, new in ((None, ours), (ours, None), (ours, {"number": "string"})):
+        state = stop(six, types=old)
+        with pytest.raises(CheckpointMismatch, match=f"other types, now {new}"):
+            resume(six, state, types=new)
 
 
 def test_a_limit_below_what_is_done_is_refused(six):

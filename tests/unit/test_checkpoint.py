@@ -210,6 +210,17 @@ def test_a_commit_is_read_back_as_it_was_written(tmp_path):
     (found,) = CommitLog(tmp_path / "commits.jsonl").commits.values()
     assert found.to_json() == written.to_json()
     assert replace(found, work=written.work) == written
+    log.append(replace(written, chunk_index=5, dead_letters_size=11))
+    with pytest.raises(CommitsDamaged, match="not in the order in which they were written"):
+        CommitLog(tmp_path / "commits.jsonl")
+
+
+def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):
+    log = CommitLog(tmp_path / "commits.jsonl")
+    log.append(commit(0))
+    log.append(commit(0))
+    with pytest.raises(CommitsDamaged, match="chunk 0 is committed twice"):
+        CommitLog(tmp_path / "commits.jsonl")
 
 
 def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
@@ -303,6 +314,15 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
     storage.stop()
     assert storage.error is None
     assert (transactions, seen, storage.backlog_bytes) == ([10], [10], 0)
+
+
+def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):
+    storage, _ = make_storage(tmp_path)
+    storage.start()
+    storage.call(lambda: files.disk.append(tmp_path, b"x"))  # a folder
+    storage.stop()
+    with pytest.raises(StorageFailed, match="Is a directory"):
+        storage.put(request(0), 0)
 
 
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, monkeypatch):

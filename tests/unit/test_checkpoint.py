@@ -40,6 +40,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     RequestCache,
     payload_hash,
+    read_answers,
 )
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
@@ -267,6 +268,14 @@ def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path):
     assert dict(cache.answer_counts()).keys() == {0}
     cache.remove()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_kept_of_a_committed_chunk_has_no_errors(tmp_path):
+    cache = RequestCache(tmp_path / "cache", tmp_path / "kept")
+    cache.put([request(0), request(1, error="400 no")])
+    cache.drop_chunk(0)
+    assert [*read_answers(tmp_path / "kept")] == [request(0)]
+    cache.close()
 
 
 def test_a_second_connection_is_locked_out(tmp_path):

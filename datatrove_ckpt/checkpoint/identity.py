@@ -180,6 +180,8 @@ FORMAT = 4
 """What this version writes."""
 FORMATS = range(4, FORMAT + 1)
 """What this version continues. The rest of a folder may have lines that an older version wrote."""
+_LAST_WITH_OLDER = "0.2.0"
+"""The last version that continues older formats, back to 1."""
 FORMAT_KEY = "format"
 WRITTEN_BY = "written_by"
 """In ``run.json`` and ``job.json``: the version of the package that wrote the file.
@@ -227,6 +229,8 @@ def check_format(
     if isinstance(writer, str) and writer != __version__:
         who = f"datatrove-ckpt {writer}"
         get = f"{who} or newer"
+    if 0 < number < known.start:
+        get = f"datatrove-ckpt {_LAST_WITH_OLDER}, which finishes such runs"
     raise VersionMismatch(
         f"{where} was written by {who} (format {number}). This is datatrove-ckpt {__version__}, "
         f"which reads format {number_range(known.start, known.stop)}. Nothing was changed. "

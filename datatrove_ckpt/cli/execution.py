@@ -127,8 +127,9 @@ def _checked_run(
             if slurm_submit.submits(executor):
                 slurm_submit.check(executor)
             started = True
-            _note_command(plan, content, shlex.join(arguments.command))
-            dead = _execute(executor, plan, arguments)
+            shown = FullConfig(content).redact(redact(shlex.join(arguments.command)))
+            _note_command(plan, shown)
+            dead = _execute(executor, plan, arguments, shown)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(
                     f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."
@@ -190,10 +191,10 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
         return own
 
 
-def _note_command(plan: RunPlan, content: Node, command: str) -> None:
+def _note_command(plan: RunPlan, command: str) -> None:
     if plan.logging_dir.is_local():
         with plan.logging_dir.open(COMMAND_FILE, "w") as file:
-            file.write(FullConfig(content).redact(redact(command)))
+            file.write(command)
             if form():
                 file.write(f"\n{plan.logging_dir.path}")
 
@@ -204,7 +205,10 @@ def _work(executor: LocalPipelineExecutor) -> None:
     say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
 
 
-def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace) -> int:
+def _execute(
+    executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace, shown: str
+) -> int:
+    """``shown``: the command without secrets."""
     kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = QuietErrors(said_later=True)
@@ -229,9 +233,9 @@ def _execute(executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Name
             say(closing_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:
                 try:
-                    write_card(runner, root, command)
-                except OSError as error:
-                    say(f"{CARD} was not written: {error.strerror}.")
+                    write_card(runner, root, shown)
+                except (OSError, CkptError) as error:
+                    say(f"{CARD} was not written: {error}")
     return sum(job.counts.dead for job in jobs.values())
 
 

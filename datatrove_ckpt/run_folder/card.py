@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -18,6 +19,7 @@ from datatrove_ckpt.run_folder.where import Place
 
 CARD = "card.md"
 _MOST = 400  # characters of a value
+_MADE_BY = b"Made by datatrove-ckpt "
 _OF_FILES = ("owner", "format", "written_by", "identity_version", "output_folder")
 
 
@@ -26,17 +28,22 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
     folder of other things.
 
     Args:
-        command: that goes on.
+        command: that goes on, without secrets.
 
     Raises:
+        FileExistsError: the user has such a file.
         OSError: the folder takes no file.
+        CkptError: the folder cannot be read.
     """
     folder = root
     if root.name == "checkpoints" and (root.parent / "output").is_dir():
         folder = root.parent
+    path = folder / CARD
+    if path.exists() and _MADE_BY not in path.read_bytes():
+        raise FileExistsError(errno.EEXIST, "It is not a card of ours", str(path))
     state = read_run_state(Place(str(root), root, [str(root)]))
     text = "\n".join(_lines(runner, folder.name, state, command))
-    (folder / CARD).write_text(redact(text), "utf-8")
+    path.write_bytes(redact(text).encode(errors="replace"))
 
 
 def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iterator[str]:
@@ -44,7 +51,7 @@ def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iter
     output = writer.output_folder.resolve_paths("")
     made = datetime.now(UTC).strftime("%Y-%m-%d")
     yield f"# {name}\n"
-    yield f"Made by datatrove-ckpt {__version__}, finished on {made} (UTC). Output: `{output}`.\n"
+    yield f"{_MADE_BY.decode()}{__version__}, finished on {made} (UTC). Output: `{output}`.\n"
     yield "## What made it\n"
     yield "| setting | value |\n|---|---|"
     for setting, value in state.identity.items():

@@ -37,3 +37,18 @@ def test_no_card(here, server, command):
     write_input(here, ["a"])
     command(*RUN, "--endpoint", server.url, "--card", "false")
     assert not [*here.rglob("card.md")]
+
+
+def test_the_card_holds_no_secret_and_replaces_nothing_of_the_user(here, server, command):
+    write_input(here, ["a"])
+    params = '{"extra_headers": {"X-Auth-Token": "hunter2-hunter2"}}'
+    flags = ("--endpoint", server.url, "--default-generation-params", params)
+    command(*RUN, *flags)
+    assert "X-Auth-Token" in (here / "r/card.md").read_text()
+    assert not [
+        path for path in here.rglob("*.*") if path.is_file() and b"hunter2" in path.read_bytes()
+    ]
+    (here / "r/card.md").write_text("mine")
+    said = command(*RUN, *flags)
+    assert "card.md was not written" in said.out
+    assert (here / "r/card.md").read_text() == "mine"

@@ -40,6 +40,7 @@ from datatrove_ckpt.checkpoint.request_cache import (
     CachedRequest,
     RequestCache,
     payload_hash,
+    read_answers,
 )
 from datatrove_ckpt.checkpoint.storage import StorageThread
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointLocked, StorageFailed
@@ -210,6 +211,17 @@ def test_a_commit_is_read_back_as_it_was_written(tmp_path):
     (found,) = CommitLog(tmp_path / "commits.jsonl").commits.values()
     assert found.to_json() == written.to_json()
     assert replace(found, work=written.work) == written
+    log.append(replace(written, chunk_index=5, dead_letters_size=11))
+    with pytest.raises(CommitsDamaged, match="not in the order in which they were written"):
+        CommitLog(tmp_path / "commits.jsonl")
+
+
+def test_a_chunk_that_is_committed_twice_is_corrupt(tmp_path):
+    log = CommitLog(tmp_path / "commits.jsonl")
+    log.append(commit(0))
+    log.append(commit(0))
+    with pytest.raises(CommitsDamaged, match="chunk 0 is committed twice"):
+        CommitLog(tmp_path / "commits.jsonl")
 
 
 def test_what_a_crash_left_of_a_committed_chunk_is_gone(tmp_path):
@@ -258,6 +270,14 @@ def test_answers_are_kept_by_document_rollout_payload_and_occurrence(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_is_kept_of_a_committed_chunk_has_no_errors(tmp_path):
+    cache = RequestCache(tmp_path / "cache", tmp_path / "kept")
+    cache.put([request(0), request(1, error="400 no")])
+    cache.drop_chunk(0)
+    assert [*read_answers(tmp_path / "kept")] == [request(0)]
+    cache.close()
+
+
 def test_a_second_connection_is_locked_out(tmp_path):
     cache = RequestCache(tmp_path / "cache")
     cache.put([request(0)])
@@ -303,6 +323,15 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
     storage.stop()
     assert storage.error is None
     assert (transactions, seen, storage.backlog_bytes) == ([10], [10], 0)
+
+
+def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):
+    storage, _ = make_storage(tmp_path)
+    storage.start()
+    storage.call(lambda: files.disk.append(tmp_path, b"x"))  # a folder
+    storage.stop()
+    with pytest.raises(StorageFailed, match="Is a directory"):
+        storage.put(request(0), 0)
 
 
 def test_a_sync_comes_within_sync_seconds_even_when_nothing_follows(tmp_path, monkeypatch):

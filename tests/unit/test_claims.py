@@ -286,6 +286,14 @@ def test_marks_that_cannot_be_listed_stop_no_rank_that_runs(job, monkeypatch, er
     assert process.claims.failures == 0
 
 
+def test_a_rank_that_another_process_takes_first_is_no_failure(job, monkeypatch):
+    """However often it happens: a run that waits for others for days meets it."""
+    process = Process(job)
+    monkeypatch.setattr(process.store, "put", lambda mark, content: False)
+    assert process.take() is None
+    assert process.claims.failures == 0
+
+
 def test_a_mark_whose_writing_failed_after_it_was_done_keeps_no_rank(job, monkeypatch):
     process = Process(job)
     put = process.store.put

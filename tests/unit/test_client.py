@@ -844,13 +844,30 @@ async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_n
     assert "".join(log).count("has sent one answer, with its id, to two requests") == 1
 
 
+async def test_the_first_answer_sent_once_more_is_not_the_next_ones():
+    async def reply(server, writer):
+        number = len(server.requests)
+        writer.write(http(200, numbered(str(1 if number == 2 else number))))
+
+    async with talking(reply) as (server, client, _):
+        texts = [(await client.complete(b"%d" % number)).text for number in range(3)]
+        assert texts == ["1", "3", "4"]
+        assert len(server.requests) == 4
+
+
 def by_the_second(number):
     return b'{"id": "chatcmpl-%d", %b' % (1764240000 + number // 3, chat("yes")[1:])
 
 
-@pytest.mark.parametrize("answer", [by_the_second, lambda number: numbered("yes")])
-async def test_equal_answers_whose_ids_are_equal_by_chance_or_always_are_answers(answer, log):
-    """As the seconds of a small server, or the 999 numbers of Ollama."""
+@pytest.mark.parametrize(
+    ("answer", "asked"), [(by_the_second, 9), (lambda number: numbered("yes"), 10)]
+)
+async def test_equal_answers_whose_ids_are_equal_by_chance_or_always_are_answers(
+    answer, asked, log
+):
+    """As the seconds of a small server, or the 999 numbers of Ollama. One id for all is noticed the
+    second time.
+    """
 
     async def reply(server, writer):
         writer.write(http(200, answer(len(server.requests))))
@@ -858,7 +875,7 @@ async def test_equal_answers_whose_ids_are_equal_by_chance_or_always_are_answers
     async with talking(reply) as (server, client, _):
         for number in range(9):
             assert (await client.complete(b"%d" % number)).text == "yes"
-        assert (len(server.requests), server.connections) == (9, 1)
+        assert (len(server.requests), server.connections) == (asked, asked - 8)
     assert not log
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.errors import StorageFailed
 
 
 def request(ordinal, text="{}"):
@@ -165,3 +166,12 @@ def test_a_damaged_index_names_documents_only_and_comes_to_an_end(path):
         cache = RequestCache(path)
         assert {type(ordinal) for ordinal, _ in cache.answer_counts()} <= {int}, bit
         cache.close()
+
+
+def test_a_full_disk_is_no_damage(path):
+    cache = RequestCache(path)
+    cache._connection.execute("PRAGMA max_page_count=1")  # no page more than there are
+    with pytest.raises(StorageFailed, match="full"):
+        cache.put([request(50, "x" * 100_000)])
+    cache.close()
+    assert aside(path) == []

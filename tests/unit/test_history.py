@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.history import (
     Buckets,
     End,
@@ -52,6 +53,18 @@ def test_histograms_come_back_as_they_were_written(tmp_path):
     assert read_history(written(tmp_path / "history.jsonl", [spread])).records == [spread]
 
 
+def test_of_each_attempt_the_last_histograms_count(tmp_path):
+    lines = []
+    for attempt in (1, 2):
+        lines.append(Start(at=attempt, attempt=attempt, host="h", pid=1))
+        lines += [
+            Spread(at=attempt, attempt=attempt, milliseconds=Buckets({3: number}))
+            for number in (1, 2)
+        ]
+    found = history.read_history(str(written(tmp_path / "history.jsonl", lines)))
+    assert found.spreads == lines[2::3]
+
+
 # ``HistoryLog``: what is appended to a rank's history, and how its size is bounded ---------------
 
 
@@ -91,9 +104,9 @@ def test_a_torn_tail_is_cut_before_the_next_append(path, tail):
     log = HistoryLog(path, 2)
     assert path.read_bytes() == whole
     log.append([Start(at=2.0, host="h", pid=2)])
-    history = read_history(path)
-    assert [attempt.number for attempt in history.attempts] == [1, 2]
-    assert history.damaged == 0
+    found = read_history(path)
+    assert [attempt.number for attempt in found.attempts] == [1, 2]
+    assert found.damaged == 0
 
 
 def test_damage_in_the_middle_stays_and_costs_no_other_line(path):

@@ -472,6 +472,7 @@ class Transport:
         self.refusal = ""
         self._first_id: bytes | None = None
         self._searches = 0
+        self._was_first_repeated = False
         self._timeout = timeout
         self._connect_timeout = min(connect_timeout, timeout)
         self._keepalive = keepalive
@@ -579,8 +580,16 @@ class Transport:
         connection.last = (sent, xxh3_64_intdigest(answer))
         if before[1] != connection.last[1] or before[0] == sent:
             return
-        if _id_of(answer) in (None, self._first_id):
+        name = _id_of(answer)
+        if name is None:
             return  # answers of this server have no id of their own
+        if name == self._first_id:
+            # The first answer once more, or a server whose answers all have one id: then the next
+            # one has it, too.
+            if self._was_first_repeated:
+                return
+            self._was_first_repeated = True
+            raise UnaskedBytes
         if not self.unasked:  # equal answers and ids by chance are never refused
             self.note_unasked("one answer, with its id, to two requests")
         raise UnaskedBytes
@@ -637,8 +646,11 @@ class Transport:
             fields = _lines({"Host": host, **self._proxy_headers()})
             transport.write(f"CONNECT {host} HTTP/1.1\r\n{fields}\r\n".encode())
             first, _, _ = (await tunnel.head).partition(b"\r\n")
-            if first.split(b" ")[1:2] != [b"200"]:
-                raise ConnectionError(f"the proxy answered {first[:100]!r}")
+            status = re.match(rb"HTTP/1\.\d (\d{3})", first)
+            if status is None:
+                raise ConnectionError("the proxy answered no HTTP")
+            if status[1] != b"200":  # the rest may quote the password
+                raise ConnectionError(f"the proxy answered HTTP {status[1].decode()}")
             connection = _Connection(self)
             connection.connection_made(transport)  # it may be lost in the handshake
             connection.transport = await self._loop.start_tls(

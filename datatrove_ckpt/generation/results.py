@@ -48,6 +48,9 @@ class Results:
         self._takes_usual = False  # not known yet
         self.may_wait = trial is not None and not trial.is_quick
         self._has_media = writes_media(step.output_writer)
+        self._key = step.metadata_key
+        self._has_column = step.answer_column is not None
+        self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
     def look_at_first(self, document: Document) -> None:
         """Checks the first document before a server starts for it."""
@@ -63,11 +66,12 @@ class Results:
             check_first(step.rollout_fn, document)
 
     def check(self, document: Document) -> None:
-        check_answer(self._step, document)
+        if self._has_column:
+            check_answer(self._step, document)
 
     def of_finished(self, document: Document) -> Sequence[object]:
         """Returns the results in a document's metadata, of an old output."""
-        results: Sequence[object] = document.metadata[self._step.metadata_key]
+        results: Sequence[object] = document.metadata[self._key]
         return results
 
     async def encode(
@@ -78,14 +82,13 @@ class Results:
         Raises:
             DocumentNotSerializable: it, or a result, cannot be written.
         """
-        key = self._step.metadata_key
         if not self._has_media:
             self._drop_media(document)
-        document.metadata[key] = kept
-        if not kept or not put_answer(self._step, document, kept):
+        document.metadata[self._key] = kept
+        if not kept or (self._has_column and not put_answer(self._step, document, kept)):
             return DROPPED
         self._names.check(document, chunk_index)
-        data = encode_finished(document, key)
+        data = encode_finished(document, self._key)
         trial = self._trial
         if trial is not None and not (trial.takes_json and is_plain(data, self._takes_usual)):
             if self.may_wait:
@@ -104,9 +107,8 @@ class Results:
                 medium.media_bytes = None
             elif isinstance(medium, dict) and medium.get("media_bytes") is not None:
                 medium["media_bytes"] = None
-        drop_sent = getattr(self._step.rollout_fn, "drop_sent", None)
-        if drop_sent is not None:
-            drop_sent(document)
+        if self._drop_sent is not None:
+            self._drop_sent(document)
 
 
 def check_answer(step: Step, document: Document) -> None:

@@ -249,6 +249,9 @@ def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> s
 # all ranks ---------------------------------------------------------------------------------------
 
 
+_GIVE = "Give the run_folder, or that of checkpoints_local_dir."
+
+
 def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     """Returns root, number and folder of each rank's folder, retries last.
 
@@ -257,16 +260,20 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     """
     found = []
     try:
+        checkpoints.stat()
         for root in (checkpoints, *retry_folders(checkpoints)):
             name = "" if root == checkpoints else root.name
             if root.is_dir():
                 found += [(name, rank, rank_folder(root, rank)) for rank in rank_numbers(root)]
     except PermissionError as error:
         raise _not_permitted(checkpoints, error) from None
+    except (FileNotFoundError, NotADirectoryError):
+        if not checkpoints.exists():
+            raise ConfigError(f"{checkpoints} does not exist. {_GIVE}") from None
+        raise
     if not found:
         raise ConfigError(
-            f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. Give the "
-            "run_folder, or that of checkpoints_local_dir."
+            f"{checkpoints} contains no checkpoint: there is no folder like 00000 in it. {_GIVE}"
         )
     return found
 

@@ -52,7 +52,7 @@ from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.csv_writer import text_of
 from datatrove_ckpt.output.documents import Result, decode, document_of, encode, result_of
-from datatrove_ckpt.output.formats import CSV, Format, format_of_file
+from datatrove_ckpt.output.formats import CSV, Format, format_of_file, from_cell
 from datatrove_ckpt.output.owner import Homes, owners_of
 from datatrove_ckpt.rollouts.interface import FIELDS
 
@@ -408,6 +408,8 @@ class FinishedDocuments:
             document = document_of(row)
         document.media = []
         results = document.metadata.get(self._metadata_key)
+        if self._are_cells:
+            results = document.metadata[self._metadata_key] = from_cell(results)
         if not isinstance(results, list) or not results:
             return (
                 None,

@@ -62,13 +62,13 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
 def _refuse_nested(types: Types, writer: DiskWriter) -> None:
     import pyarrow as pa
 
+    from datatrove_ckpt.output.csv_writer import refusal
+
     for path, kind in types.items():
         name = path.removeprefix(_METADATA)
         if pa.types.is_nested(kind) and name not in writer.json_columns:
-            raise InputError(
-                f"The column {name!r} has the type {kind}, which CSV cannot hold. Write "
-                "output_format: parquet or jsonl, or name it in json_columns of the writer."
-            )
+            text = refusal(name, f"the type {kind}")
+            raise InputError(f"{text[0].upper()}{text[1:]}.")
 
 
 def _is_made(documents: Iterable[Document], shared: Path) -> bool:

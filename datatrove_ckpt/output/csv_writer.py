@@ -24,8 +24,9 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
 
     Args:
         expand_metadata: save each metadata entry in a column.
-        json_columns: columns whose lists and dictionaries become JSON. Those of other columns are
-            refused, because a reader could not tell them from texts.
+        json_columns: columns whose lists and dictionaries become JSON; a runner adds those that it
+            fills. Those of other columns are refused, because a reader could not tell them from
+            texts.
 
     Attributes:
         columns: of the files that are written next; empty: those of a file's first row.
@@ -55,11 +56,8 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
         cells = {}
         for name, value in row.items():
             if isinstance(value, _NESTED) and name not in self.json_columns:
-                raise TypeError(
-                    f"the column {name!r} has a {type(value).__name__}, which CSV cannot hold. "
-                    "Write output_format: jsonl or parquet, or name it in json_columns"
-                )
-            cells[name] = _cell(value)
+                raise TypeError(refusal(name, f"a {type(value).__name__}"))
+            cells[name] = cell(value)
         return cells
 
     def _write(self, document: Row, file_handler: IO[str], filename: str) -> None:
@@ -74,14 +72,27 @@ class CsvWriter(DiskWriter):  # type: ignore[misc]  # datatrove has no types
         file_handler.write(_line([cells.get(name) for name in columns]))
 
 
+def refusal(column: str, kind: str) -> str:
+    """Returns why a column of the input is refused, without a full stop."""
+    return (
+        f"the column {column!r} has {kind}, which CSV cannot hold. Write output_format: jsonl or "
+        "parquet (in a pipeline: JsonlWriter or ParquetWriter), of which datatrove-ckpt export "
+        "makes CSV with JSON in such cells"
+    )
+
+
 def text_of(value: object) -> str:
     """Returns the text that a reader of CSV gets for a value."""
     if value is None:
         return ""
-    return str(_cell(value))
+    return str(cell(value))
 
 
-def _cell(value: object) -> object:
+def cell(value: object) -> object:
+    """Returns what stands in a cell: JSON of a list or a dictionary.
+
+    Raises TypeError: a value has no form in CSV.
+    """
     if isinstance(value, _NESTED):
         return orjson.dumps(for_orjson(value), option=orjson.OPT_NON_STR_KEYS).decode()
     if isinstance(value, bytes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from typing import IO, TYPE_CHECKING, Any
 
@@ -158,8 +159,16 @@ class Csv(Format):
             for cells in csv.DictReader(lines):
                 row: JsonObject = dict(cells)
                 if row.get(RESULTS):
-                    row[RESULTS] = loads(row[RESULTS])
+                    row[RESULTS] = from_cell(row[RESULTS])
                 yield row, b""
+
+
+def from_cell(results: object) -> object:
+    """Returns the results that a cell of CSV has as JSON; others as they are."""
+    if isinstance(results, str):
+        with suppress(orjson.JSONDecodeError):
+            return loads(results.encode())
+    return results
 
 
 JSONL = Jsonl()

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.output.formats import format_of_file, from_cell
 from datatrove_ckpt.run_folder.report.page import shortened
 from datatrove_ckpt.run_folder.verify import find_output
 from datatrove_ckpt.run_folder.where import Place
@@ -164,7 +164,7 @@ def _answer(row: Json, key: str) -> str:
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}
-    results = metadata.get(key, row.get(key))
+    results = from_cell(metadata.get(key, row.get(key)))
     if results is None:
         return _text({name: value for name, value in row.items() if name not in ("id", "text")})
     if not isinstance(results, list):

@@ -34,7 +34,7 @@ from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import golden
 from tests.histories import read_history
-from tests.jobs import rejects
+from tests.jobs import Budget, rejects
 from tests.jobs import rows as written
 from tests.unit.tables import write_table
 
@@ -1013,9 +1013,9 @@ def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_pr
 def to_csv(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def run(table, *flags, code=0, suffix="jsonl", folder="x", form="csv"):
+    def run(table, *flags, code=0, suffix="jsonl", folder="x", form="csv", **settings):
         write_table(Path(f"in.{suffix}"), table)
-        with FakeServer() as server:
+        with FakeServer(**settings) as server:
             job = f"run --input in.{suffix} --prompt {{id}} --endpoint {server.url} --model m"
             job += f" --run-folder {folder} --records-per-chunk 2 --output-format {form}"
             return command(*job.split(), *flags, code=code), len(server.payloads)
@@ -1055,7 +1055,46 @@ def test_csv_refuses_a_list_before_a_request_where_the_types_are_known(to_csv, s
     said, sent = to_csv(table, code=1, suffix=suffix)
     assert "'tags'" in said
     assert "which CSV cannot hold. Write output_format: " in said
+    assert "json_columns" not in said
     assert sent <= requests
+
+
+_OF_SCHEMA = """{"type": "object", "properties": {"tags": {"type": "array"}}}"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "column", "value"),
+    [
+        ([f"--json-schema={_OF_SCHEMA}"], "answer", {"tags": ["a", 'b"']}),
+        (["--rollouts-per-document=3"], "answer", ['{"tags": ["a", "b\\""]}'] * 3),
+        ([f"--json-schema={_OF_SCHEMA}", "--explode=true"], "tags", ["a", 'b"']),
+    ],
+)
+def test_csv_has_answers_that_are_no_texts_as_json_after_a_stop_too(
+    to_csv, command, flags, column, value
+):
+    def answer(payload, times):
+        return '{"tags": ["a", "b\\""]}'
+
+    names = [str(number) for number in range(7)]
+    table = pa.table({"id": names, "text": names})
+    stop = Budget()
+    stop.left = 14 if column == "answer" and isinstance(value, list) else 4
+    flags = [*flags, "--max-concurrent-generations=1", "--server-patience-seconds=1"]
+    to_csv(table, *flags, code=1, answer=answer, status=stop)
+    to_csv(table, *flags, answer=answer)
+    files = sorted(Path("x/output").glob("*.csv"))
+    whole = pandas.concat(map(pandas.read_csv, files))
+    assert [json.loads(cell) for cell in whole[column]] == [value] * 7
+    assert json.loads(whole["rollout_results"].tolist()[0])[0]["finish_reason"] == "stop"
+    command("verify", "x", "--full")
+    command("export", "x", "all.csv")
+    assert pandas.read_csv("all.csv")[column].tolist() == whole[column].tolist()
+    if "--explode=true" not in flags:
+        before = [path.read_bytes() for path in files]
+        _, sent = to_csv(table, *flags, "--finished-from=x/output", folder="y", answer=answer)
+        assert sent == 0
+        assert [path.read_bytes() for path in sorted(Path("y/output").glob("*.csv"))] == before
 
 
 def test_declared_types_of_json_lines_are_those_of_a_table(command, tmp_path, monkeypatch):

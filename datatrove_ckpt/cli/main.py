@@ -525,8 +525,9 @@ def export() -> None:
     (WHAT)
 
     Documents come task by task in input order, those of retries last. A CSV has a column for each
-    that any document has; lists and dictionaries are JSON there. Parquet and the hub need pip
-    install 'datatrove-ckpt[hub]'. A run may be active meanwhile: its complete chunks are written.
+    that any document has; lists and dictionaries are JSON there. Parquet needs pip install
+    'datatrove-ckpt[parquet]', and the hub [hub]. A run may be active meanwhile: its complete chunks
+    are written.
 
     exit codes:
       0  the file is written

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import missing_package
@@ -29,7 +29,7 @@ from datatrove_ckpt.output.arrow_types import (
 )
 from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
-from datatrove_ckpt.run_folder.documents import committed_files, output_files, read_rows
+from datatrove_ckpt.run_folder.documents import Committed, committed_files, output_files, read_rows
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, verify
 from datatrove_ckpt.run_folder.where import Place
 
@@ -205,7 +205,7 @@ def _write_parquet(place: Place, path: Path, output: str | None) -> int:
     return count
 
 
-def _schema_of_tables(files: Sequence[tuple[DataFolder, str, str]]) -> Schema:
+def _schema_of_tables(files: Sequence[Committed]) -> Schema:
     """Raises OutputFailed: files have a column of types that no type holds."""
     import pyarrow as pa
     import pyarrow.parquet
@@ -221,7 +221,7 @@ def _schema_of_tables(files: Sequence[tuple[DataFolder, str, str]]) -> Schema:
     return pa.schema(types.items())
 
 
-def _tables(files: Sequence[tuple[DataFolder, str, str]], schema: Schema) -> Iterator[Table]:
+def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
     """Yields the rows as row groups of a usual size, also where files are small or have media."""
     import pyarrow as pa
     import pyarrow.parquet
@@ -281,7 +281,7 @@ def _write_csv(place: Place, path: Path, output: str | None) -> int:
     return count
 
 
-def _rows(files: Iterable[tuple[DataFolder, str, str]]) -> Iterator[Json]:
+def _rows(files: Iterable[Committed]) -> Iterator[Json]:
     for folder, path, _ in files:
         yield from read_rows(folder, path, with_media=True)
 

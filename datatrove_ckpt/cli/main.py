@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import io
 import os
 import re
 import sys
@@ -61,6 +62,9 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # on nodes whose locale is ASCII
+            stream.reconfigure(errors="backslashreplace")
     if given[:1] == ["complete"] and "COMP_LINE" in os.environ:
         say("\n".join(_completions(*given[2:])))
         return 0
@@ -525,8 +529,9 @@ def export() -> None:
     (WHAT)
 
     Documents come task by task in input order, those of retries last. A CSV has a column for each
-    that any document has; lists and dictionaries are JSON there. Parquet and the hub need pip
-    install 'datatrove-ckpt[hub]'. A run may be active meanwhile: its complete chunks are written.
+    that any document has; lists and dictionaries are JSON there. Parquet needs pip install
+    'datatrove-ckpt[parquet]', and the hub [hub]. A run may be active meanwhile: its complete chunks
+    are written.
 
     exit codes:
       0  the file is written

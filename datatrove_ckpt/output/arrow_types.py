@@ -26,6 +26,7 @@ import numpy as np
 DataType = Any
 Field = Any
 Schema = Any
+Table = Any
 Row = dict[str, Any]
 Types = Mapping[str, DataType]
 """Types of columns by their paths, as in ``metadata.scores``."""

@@ -673,6 +673,32 @@ def exploded(
         metadata.pop(key, None)
 
 
+def is_first_row(row: Row, key: str) -> bool:
+    """Whether a row of ``exploded`` is its document's first, with the whole results."""
+    results = row.get(key)  # an array, perhaps
+    return results is not None and not (isinstance(results, str) and not results)  # of CSV
+
+
+def number_column(row: Row, number: str, column: str, key: str) -> str | None:
+    """Returns the name of ``n`` in a row of ``exploded``, after which the item's own columns come;
+    None if there is none.
+
+    Args:
+        row: the metadata as it was written, or a row with their columns.
+        number: the row's, as text.
+    """
+    names = [*row]
+    own = names
+    if is_first_row(row, key):  # the last of the document's own
+        own = names[names.index(key) + 1 :]
+    name = "n"
+    while name in row:
+        if name in own and str(row[name]) == number:
+            return name
+        name = f"{column}_{name}"
+    return None
+
+
 def write_for(
     writer: DiskWriter,
     decode: Callable[[bytes], Document],

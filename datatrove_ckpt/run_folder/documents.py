@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed
+from datatrove_ckpt.output.documents import is_first_row, number_column
 from datatrove_ckpt.output.formats import format_of_file, from_cell
 from datatrove_ckpt.run_folder.report.page import shortened
 from datatrove_ckpt.run_folder.verify import find_output
@@ -29,6 +31,7 @@ from datatrove_ckpt.run_folder.where import Place
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
 _VECTOR = 3  # numbers of one that are shown
+Committed = tuple[DataFolder, str, Json]
 
 
 class ShownDocument(NamedTuple):
@@ -62,7 +65,10 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
     """Reads the output files. Args and raises: as ``output_files``; OutputFailed if one cannot be
     read.
     """
-    for folder, path, key in output_files(place, output):
+    for folder, path, run in output_files(place, output):
+        answer_of: Callable[[Json], str] = partial(_answer, key=str(run.get("metadata_key")))
+        if run.get("explode"):
+            answer_of = _Items(run).answer
         for row in read_rows(folder, path):
             name = row.get("id")
             if "text" not in row:  # a line of a batch file's output
@@ -70,7 +76,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
             yield ShownDocument(
                 str(name),
                 str(row.get("text", "")),
-                _answer(row, key),
+                answer_of(row),
                 path,
                 columns=[*_columns(row)],
             )
@@ -84,8 +90,8 @@ def _columns(row: Json) -> Iterator[str]:
             yield name
 
 
-def output_files(place: Place, output: str | None = None) -> Iterator[tuple[DataFolder, str, str]]:
-    """Yields the output folder, each file that is committed now, and the ``metadata_key``.
+def output_files(place: Place, output: str | None = None) -> Iterator[Committed]:
+    """Yields the output folder, each file that is committed now, and its rank's ``run.json``.
 
     Args:
         output: the output folder, if it is not where ``run.json`` says.
@@ -94,20 +100,20 @@ def output_files(place: Place, output: str | None = None) -> Iterator[tuple[Data
         ConfigError: there is no checkpoint, or nothing says where the output is.
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
-    for folder, file, key in committed_files(place, output):
-        yield folder, file.path, key
+    for folder, file, run in committed_files(place, output):
+        yield folder, file.path, run
 
 
 def committed_files(
     place: Place, output: str | None = None
-) -> Iterator[tuple[DataFolder, OutputFile, str]]:
+) -> Iterator[tuple[DataFolder, OutputFile, Json]]:
     """Yields as ``output_files``, which see, with what the commits say about each file."""
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
     folder = get_datafolder(output or find_output(place, ranks))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:
-                yield folder, file, str(rank.run.get("metadata_key"))
+                yield folder, file, rank.run
 
 
 def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
@@ -157,6 +163,36 @@ def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterat
         raise OutputFailed(
             f"{where} cannot be read: {failure_line(error)}. Was it moved? See --output."
         ) from error
+
+
+class _Items:
+    """The rows of a file of a run with ``explode``, in order."""
+
+    def __init__(self, run: Json) -> None:
+        self._key = str(run.get("metadata_key"))
+        self._column = str(run.get("answer") or "item")
+        self._number: str | None = None
+
+    def answer(self, row: Json) -> str:
+        """Returns the item: its own columns, or its text; else as ``_answer``."""
+        found = row.get("metadata")
+        if not isinstance(found, dict):
+            found = row
+        # Of a document's rows the first alone tells it from a column of the input.
+        if is_first_row(found, self._key) or self._number not in found:
+            number = str(row.get("id")).rpartition("/")[2]
+            self._number = number_column(found, number, self._column, self._key)
+        if self._number is None:
+            return _answer(row, self._key)
+        names = [*found]
+        own = {
+            name: found[name]
+            for name in names[names.index(self._number) + 1 :]
+            if found[name] is not None  # in a table, of other items
+        }
+        if [*own] == [self._column]:
+            return _text(own[self._column])
+        return _json(own)
 
 
 def _answer(row: Json, key: str) -> str:

@@ -12,22 +12,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
-from datatrove.io import DataFolder, get_datafolder
+from datatrove.io import get_datafolder
 
 from datatrove_ckpt.checkpoint.lines import Json
+from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output.arrow_types import (
     DataType,
     NotUnited,
     Schema,
+    Table,
     to_arrow,
     type_of,
     unite,
 )
 from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
-from datatrove_ckpt.run_folder.documents import committed_files, output_files, read_rows
+from datatrove_ckpt.run_folder.documents import Committed, committed_files, output_files, read_rows
 from datatrove_ckpt.run_folder.verify import REDO_KINDS, verify
 from datatrove_ckpt.run_folder.where import Place
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _HUB = "hf://datasets/"
 _BLOCK = 1 << 20  # bytes
 _ROWS = 1000  # at once in memory
+_GROUP = 1 << 26  # bytes of them in a row group
 _LINE = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 _OTHER_DOCUMENTS = (*REDO_KINDS, "duplicate", "overlap", "lost")  # kinds of problems
 
@@ -95,10 +98,12 @@ def _schema(place: Place, output: str | None) -> Schema:
                 found = type_of([row.get(name) for row in rows], name)
                 types[name] = unite(types.get(name, pa.null()), found, name)
             except (NotUnited, ValueError, TypeError) as error:
-                raise OutputFailed(
-                    f"Nothing was exported: {error}. A .jsonl or .csv file takes them."
-                ) from error
+                raise _no_column(error) from error
     return pa.schema(types.items())
+
+
+def _no_column(error: Exception) -> OutputFailed:
+    return OutputFailed(f"Nothing was exported: {error}. A .jsonl or .csv file takes them.")
 
 
 def export(place: Place, target: str, output: str | None = None) -> int:
@@ -160,7 +165,8 @@ def _named(target: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:  # of datasets, of the hub, of a disk
-        raise OutputFailed(f"{target} was not written: {failure_line(error)}") from error
+        why = isinstance(error, ImportError) and missing_package(str(error))
+        raise OutputFailed(f"{target} was not written: {why or failure_line(error)}") from error
 
 
 def _write_lines(place: Place, path: Path, output: str | None) -> int:
@@ -184,19 +190,80 @@ def _write_parquet(place: Place, path: Path, output: str | None) -> int:
     import pyarrow as pa
     import pyarrow.parquet
 
-    first = next((name for _, name, _ in output_files(place, output)), "")
-    schema = None if not first or format_of_file(first) is PARQUET else _schema(place, output)
-    if not schema:
-        whole = dataset(place, output)
-        whole.to_parquet(path)
-        return len(whole)
+    files = [*output_files(place, output)]  # a run may commit more of them meanwhile
+    if files and format_of_file(files[0][1]) is PARQUET:
+        schema = _schema_of_tables(files)
+        tables = _tables(files, schema)
+    else:
+        schema = _schema(place, output)
+        tables = (_table(rows, schema) for rows in _batches(place, output))
     count = 0
     with pa.parquet.ParquetWriter(path, schema) as writer:
-        for rows in _batches(place, output):
-            columns = [to_arrow(one.type, [row.get(one.name) for row in rows]) for one in schema]
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-            count += len(rows)
+        for table in tables:
+            writer.write_table(table)
+            count += table.num_rows
     return count
+
+
+def _schema_of_tables(files: Sequence[Committed]) -> Schema:
+    """Raises OutputFailed: files have a column of types that no type holds."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    types = dict[str, DataType]()
+    for folder, name, _ in files:
+        with PARQUET.open(folder, name) as file, pa.parquet.ParquetFile(file) as parquet:
+            for column in parquet.schema_arrow:
+                try:
+                    types[column.name] = unite(types.get(column.name), column.type, column.name)
+                except NotUnited as error:
+                    raise _no_column(error) from error
+    return pa.schema(types.items())
+
+
+def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:
+    """Yields the rows as row groups of a usual size, also where files are small or have media."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    some: list[Table] = []
+    for folder, name, _ in files:
+        with PARQUET.open(folder, name) as file, pa.parquet.ParquetFile(file) as parquet:
+            size = 10 if "media" in parquet.schema_arrow.names else _ROWS
+            for batch in parquet.iter_batches(size):
+                some.append(_with_schema(batch, schema))
+                if sum(one.num_rows for one in some) >= _ROWS or (
+                    sum(one.nbytes for one in some) >= _GROUP
+                ):
+                    yield pa.concat_tables(some)
+                    some = []
+    if some:
+        yield pa.concat_tables(some)
+
+
+def _with_schema(batch: Table, schema: Schema) -> Table:
+    import pyarrow as pa
+
+    columns = []
+    for one in schema:
+        if one.name not in batch.schema.names:
+            columns.append(pa.nulls(batch.num_rows, one.type))
+            continue
+        column = batch.column(one.name)
+        if not column.type.equals(one.type):
+            try:
+                column = column.cast(one.type)
+            except pa.ArrowException:  # such as a struct with fields in another order
+                column = to_arrow(one.type, column.to_pylist())
+        columns.append(column)
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _table(rows: Sequence[Json], schema: Schema) -> Table:
+    import pyarrow as pa
+
+    columns = [to_arrow(one.type, [row.get(one.name) for row in rows]) for one in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _write_csv(place: Place, path: Path, output: str | None) -> int:
@@ -214,7 +281,7 @@ def _write_csv(place: Place, path: Path, output: str | None) -> int:
     return count
 
 
-def _rows(files: Iterable[tuple[DataFolder, str, str]]) -> Iterator[Json]:
+def _rows(files: Iterable[Committed]) -> Iterator[Json]:
     for folder, path, _ in files:
         yield from read_rows(folder, path, with_media=True)
 

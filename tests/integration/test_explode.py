@@ -98,6 +98,23 @@ def test_whole_documents_of_an_old_run_become_rows_and_rows_no_documents(job, gi
     assert "rows do not say what their document was" in said
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("output", ["jsonl", "parquet", "csv"])
+def test_a_row_is_shown_with_its_item_alone(job, command, form, output):
+    lines = Path("in.jsonl").read_text().replace('"year"', '"n"')  # which is a row's number, too
+    Path("in.jsonl").write_text(lines)
+    job(form, more=f"--answer item --output-format {output}")
+    said = command("show", "x", "--n", "9")
+    answers = [line.removeprefix("  answer: ") for line in said.splitlines() if "answer: " in line]
+    if form == "dictionaries":
+        seven = '"7"' if output == "csv" else "7"
+        assert answers == [
+            f'{{"word":"{word}","item_item_n":{seven},"item_text":"{word}"}}' for word in WORDS
+        ]
+    else:
+        assert answers == WORDS
+
+
 def test_a_sample_shows_whole_answers(job):
     said, requests = job(more="--sample 1")
     assert requests == 1

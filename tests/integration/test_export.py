@@ -3,6 +3,7 @@
 import csv
 import datetime
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +36,9 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(command, here):
-    def run(given="in.jsonl", *flags, **options):
+    def run(given="in.jsonl", *flags, prompt="{id}", **options):
         with FakeServer() as server:
-            job = ["run", "--input", given, "--prompt", "{id}", "--endpoint", server.url]
+            job = ["run", "--input", given, "--prompt", prompt, "--endpoint", server.url]
             command(*job, "--model=m", "--run-folder=x", "--records-per-chunk=2", *flags, **options)
 
     return run
@@ -69,6 +70,31 @@ def test_parquet_keeps_the_types(run, command):
     table = pq.read_table("all.parquet")
     assert table["n"].to_pylist() == [0, 1, 2, 3, 4]
     assert table.schema.field("day").type == pa.date32()
+
+
+def test_parquet_files_need_pyarrow_alone_and_keep_maps_and_columns_of_later_files(
+    run, command, here, monkeypatch
+):
+    maps = pa.array([[("k", n)] if n else None for n in range(5)], pa.map_(pa.string(), pa.int32()))
+    pq.write_table(pa.Table.from_pylist(ROWS).append_column("m", maps), "in.parquet")
+    Path("own_late.py").write_text(
+        "async def rollout(document, generate):\n"
+        "    n = document.metadata['n']\n"
+        "    if n > 1:\n"
+        "        document.metadata['late'] = n if n < 4 else 4.5\n"
+        "    return 'x'\n"
+    )
+    monkeypatch.syspath_prepend(here)
+    run("in.parquet", "--rollout=own_late.rollout", prompt="null")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    assert command("export", "x", "all.parquet") == "5 documents in all.parquet.\n"
+    whole = pq.ParquetFile("all.parquet")
+    assert whole.num_row_groups == 1
+    table = whole.read()
+    assert table["m"].combine_chunks().equals(maps)
+    assert table["late"].to_pylist() == [None, None, 2, 3, 4.5]
+    said = command("export", "x", "hf://datasets/org/answers", code=1)
+    assert "pip install 'datatrove-ckpt[hub]'" in said.error
 
 
 def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, command):

@@ -32,6 +32,8 @@ def test_missing_ranks_and_a_run_that_goes_on_with_the_same_command_are_said(tmp
     assert "removed, though they had begun: 4; `run` restores them from the mirror" in text
     assert "folders that do not belong to the run of 10 tasks: 12; they are not counted\n" in text
     assert "Nothing runs at the moment, and the run is not finished. To resume, " in text
+    (row,) = [line for line in said(tmp_path, "--all").splitlines() if line.startswith("     1  ")]
+    assert [*row.split()[:2], *row.split()[-3:]] == ["1", "finished", "100", "%", "10"]
     found = json.loads(said(tmp_path, "--json"))
     assert (found["missing"], found["gone"], found["foreign"]) == (
         [2, 3, 4, 5, 6, 7, 8, 9],

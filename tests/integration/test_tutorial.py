@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_examples import ON_ONE_CORE, write_documents
 from tests.integration.test_typed_ways import PATHS
@@ -137,8 +138,10 @@ def fitting(payload, times):
         return payload["structured_outputs"]["choice"][0]
     if "response_format" in payload:
         schema = payload["response_format"]["json_schema"]["schema"]
-        known = schema.get("properties", {})
-        return json.dumps({name: [] if name in known else "x" for name in schema["required"]})
+        one = schema.get("items", schema)
+        known = one.get("properties", {})
+        answer = {name: [] if name in known else "x" for name in one["required"]}
+        return json.dumps([answer, answer] if schema["type"] == "array" else answer)
     return "9"
 
 
@@ -159,5 +162,11 @@ def test_each_task_runs_as_typed(here, command):
                     assert "1 dead" not in command(*words[1:]).out, line
                 else:
                     type_in(line)
+    pairs = [row.metadata for row in OutputPath("runs/pairs/output")]
+    assert [(row["n"], row["question"], row["answer"]) for row in pairs[:3]] == [
+        (0, "x", "x"),
+        (1, "x", "x"),
+        (0, "x", "x"),
+    ]
     made = {path.name for path in Path("runs").iterdir() if (path / "output").is_dir()}
     assert len(made) == sum(block.text.count("--run-folder") for block in blocks("bash", TASKS))

@@ -10,6 +10,7 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
+from tests import processes
 from tests.rank_folders import write_rank
 from tests.yaml_jobs import job_yaml, write_job
 
@@ -326,3 +327,11 @@ def test_a_folder_that_may_not_be_read_is_no_traceback(tmp_path, capsys, monkeyp
     monkeypatch.setattr(Path, "iterdir", refuse)
     assert main(["status", str(tmp_path)]) == 1
     assert f"Permission denied: '{tmp_path}'" in capsys.readouterr().err
+
+
+def test_what_an_ascii_terminal_cannot_show_is_escaped():
+    code = "from datatrove_ckpt.cli import main, printing\n"
+    code += "main.main(['complete'])\nprinting.say('caf\\u00e9')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COMP_LINE": "x"}
+    found = processes.run([sys.executable, "-c", code], env=environment)
+    assert found.stdout.splitlines()[-1] == "caf\\xe9"

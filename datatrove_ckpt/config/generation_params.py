@@ -1,5 +1,5 @@
-"""Parameters of requests, such as ``temperature``: refuses impossible ones, and those that
-look like a known one.
+"""Parameters of requests, such as ``temperature``: refuses impossible ones, and known ones with a
+typing error.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 import orjson
+from loguru import logger
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, NotNegative, Share, check_value
@@ -28,6 +29,7 @@ _KINDS: dict[str, Any] = {
     "top_p": Share | None,
     "service_tier": str | list[str] | None,
 }
+_SHORTEST = 4  # letters of a name that may be mistyped
 _EXTRAS = frozenset({"extra_body", "extra_headers", "extra_query"})
 # A header field, unless it says how the body is to be read.
 _FIELD = re.compile(
@@ -42,14 +44,14 @@ REQUEST_PARAMETERS = frozenset(
     guided_regex ignore_eos include_reasoning json_schema length_penalty logit_bias logprobs
     lora_path max_completion_tokens max_new_tokens max_tokens messages metadata
     min_completion_tokens min_new_tokens min_p min_tokens mirostat mirostat_eta mirostat_lr
-    mirostat_target mirostat_tau model models n n_predict num_predict parallel_tool_calls
-    parse_reasoning presence_penalty priority prompt prompt_cache_key prompt_cache_options
-    prompt_cache_retention prompt_logprobs reasoning_effort reasoning_format regex repeat_penalty
-    repetition_penalty response_format return_tokens_as_token_ids safety_identifier seed
-    separate_reasoning service_tier skip_special_tokens stop
-    stop_token_ids store stream structured_outputs suffix temperature temperature_last tool_choice
-    tools top_a top_k top_logprobs top_logprobs_num top_n top_n_sigma top_p truncate_prompt_tokens
-    typical typical_p use_beam_search user xtc_probability
+    mirostat_mode mirostat_target mirostat_tau mode model models n n_predict num_predict
+    parallel_tool_calls parse_reasoning presence_penalty priority prompt prompt_cache_key
+    prompt_cache_options prompt_cache_retention prompt_logprobs reasoning_effort reasoning_format
+    regex repeat_penalty repetition_penalty repetition_penalty_range response_format
+    return_tokens_as_token_ids safety_identifier seed separate_reasoning service_tier
+    skip_special_tokens stop stop_token_ids store stream structured_outputs suffix temperature
+    temperature_last tool_choice tools top_a top_k top_logprobs top_logprobs_num top_n top_n_sigma
+    top_p truncate_prompt_tokens typical typical_p use_beam_search user xtc_probability
     xtc_threshold
     """.split()  # noqa: SIM905
 )
@@ -117,10 +119,11 @@ def refuse_unsendable(
 
 
 def refuse_near_misses(params: Collection[str], key: str) -> None:
-    """Many servers ignore what they do not know, as ``max_token``.
+    """Many servers ignore what they do not know, as ``max_token``. Warns once of a parameter that
+    resembles a known one, as many servers have more.
 
     Raises:
-        ConfigError: a parameter is not known, and looks like a known one.
+        ConfigError: a parameter is not known, and is a known one with a typing error.
     """
     if REQUEST_PARAMETERS.issuperset(params):
         return
@@ -136,9 +139,42 @@ def refuse_near_misses(params: Collection[str], key: str) -> None:
 
 @lru_cache(maxsize=1000)
 def _near_miss(name: str) -> str:
+    """Returns the hint for a parameter that is refused, or ""."""
     if name in REQUEST_PARAMETERS:
         return ""
-    return did_you_mean(name.lower(), REQUEST_PARAMETERS, 0.8)
+    near = [known for known in REQUEST_PARAMETERS if _is_mistyped(_bare(name), _bare(known))]
+    if near:
+        return did_you_mean(name.lower(), near, 0)
+    hint = did_you_mean(name.lower(), REQUEST_PARAMETERS, 0.8)
+    if hint:
+        logger.warning(
+            f"The request parameter {name!r} is not one that we know{hint} It is sent as it is, "
+            "and many servers ignore what they do not know."
+        )
+    return ""
+
+
+def _bare(name: str) -> str:
+    return re.sub("[_-]", "", name).lower()
+
+
+def _is_mistyped(given: str, known: str) -> bool:
+    """Whether they are equal, or one letter is inserted, left out, changed or swapped with the
+    next. Of short names, as ``top_k``, a changed letter makes another name.
+    """
+    if given == known:
+        return True
+    if abs(len(given) - len(known)) > 1 or len(known) < _SHORTEST:
+        return False
+    start = 0
+    while given[start : start + 1] == known[start : start + 1]:
+        start += 1
+    left = given[start:]
+    right = known[start:]
+    if len(left) != len(right):
+        return left[1:] == right or left == right[1:]
+    is_changed = left[1:] == right[1:] and len(known) > _SHORTEST
+    return is_changed or (left[1::-1] == right[:2] and left[2:] == right[2:])
 
 
 def check_generation_params(key: str, params: JsonObject) -> None:

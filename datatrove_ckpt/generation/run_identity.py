@@ -23,6 +23,7 @@ from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity, field
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
+from datatrove_ckpt.config.templates import BARE
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.output.names import writer_name
 from datatrove_ckpt.user_code.description import (
@@ -46,6 +47,8 @@ _UNDESCRIBED = 2
 """Version where the code could not be described, up to version 5."""
 _SHOWN_CHARACTERS = 2000
 _CONSTANTS = (str, int, float, bytes, type(None))
+CHAT_TEXTS = "rollout_fn.chat_texts"
+"""The field of runs that take JSON in ``prompt_column`` for the chat that it is."""
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 
 
@@ -201,11 +204,20 @@ def run_identity(
     version = {"identity_version": code.version}
     notes = {name: note for name, note in code.made.notes.items() if name in code.fields}
     notes[OUTPUT_FOLDER] = "a task is running: stop the run before its output is moved"
+    notes[CHAT_TEXTS] = "before, JSON in prompt_column was sent as one message; others are the same"
     fields = {**version, **_fields_of_models(models), **code.fields, **output}
     if b'"extra_body":' in orjson.dumps(fields):
         fields["extra_body"] = "merged"
         notes["extra_body"] = "before, the server got it as a key of that name"
     return RunIdentity(fields, notes)
+
+
+def sent_chats_as_texts(begun: JsonObject) -> bool:
+    """Whether a run that has begun sent JSON in ``prompt_column`` as one message."""
+    is_of_column = (
+        begun.get("rollout_fn.prompt_column") and begun.get("rollout_fn.prompt") in BARE
+    ) or "rollout_version" in begun
+    return bool(is_of_column) and CHAT_TEXTS not in begun
 
 
 def answering_flags(engine: Engine, model_kwargs: Mapping[str, object] | None) -> JsonObject:

@@ -5,6 +5,7 @@ pickle.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,7 @@ from fsspec.utils import get_protocol
 from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.checkpoint.identity import RunIdentity
+from datatrove_ckpt.checkpoint.identity import RunIdentity, recorded_settings
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, NotNegative, Seconds, check
 from datatrove_ckpt.common.object_store import check_mirror
@@ -29,10 +30,12 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.generation.run_identity import (
+    CHAT_TEXTS,
     CodeIdentity,
     code_identity,
     code_of,
     run_identity,
+    sent_chats_as_texts,
 )
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
 from datatrove_ckpt.output.csv_writer import cell as csv_cell
@@ -46,7 +49,7 @@ from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.preemption import Preemption, Setting, check_notice
 from datatrove_ckpt.process.shutdown import DRAIN_SECONDS, SIGNALS, check_signals
 from datatrove_ckpt.process.task_errors import safe_log
-from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, Rollout, for_config
+from datatrove_ckpt.rollouts import BatchRollout, EmbedRollout, PromptRollout, Rollout, for_config
 from datatrove_ckpt.rollouts.interface import FIELDS
 from datatrove_ckpt.user_code import script_names
 
@@ -136,6 +139,7 @@ class Step(PipelineStep):
             self._check_without_checkpoints()
         else:
             self._check_folders(local)
+            self._go_on_as_begun()
 
     def _check_names(self) -> None:
         key = self.metadata_key
@@ -176,6 +180,14 @@ class Step(PipelineStep):
             other = str(getattr(self, name)).removeprefix("file://")
             if Path(other).absolute() == folder:
                 raise ConfigError("is this run's own checkpoints_local_dir.", setting=name)
+
+    def _go_on_as_begun(self) -> None:
+        """Sends the JSON of chats as a run that began before them did."""
+        if isinstance(self.rollout_fn, PromptRollout) and self.rollout_fn.chat_texts:
+            with suppress(ConfigError, OSError):  # whoever starts the run says it
+                begun = recorded_settings(self.checkpoints_root)
+                if sent_chats_as_texts(begun):
+                    self.rollout_fn = self.rollout_fn.as_before()
 
     def _check_without_checkpoints(self) -> None:
         given = {
@@ -264,6 +276,8 @@ class Step(PipelineStep):
             keys["answer"] = self.answer
         if self.explode:
             keys["explode"] = True
+        if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version
+            keys[CHAT_TEXTS] = True
         return run_identity(self.code(), self.models, self.output_writer, chunk, keys, world_size)
 
     def changed(self, **settings: object) -> Self:

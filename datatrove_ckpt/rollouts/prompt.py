@@ -3,10 +3,12 @@
 # No postponed annotations: the YAML loader evaluates them.
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from typing import Self
 
 from datatrove.data import Document
 
@@ -32,7 +34,7 @@ from datatrove_ckpt.rollouts.media import (
     without_bytes,
 )
 from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
-from datatrove_ckpt.rollouts.source import prompt_source, with_system
+from datatrove_ckpt.rollouts.source import chat_in, prompt_source, with_system
 
 
 @dataclass
@@ -47,8 +49,8 @@ class PromptRollout(OneRequest):
         generation_params: payload keys; they override ``default_generation_params``.
         max_chars: longest user message, in characters. The text is cut, after a line if there is
             one.
-        prompt_column: metadata key whose value takes the text's place. A list of messages is sent
-            as it is, after ``system_prompt`` unless it has one of its own.
+        prompt_column: metadata key whose value takes the text's place. A list of messages, also
+            as JSON, is sent as it is, after ``system_prompt`` unless it has one of its own.
         chars_per_token: characters of a token: an estimate instead of a tokenizer.
         tokenizer: name or path of a model with a ``tokenizer.json``. None: the model's own.
         max_prompt_tokens: longest system and user message together, in tokens; the text is cut, a
@@ -87,6 +89,8 @@ class PromptRollout(OneRequest):
     max_image_side: Count | None = None
     media_folder: str | None = None
     media_urls: list[str] | None = None
+    # found by for_config
+    chat_texts: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         name = self.first_template
@@ -116,6 +120,19 @@ class PromptRollout(OneRequest):
         async with self.media_parts(document) as parts:
             return await self._ask(generate, await self._payload(document, parts))
 
+    def _fit(self, config: InferenceConfig) -> None:
+        super()._fit(config)
+        if self.prompt_column is not None and self.prompt in BARE:
+            self.chat_texts = True
+
+    def as_before(self) -> Self:
+        """Returns a copy that sends the JSON of a chat as one message, as runs
+        that began before did.
+        """
+        copied = copy.copy(self)
+        vars(copied).pop("chat_texts", None)
+        return copied
+
     def prepare(self) -> None:
         super().prepare()
         check_media(self)
@@ -136,6 +153,8 @@ class PromptRollout(OneRequest):
 
     async def _payload(self, document: Document, parts: Sequence[Payload] = ()) -> Payload:
         source = prompt_source(document, self.prompt_column)
+        if self.chat_texts and isinstance(source, str):
+            source = chat_in(source) or source
         if isinstance(source, list):
             if self.prompt not in BARE:
                 raise ConfigError(

@@ -58,6 +58,19 @@ def prompt_source(document: Document, column: str | None) -> str | Messages:
     return str(value)
 
 
+def chat_in(text: str) -> Messages | None:
+    """Returns the messages that a text has as JSON, as in CSV files; None if it is no such list."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        found = orjson.loads(text)
+    except ValueError:
+        return None
+    if found and all(_is_message(one) for one in found):
+        return list(found)
+    return None
+
+
 def with_system(system_prompt: str | None, messages: Messages) -> Messages:
     """Returns the messages after the system message, unless they begin with one."""
     if system_prompt is None or messages[0]["role"] == "system":
@@ -67,7 +80,7 @@ def with_system(system_prompt: str | None, messages: Messages) -> Messages:
 
 def _checked(document: Document, place: str, value: Messages) -> Messages:
     for number, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        if not _is_message(message):
             raise ConfigError(
                 f"{place!r} of document {document.id!r} is a list, but item {number} is no "
                 "message: messages have a role and a content."
@@ -77,3 +90,7 @@ def _checked(document: Document, place: str, value: Messages) -> Messages:
             f"{place!r} of document {document.id!r} is an empty list: there is no message to send."
         )
     return value
+
+
+def _is_message(one: object) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("role"), str)

@@ -64,6 +64,8 @@ run job.yaml --prompt @promt.txt
 run job.yaml --prompt 'Say {txt}'
 run job.yaml --prompt 'Say $text'
 run job.yaml --prompt 'Answer as {"a": 1}: {text}'
+run job.yaml --checkpoints-local-dir c
+run job.yaml --logging-dir logs
 run job.yaml --tp 4 --endpoint null --model Qwen/Qwen3-4B
 run job.yaml --endpoint null --model gpt-4o
 run job.yaml --endpoint localhost:8000

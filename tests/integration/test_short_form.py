@@ -743,6 +743,14 @@ def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
         assert ("answer_2" in rows[0]) == (name == "sheet.csv")
 
 
+def test_a_csv_file_holds_chats_as_json(in_two):
+    chats = [[{"role": "user", "content": text}] for text in ("Why?", "How?")]
+    table = {"id": ["a", "b"], "chat": [json.dumps(chat) for chat in chats]}
+    pandas.DataFrame(table).to_csv("chats.csv", index=False)
+    asked, _ = in_two(["How?"], "--prompt-column=chat", input="chats.csv", prompt=None)
+    assert asked == ["Why?", "How?", "How?"]
+
+
 def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
     def given(content):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))

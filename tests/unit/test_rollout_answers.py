@@ -11,6 +11,7 @@ from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt import InferenceConfig
+from datatrove_ckpt.config.generation_params import refuse_near_misses
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.results import put_answer
 from datatrove_ckpt.generation.run_identity import code_identity
@@ -229,6 +230,68 @@ def test_a_parameter_that_is_nearly_a_known_one_is_refused_but_inside_extra_body
     step = runner(tmp_path, server, PromptRollout(), config={"default_generation_params": params})
     step.run([Document(text="x", id="1")])
     assert server.payloads[0].items() >= {"temprature": 0.5, "my_own_parameter": 1}.items()
+
+
+OF_OTHER_SERVERS = [
+    "mirostat_mode",
+    "repetition_penalty_range",
+    "encoder_repetition_penalty",
+    "repetition_range",
+    "mode",
+    "mirostat",
+    "penalty_range",
+    "typical",
+    "top_n_tokens",
+    "min_temp",
+    "max_temp",
+    "top_h",
+    "nsigma",
+    "tfs",
+    "smoothing_factor",
+    "truncate",
+    "max_tokens_second",
+    "min_length",
+    "guidance_scale",
+    "stop_regex",
+    "stop_words",
+    "stop_sequences",
+    "random_seed",
+    "safe_prompt",
+    "prompt_mode",
+    "banned_tokens",
+    "n_probs",
+    "n_keep",
+    "min_keep",
+    "grammar_string",
+    "logit_bias_exp",
+    "lora",
+    "k",
+    "p",
+]
+MISTYPED = [
+    "max_token",
+    "maxTokens",
+    "max-tokens",
+    "Temperature",
+    "temprature",
+    "tempurature",
+    "temperatuer",
+    "topP",
+    "stopp",
+    "presense_penalty",
+    "message",
+]
+
+
+def test_only_a_typing_error_in_a_known_parameter_is_refused(log):
+    for name in MISTYPED:
+        with pytest.raises(ConfigError, match=f"{name}: is no request parameter"):
+            refuse_near_misses([name], "payload")
+    refuse_near_misses(OF_OTHER_SERVERS, "payload")
+    refuse_near_misses(["presence_penalties", "presence_penalties"], "payload")
+    warned = "".join(log).count
+    assert warned("'presence_penalties' is not one that we know, did you mean") == 1
+    assert not warned("mirostat_mode")
 
 
 SCORED = {"text": GOOD, "finish_reason": "stop", "score": 8.0}

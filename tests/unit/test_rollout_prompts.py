@@ -6,13 +6,16 @@ import copy
 import json
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.checkpoint.identity import FORMAT
+from datatrove_ckpt.checkpoint.lines import sealed_json
+from datatrove_ckpt.errors import ConfigError, ServerRefused
 from datatrove_ckpt.generation.run_identity import code_identity
 from datatrove_ckpt.rollouts import (
     ChunkedRollout,
@@ -21,7 +24,7 @@ from datatrove_ckpt.rollouts import (
     for_config,
 )
 from datatrove_ckpt.rollouts.model_files import load_counter
-from tests.jobs import rows, runner
+from tests.jobs import rejects, rows, runner
 from tests.unit.test_rollouts import asked, document
 from tests.words import write_tokenizer
 
@@ -102,6 +105,53 @@ def test_a_list_in_the_text_is_written_as_json_and_each_rollout_finds_it(tmp_pat
     assert [json.loads(row["text"]) for row in rows(tmp_path)] == [
         [{"role": "user", "content": f"Why {n}?"}] for n in range(2)
     ]
+
+
+CHAT = json.dumps([SYSTEM, USER])
+NO_CHATS = ["[1] Why?", "[]", "[", '["Why?"]', '[{"content": "Why?"}]', json.dumps(USER)]
+
+
+@pytest.mark.parametrize("prompt", ["{text}", "[[DOCUMENT]]"])
+def test_json_of_a_chat_in_a_column_is_that_chat(prompt):
+    rollout = for_config(PromptRollout(prompt, prompt_column="chat"), config())
+    assert asked(rollout, document(chat=f" {CHAT}\n"))["messages"] == [SYSTEM, USER]
+    assert [content(rollout, document(chat=text)) for text in NO_CHATS] == NO_CHATS
+    within = for_config(PromptRollout("Sum up: {text}", prompt_column="chat"), config())
+    assert content(within, document(chat=CHAT)) == f"Sum up: {CHAT}"
+    embedded = for_config(ChunkedRollout(prompt_column="chat"), config())
+    assert content(embedded, document(chat=CHAT)) == CHAT
+
+
+@pytest.mark.parametrize("version", [None, "1"])
+def test_a_run_that_sent_json_of_chats_as_one_message_goes_on_so(tmp_path, server, version):
+    def run(stops=False):
+        asked_before = len(server.payloads)
+        fails[:] = [texts[2], chats[2]] * stops
+        step = runner(
+            tmp_path,
+            server,
+            PromptRollout(prompt_column="chat"),
+            rollout_version=version,
+            records_per_chunk=1,
+            config={"max_concurrent_documents": 1},
+        )
+        with pytest.raises(ServerRefused) if stops else nullcontext():
+            step.run(Document(text="", id=str(n), metadata={"chat": chats[n]}) for n in range(4))
+        return step, [one["messages"][0]["content"] for one in server.payloads[asked_before:]]
+
+    fails = []
+    server._status = rejects(fails, 401)
+    texts = [f"Why {n}?" for n in range(4)]
+    chats = [json.dumps([{**USER, "content": text}]) for text in texts]
+    step, sent = run(stops=True)
+    assert sent == texts[:3]
+    old = {**step.identity(1).fields}
+    assert old.pop("rollout_fn.chat_texts")
+    for path in (tmp_path / "checkpoints").rglob("*.json"):
+        if path.name in ("run.json", "job.json"):
+            path.write_bytes(sealed_json({"format": FORMAT, **old}))
+    assert run(stops=True)[1] == [chats[2]]
+    assert run()[1] == chats[2:]
 
 
 # limits in tokens --------------------------------------------------------------------------------

@@ -73,12 +73,26 @@ def _lines(rows: Iterable[object]) -> Iterator[bytes]:
                 f"run(): input: row {number} is neither a text nor a dictionary: {safe_repr(row)}"
             )
         try:
-            yield json.dumps(dict(row)).encode() + b"\n"
+            line = json.dumps(dict(row)).encode() + b"\n"
+            _refuse_other_keys(dict(row))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"run(): input: row {number} does not fit into JSON: {error}. A DataFrame, a "
                 "pyarrow.Table or a Dataset keeps its types."
             ) from None
+        yield line
+
+
+def _refuse_other_keys(value: object) -> None:
+    """Raises ValueError for keys that JSON takes as texts, and so as others' equals."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"the key {safe_repr(key)} is no text")
+            _refuse_other_keys(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _refuse_other_keys(item)
 
 
 def _keep_table(table: Any, run_folder: Path) -> Path:

@@ -16,6 +16,7 @@ import orjson
 from datatrove.data import Document, Media
 from loguru import logger
 
+from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
@@ -171,7 +172,7 @@ def _items(value: object) -> Sequence[object]:
             text = fenced[1].strip()
         if text.startswith("["):
             with suppress(orjson.JSONDecodeError):
-                value = orjson.loads(text)
+                value = loads(text.encode(errors="surrogatepass"))
     if isinstance(value, list | tuple):
         return value
     return [value]

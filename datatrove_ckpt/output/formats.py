@@ -37,7 +37,7 @@ class Format:
         writer: the class, as YAML files name it.
         suffix: of file names, before that of a compression; the short form leaves its dot out.
         compressions: their suffixes in the short form; none if it is compressed by itself.
-        loader: its name in ``datasets.load_dataset``.
+        loader: its name in ``datasets.load_dataset``, with ``load_options``, as code.
     """
 
     writer: str
@@ -45,6 +45,7 @@ class Format:
     suffix: str
     compressions: tuple[str, ...] = (".gz", ".zst")
     loader: str
+    load_options: str = ""
 
     def settings(self, has_columns: bool) -> JsonObject:
         """Returns the writer's settings in the short form. ``has_columns``: each key of the
@@ -149,6 +150,7 @@ class Csv(Format):
     suffix = ".csv"
     compressions = ()
     loader = "csv"
+    load_options = ", converters=dict.fromkeys(range(9999), str), na_filter=False"  # all texts
 
     def settings(self, has_columns: bool) -> JsonObject:
         return {"expand_metadata": True}
@@ -158,8 +160,8 @@ class Csv(Format):
         with io.TextIOWrapper(file, "utf-8", newline="") as lines:
             for cells in csv.DictReader(lines):
                 row: JsonObject = dict(cells)
-                if row.get(RESULTS):
-                    row[RESULTS] = from_cell(row[RESULTS])
+                if RESULTS in row:
+                    row[RESULTS] = from_cell(row[RESULTS]) if row[RESULTS] else None
                 yield row, b""
 
 

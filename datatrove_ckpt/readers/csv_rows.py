@@ -28,8 +28,6 @@ from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead
 
-_END = "\0end of the file"
-"""A row after the last one, which an open quote takes into its cell."""
 _QUOTES = "Close each quote, double those within a cell"
 
 
@@ -121,11 +119,18 @@ def _lines(content: IO[bytes]) -> Iterator[io.TextIOWrapper]:
 
 def _rows(lines: Iterable[str], file: str) -> Iterator[tuple[int, list[str]]]:
     """Yields the rows that are not blank, each after the number of its first line."""
-    reader = csv.reader(chain(lines, [_END]))
+    has_ended = False
+
+    def after_last() -> Iterator[str]:
+        nonlocal has_ended
+        has_ended = True
+        yield from ()
+
+    reader = csv.reader(chain(lines, after_last()))
     while True:
         line = reader.line_num + 1
         try:
-            cells = next(reader)
+            cells = next(reader, None)
         except UnicodeDecodeError as error:
             command = "iconv -f latin1 -t utf-8, or another encoding"
             if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -137,9 +142,9 @@ def _rows(lines: Iterable[str], file: str) -> Iterator[tuple[int, list[str]]]:
         except csv.Error as error:
             what = f"a cell that cannot be read ({error})"
             raise _odd_row(file, what, line, _QUOTES) from error
-        if cells == [_END]:
+        if cells is None:
             return
-        if cells and cells[-1].endswith(_END):
+        if has_ended:  # only an open quote asks for a line after the last one
             raise _odd_row(file, "a quote that is not closed", line, _QUOTES)
         if cells:
             yield line, cells

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from datatrove_ckpt.common.formatting import missing_package, safe_repr
@@ -11,6 +13,9 @@ from datatrove_ckpt.readers.positions import Row
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_TEXTS = ("string", "large_string", "string_view")
+_BYTES = ("binary", "large_binary", "binary_view")
 
 
 @dataclass
@@ -45,17 +50,48 @@ class DeclaredTypes:
 
         for name, kind in self._kinds.items():
             value = row.get(name)
-            if value == "" and not pa.types.is_string(kind):
+            if value == "" and str(kind) not in (*_TEXTS, *_BYTES):
                 value = None
             if value is None:
                 row[name] = None
                 continue
             try:
-                row[name] = pa.scalar(value).cast(kind).as_py()
-            except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+                row[name] = _converted(value, kind)
+            except (pa.ArrowException, TypeError, ValueError, ArithmeticError) as error:
                 raise DocumentNotSerializable(
                     f"the column {name!r} has {safe_repr(value)}, which is no {kind}"
                 ) from error
+
+
+def _converted(value: object, kind: pa.DataType) -> object:
+    """Raises ValueError, or an error of Arrow, ...: the value would not come back equal."""
+    import pyarrow as pa
+
+    given = value
+    if isinstance(value, int | float) and str(kind) in _TEXTS:
+        given = json.dumps(value)  # Arrow writes 1.0 as 1
+    elif isinstance(value, int) and value >= 2**63:
+        given = str(value)
+    scalar = pa.scalar(given).cast(kind)
+    found = scalar.as_py()
+    if isinstance(found, bool):
+        fits = isinstance(value, str) or value == found
+    elif isinstance(found, int | float):
+        fits = _is_equal(Decimal(value if isinstance(value, bool) else str(value)), found)
+    else:  # no part of a time is lost
+        fits = pa.scalar(found, kind).equals(scalar)
+    if not fits:
+        raise ValueError(f"it would be {found!r}")
+    return found
+
+
+def _is_equal(given: Decimal, found: float) -> bool:
+    """A float may round a fraction, but not to 0 or infinity."""
+    exact = Decimal(found)
+    if given in (exact, Decimal(repr(found))) or (given.is_nan() and exact.is_nan()):
+        return True
+    is_fraction = given.is_finite() and given != given.to_integral_value()
+    return is_fraction and exact.is_finite() and bool(exact)
 
 
 def declared_types(names: dict[str, str] | None) -> DeclaredTypes | None:

@@ -67,5 +67,6 @@ def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iter
         yield "\n## How to load it\n"
         files = f"{output}/**/*{kind.suffix}*"
         yield "```python\nfrom datasets import load_dataset\n"
-        yield f'dataset = load_dataset("{kind.loader}", data_files={files!r}, split="train")\n```'
+        options = f'data_files={files!r}, split="train"{kind.load_options}'
+        yield f'dataset = load_dataset("{kind.loader}", {options})\n```'
     yield f"\n## How to go on\n\n```bash\n{command}\n```\n"

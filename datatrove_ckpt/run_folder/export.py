@@ -54,10 +54,10 @@ def dataset(place: Place, output: str | None = None) -> datasets.Dataset:
     if not files:
         return datasets.Dataset.from_dict({})
     folder = files[0][0]
-    known = format_of_file(files[0][1].path) or JSONL
-    if known is not JSONL:
-        return known.dataset([folder.resolve_paths(file.path) for _, file, _ in files])
-    # The loader of JSON lines takes the types of the first file, and makes times of texts.
+    if format_of_file(files[0][1].path) is PARQUET:
+        return PARQUET.dataset([folder.resolve_paths(file.path) for _, file, _ in files])
+    # The loader of JSON lines takes the types of the first file, and makes times of texts; that of
+    # CSV makes numbers and nulls of texts.
     schema = _schema(place, output)
     if not len(schema):
         return datasets.Dataset.from_dict({})

@@ -18,6 +18,7 @@ FORMS = {
     "dictionaries": (lambda word: {"word": word, "n": 7, "text": word}, "word"),
     "texts": (lambda word: word, "answer"),
 }
+ODD = {"odd": (lambda word: {"big": 2**70, "inf": float("inf"), "half": "\ud800"}, "")}
 
 
 def answer(form):
@@ -41,7 +42,7 @@ def job(command, tmp_path, monkeypatch):
 
     def job(form="dictionaries", given="in.jsonl", folder="x", code=0, budget=10**9, more=""):
         explode = "" if "--explode" in more else "--explode true"
-        with FakeServer(answer(FORMS[form][0])) as server:
+        with FakeServer(answer((FORMS | ODD)[form][0])) as server:
             stop = Budget()
             stop.left = budget
             bad = rejects(["bad"])
@@ -120,3 +121,10 @@ def test_a_sample_shows_whole_answers(job):
     assert requests == 1
     assert '"word": "a"' in said
     assert '"word": "b"' in said
+
+
+def test_items_have_the_values_that_readers_of_json_take(job):
+    job("odd")
+    found = [document.metadata for document in OutputPath("x/output")]
+    assert [row["n"] for row in found] == [int(name[-1]) for name in ROWS]
+    assert {(row["big"], row["inf"], row["half"]) for row in found} == {(2**70, None, "\ufffd")}

@@ -1057,6 +1057,24 @@ def test_csv_files_have_their_columns_in_the_first_line(to_csv, command, suffix)
     assert [path.read_bytes() for path in sorted(Path("y/output").glob("*.csv"))] == before
 
 
+@pytest.mark.parametrize("flag", [(), ("--explode=true",)])
+def test_all_that_load_csv_load_texts(to_csv, command, flag):
+    table = pa.table(
+        {"id": ["007", "1e3", "-0"], "text": ["NA", "null", " "], "n": [2**53 + 1, None, 1]}
+    )
+    to_csv(table.append_column("none", pa.nulls(3)), *flag)
+    found = OutputPath("x/output").to_pandas()
+    assert found["n"].tolist() == [str(2**53 + 1), "", "1"]
+    card = re.search("```python\n(.*?)```", Path("x/card.md").read_text(), re.DOTALL)[1]
+    names = {}
+    exec(card, names)
+    command("export", "x", "all.parquet")
+    whole = pq.read_table("all.parquet").to_pydict()
+    for rows in (OutputPath("x/output").to_dataset()[:], names["dataset"][:], whole):
+        for name in ("id", "text", "n", "none", "answer"):
+            assert rows[name] == found[name].tolist()
+
+
 @pytest.mark.parametrize(("suffix", "requests"), [("jsonl", 2), ("parquet", 0)])
 def test_csv_refuses_a_list_before_a_request_where_the_types_are_known(to_csv, suffix, requests):
     table = pa.table({"id": ["0", "1"], "text": ["a", "b"], "tags": [["a"], ["b"]]})

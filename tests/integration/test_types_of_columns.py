@@ -10,7 +10,7 @@ import pytest
 from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.checkpoint.layout import COLUMNS
-from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.errors import ConfigError, DocumentNotSerializable, InputError
 from datatrove_ckpt.output.csv_writer import CsvWriter
 from datatrove_ckpt.readers import (
     CSVReader,
@@ -18,6 +18,7 @@ from datatrove_ckpt.readers import (
     JsonlReader,
     ParquetReader,
 )
+from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from tests.jobs import letters, rejects, rows, runner
 from tests.unit.tables import reader_of, write_table
 
@@ -381,6 +382,39 @@ def test_declared_types_are_those_of_the_output_and_a_value_that_does_not_fit_is
     assert [str(table["day"][0]) for table in found] == ["2026-01-01", "2026-01-02", "None"]
     with pytest.raises(ConfigError, match="'dat' of the column 'day' is no type of Arrow"):
         kinds[suffix](str(path.parent), types={"day": "dat"})
+
+
+BIG = 2**53 + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("bool", {2: None, 0.5: None, float("nan"): None, 0.0: False, "1": True, "true": True}),
+        ("float32", {"1e300": None, 1e300: None, 1e-300: None, str(2**24 + 1): None, 0.5: 0.5}),
+        ("float32", {"0.1": pytest.approx(0.1), float("-inf"): float("-inf")}),
+        ("float16", {65505: None, "65505": None, 1e300: None, 0.1: pytest.approx(0.1, rel=0.01)}),
+        ("float64", {str(BIG): None, "1e400": None, "1e-400": None, "1e23": 1e23, "-0.10": -0.1}),
+        ("float64", {"": None, True: 1.0, 2**70: 2.0**70, f"{BIG}.0": None}),
+        ("int64", {"0x10": None, 0.5: None, "007": 7, 2.0: 2}),
+        ("uint64", {2**64 - 1: 2**64 - 1, 2**64: None}),
+        ("date64", {1704067201123: None, "2026-01-02": DAY}),
+        *((kind, {"": "", "a": "a"}) for kind in ("string", "large_string", "string_view")),
+        *((kind, {"": b"", "a": b"a"}) for kind in ("binary", "large_binary")),
+        ("string", {1.0: "1.0", 7: "7", 2**70: str(2**70), 123456789.0: "123456789.0"}),
+    ],
+)
+def test_a_declared_type_never_changes_a_value(kind, values):
+    for value, expected in values.items():
+        row = {"v": value}
+        types = DeclaredTypes({"v": kind})
+        if expected is None and value != "":
+            with pytest.raises(DocumentNotSerializable, match=r"'v' has .*, which is no"):
+                types.convert(row)
+        else:
+            types.convert(row)
+            assert row["v"] == expected
+            assert type(row["v"]) is type(expected) or kind.startswith("float")
 
 
 def test_csv_with_one_cell_of_metadata_has_no_columns_of_the_input(tmp_path, server):

@@ -332,9 +332,9 @@ def test_a_folder_that_may_not_be_read_is_no_traceback(tmp_path, capsys, monkeyp
 def test_what_an_ascii_terminal_cannot_show_is_escaped():
     code = (
         "from datatrove_ckpt.cli import main, printing\n"
-        "main.main(['complete', 'x', 'y', 'z'])\n"
+        "main.main(['complete', 'datatrove-ckpt', 'st', 'datatrove-ckpt'])\n"
         "printing.say(chr(233))"
     )
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COMP_LINE": "x"}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COMP_LINE": "datatrove-ckpt st"}
     found = processes.run([sys.executable, "-c", code], env=environment)
     assert found.stdout.splitlines()[-1] == "\\xe9", found.stderr

@@ -969,11 +969,13 @@ async def test_proxies_of_the_environment_are_for_endpoints_only(monkeypatch):
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
         endpoint = config(server_type="endpoint", endpoint_url=url)
-        for settings, exempt in ((config(), ""), (endpoint, "a.b,127.0.0.1"), (endpoint, "")):
+        own = url.partition("//")[2]  # with its port
+        exempt_ones = ((endpoint, "a.b,127.0.0.1"), (endpoint, own))
+        for settings, exempt in ((config(), ""), *exempt_ones, (endpoint, "")):
             monkeypatch.setenv("no_proxy", exempt)
             async with client_of(settings, [url], None) as client:
                 await client.complete(BODY)
-        assert (len(server.requests), len(proxy.requests)) == (2, 1)
+        assert (len(server.requests), len(proxy.requests)) == (3, 1)
         head = proxy.requests[0][0]
         assert head.startswith(f"POST {url}/v1/chat/completions HTTP".encode())
         assert b"\r\nProxy-Authorization: Basic bWU6b2YtYS1wcm94eQ==\r\n" in head

@@ -53,6 +53,7 @@ _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
+_MAX_PROXY_HEAD = 1 << 16
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FIELDS = _WAIT_FIELDS | {
@@ -413,9 +414,13 @@ class _Tunnel(asyncio.Protocol):
         self._received = b""
 
     def data_received(self, data: bytes) -> None:
+        if self.head.done():
+            return
         self._received += data
-        if b"\r\n\r\n" in self._received and not self.head.done():
+        if b"\r\n\r\n" in self._received:
             self.head.set_result(self._received)
+        elif len(self._received) > _MAX_PROXY_HEAD:
+            self.head.set_exception(ConnectionError("the proxy's answer is too long"))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.head.done():

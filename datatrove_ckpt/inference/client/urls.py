@@ -132,7 +132,8 @@ def proxy_of(url: HiddenUrl) -> HiddenUrl | None:
     """Returns the proxy that the environment sets for the URL; None without one."""
     scheme = url.reveal().scheme
     proxy = getproxies().get(scheme)
-    if not proxy or proxy_bypass(url.reveal().host or ""):
+    host = url.reveal().host or ""
+    if not proxy or proxy_bypass(host) or proxy_bypass(f"{host}:{url.reveal().port}"):
         return None
     if "://" not in proxy:
         proxy = f"http://{proxy}"

@@ -42,7 +42,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
             than there are names, or a ``media`` that is none. One more stops the task
             (``DamagedLine``). None: any number.
 
-        types: see ``JsonlReader``. An empty cell is null.
+        types: see ``JsonlReader``. An empty cell is null, but a text or bytes stay empty.
 
     Raises:
         InputError: two columns have one name, a quote is not closed, or another character than the

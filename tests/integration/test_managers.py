@@ -16,10 +16,11 @@ import pytest
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.integration.test_kills import IN_FLIGHT, QUESTIONS, Job
+from tests.integration.test_kills import DOCUMENTS, IN_FLIGHT, JOB, QUESTIONS
 from tests.jobs import run_job
 from tests.kept import until_kept
 from tests.patience import Patience, until
+from tests.yaml_jobs import write_tasks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 
@@ -183,9 +184,22 @@ def workers(process):
 def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_finds_their_ranks_free(
     tmp_path, number, whole_group
 ):
+    def start(name):
+        return processes.start(
+            [sys.executable, "job.py", tmp_path / name, server.url, "plain", "2"],
+            cwd=tmp_path / name,
+        )
+
+    def end(process):
+        said, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, said
+
+    for name in ("killed", "undisturbed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.py").write_text(JOB)
+        write_tasks(tmp_path / name, 2, DOCUMENTS)
     with FakeServer(hold_after=30) as server:
-        job = Job(tmp_path / "killed", server.url, "plain", tasks=2)
-        process = job.start()
+        process = start("killed")
         until(lambda: server.asked.total() >= 30 + 2 * IN_FLIGHT)
         until_kept(tmp_path / "killed/checkpoints", 30)
         handles = workers(process)
@@ -197,15 +211,14 @@ def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_find
         with suppress(ProcessLookupError):
             # A process of datatrove's without a rank may still run.
             os.killpg(process.pid, signal.SIGKILL)
-        job.finish(process)
+        process.communicate()
         log = tmp_path / "killed/logs/logs/task_00000.log"
         assert "With datatrove_ckpt.LocalPipelineExecutor, tasks drain." in log.read_text()
         server.release()
-        assert job.finish(job.start()) == 0, job.log
+        end(start("killed"))
         assert sum(server.asked.values()) - 2 * QUESTIONS <= 2 * IN_FLIGHT
 
-        undisturbed = Job(tmp_path / "undisturbed", server.url, "plain", tasks=2)
-        assert undisturbed.finish(undisturbed.start()) == 0, undisturbed.log
+        end(start("undisturbed"))
     assert outputs(tmp_path / "killed/output") == outputs(tmp_path / "undisturbed/output")
 
 

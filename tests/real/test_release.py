@@ -14,11 +14,11 @@ import pytest
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget
 from tests.real import environment
-from tests.unit.test_identity import pythons
+from tests.unit.test_identity import python
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = 6
-PYTHONS = pythons()
+PYTHONS = {minor: path for minor in range(11, 16) if (path := python(minor))}
 
 pytestmark = pytest.mark.timeout(900)  # what an environment needs may have to be fetched
 

@@ -10,7 +10,7 @@ from datatrove.data import Document
 from datatrove_ckpt.errors import OutputMismatch
 from tests.integration.test_owner import (
     UNOWNED,
-    MemoryPlace,
+    Place,
     job,
     servers,
     start,
@@ -40,16 +40,20 @@ __all__ = [
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.timeout(300)]
 
 
-class S3Place(MemoryPlace):
+class S3Place(Place):
     def __init__(self, place):
         self.fs = place.fs
         self.url = f"s3://{place.name}/output"
+        self._root = f"{place.name}/output"
         self._moved = {}
 
     def files(self):
-        found = self.fs.find(self._path(), detail=True)  # which shows folders of weed's, too
+        self.fs.invalidate_cache()
+        found = self.fs.find(self._root, detail=True)  # which shows folders of weed's, too
         return {
-            path: self.fs.cat_file(path) for path, info in found.items() if info["type"] == "file"
+            path.removeprefix(f"{self._root}/"): self.fs.cat_file(path)
+            for path, info in found.items()
+            if info["type"] == "file"
         }
 
 

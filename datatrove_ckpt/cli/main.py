@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
-import io
 import os
 import re
 import sys
@@ -62,9 +61,6 @@ datatrove-ckpt COMMAND --help tells more about each command, with examples and i
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # on nodes whose locale is ASCII
-            stream.reconfigure(errors="backslashreplace")
     if given[:1] == ["complete"] and "COMP_LINE" in os.environ:
         say("\n".join(_completions(*given[2:])))
         return 0

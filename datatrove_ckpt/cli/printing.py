@@ -44,10 +44,13 @@ def say(text: str) -> None:
 def write_out(text: str, raw: bool = False) -> None:
     """Prints the text, without secrets and control characters unless it is ``raw``.
 
-    Drops the rest if the reader has gone (``status | head``).
+    Escapes what the terminal's encoding lacks. Drops the rest if the reader has gone (``status |
+    head``).
     """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    shown = text if raw else redact(text)
     try:
-        sys.stdout.write(text if raw else redact(text))
+        sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         # The buffer's rest would fail again when Python ends.

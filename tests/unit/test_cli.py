@@ -330,11 +330,7 @@ def test_a_folder_that_may_not_be_read_is_no_traceback(tmp_path, capsys, monkeyp
 
 
 def test_what_an_ascii_terminal_cannot_show_is_escaped():
-    code = (
-        "from datatrove_ckpt.cli import main, printing\n"
-        "main.main(['complete', 'datatrove-ckpt', 'st', 'datatrove-ckpt'])\n"
-        "printing.say(chr(233))"
-    )
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COMP_LINE": "datatrove-ckpt st"}
+    code = "from datatrove_ckpt.cli import printing\nprinting.say(chr(233))"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     found = processes.run([sys.executable, "-c", code], env=environment)
-    assert found.stdout.splitlines()[-1] == "\\xe9", found.stderr
+    assert found.stdout == "\\xe9\n", found.stderr

@@ -47,10 +47,13 @@ def write_out(text: str, raw: bool = False) -> None:
     Escapes what the terminal's encoding lacks. Drops the rest if the reader has gone (``status |
     head``).
     """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     shown = text if raw else redact(text)
     try:
-        sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        try:
+            sys.stdout.write(shown)
+        except UnicodeEncodeError as error:
+            escaped = shown.encode(error.encoding, "backslashreplace")
+            sys.stdout.write(escaped.decode(error.encoding))
         sys.stdout.flush()
     except BrokenPipeError:
         # The buffer's rest would fail again when Python ends.

@@ -40,8 +40,8 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
         InputError: two files have types of a column that no type can hold.
         CheckpointCorrupt: the kept types cannot be read.
     """
-    is_csv = CSV.is_written_by(writer)
-    has_columns = infers_schema(writer) or (is_csv and writer.expand_metadata)
+    is_table = CSV.is_written_by(writer) and writer.expand_metadata
+    has_columns = infers_schema(writer) or is_table
     if not has_columns or not is_usual(writer):
         return NO_TYPES
     path = folder / COLUMNS
@@ -52,23 +52,9 @@ def input_types(documents: Iterable[Document], folder: Path, writer: DiskWriter)
         _kept(shared)
         files.keep_first(path, shared.read_bytes())
     types = {field.name: field.type for field in _kept(path)}
-    if is_csv:
-        _refuse_nested(types, writer)
     if not writer.expand_metadata:
         return types
     return {name.removeprefix(_METADATA): kind for name, kind in types.items()}
-
-
-def _refuse_nested(types: Types, writer: DiskWriter) -> None:
-    import pyarrow as pa
-
-    from datatrove_ckpt.output.csv_writer import refusal
-
-    for path, kind in types.items():
-        name = path.removeprefix(_METADATA)
-        if pa.types.is_nested(kind) and name not in writer.json_columns:
-            text = refusal(name, f"the type {kind}")
-            raise InputError(f"{text[0].upper()}{text[1:]}.")
 
 
 def _is_made(documents: Iterable[Document], shared: Path) -> bool:

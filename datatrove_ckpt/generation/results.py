@@ -91,7 +91,7 @@ class Results:
         self._names.check(document, chunk_index)
         data = encode_finished(document, self._key)
         trial = self._trial
-        if trial is not None and not (trial.takes_json and is_plain(data, self._takes_usual)):
+        if trial is not None and not is_plain(data, self._takes_usual):
             if self.may_wait:
                 self._takes_usual = await asyncio.to_thread(trial, data, doc_id)
             else:

@@ -38,10 +38,8 @@ from datatrove_ckpt.generation.run_identity import (
     sent_chats_as_texts,
 )
 from datatrove_ckpt.generation.user_code import SharedContext, check_rollout
-from datatrove_ckpt.output.csv_writer import cell as csv_cell
-from datatrove_ckpt.output.documents import RowsOf, exploded, is_usual, one_row
+from datatrove_ckpt.output.documents import RowsOf, exploded, one_row
 from datatrove_ckpt.output.folders import check_output_folder
-from datatrove_ckpt.output.formats import CSV
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.hub_writers import with_our_uploads
 from datatrove_ckpt.output.writer_checks import check_writer
@@ -132,7 +130,6 @@ class Step(PipelineStep):
         if isinstance(self.rollout_fn, BatchRollout) and self.model.rollouts_per_document > 1:
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
         self._check_names()
-        self._name_columns()
         local = self.checkpoints_local_dir
         check_writer(self.output_writer, checkpoints=local is not None)
         if local is None:
@@ -157,15 +154,6 @@ class Step(PipelineStep):
             raise ConfigError(
                 f"metadata_key: {key!r} would replace the document's own. Give another name."
             )
-
-    def _name_columns(self) -> None:
-        """Names to a writer of CSV what may be no scalar though no row of the input has it."""
-        writer = self.output_writer
-        if CSV.is_written_by(writer):
-            own = [self.metadata_key, self.answer_column]
-            if isinstance(self.rollout_fn, EmbedRollout):
-                own.append(self.rollout_fn.column)
-            writer.json_columns = [*dict.fromkeys([*writer.json_columns, *filter(None, own)])]
 
     def _check_folders(self, local: str) -> None:
         if get_protocol(local) not in ("file", "local"):
@@ -226,15 +214,7 @@ class Step(PipelineStep):
     def rows(self) -> RowsOf:
         """What makes rows of a finished document."""
         if self.explode:
-            writer = self.output_writer
-            # A user's adapter gets the values, and makes what it likes of them.
-            is_csv = CSV.is_written_by(writer) and writer.expand_metadata and is_usual(writer)
-            return partial(
-                exploded,
-                column=str(self.answer_column),
-                key=self.metadata_key,
-                form=csv_cell if is_csv else None,
-            )
+            return partial(exploded, column=str(self.answer_column), key=self.metadata_key)
         return one_row
 
     def requests_and_servers(self) -> tuple[int, int]:

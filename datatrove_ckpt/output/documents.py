@@ -630,6 +630,8 @@ def for_orjson(value: object) -> object:
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
+    if isinstance(value, datetime.datetime):  # perhaps pandas' own
+        return value.isoformat()
     if type(value) is int:
         return orjson.Fragment(str(value))
     return value
@@ -642,20 +644,13 @@ def one_row(document: Document) -> Iterable[Document]:
     return (document,)
 
 
-def exploded(
-    document: Document,
-    *,
-    column: str,
-    key: str,
-    form: Callable[[object], object] | None = None,
-) -> Iterator[Document]:
+def exploded(document: Document, *, column: str, key: str) -> Iterator[Document]:
     """Yields a row for each item in a column of the metadata: ``n``, and the keys of an item that
     is a dictionary, are columns beside the document's. A name that is taken gets ``column`` in
     front.
 
     Args:
         key: of the whole results, which the first row has alone.
-        form: of the values of an item; None: as they are.
     """
     metadata = document.metadata
     items = metadata.pop(column)
@@ -667,7 +662,7 @@ def exploded(
             name = str(field)
             while name in taken or name in row:
                 name = f"{column}_{name}"
-            row[name] = value if form is None else form(value)
+            row[name] = value
         media = [copy.copy(one) for one in document.media or ()]  # a writer changes them
         yield Document(document.text, f"{document.id}/{n}", media, row)
         metadata.pop(key, None)

@@ -19,6 +19,7 @@ from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.arrow_types import Row, Schema, Types, to_arrow
 from datatrove_ckpt.output.chunk_writing import ColumnTypes
+from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.documents import RowsOf, decode_for, is_usual, one_row
 from datatrove_ckpt.output.formats import CSV, FORMATS, JSONL, PARQUET
 
@@ -55,7 +56,6 @@ class WriterTrial:
 
     Attributes:
         is_quick: whether a trial may run in the event loop.
-        takes_json: whether the writer can write all documents of plain JSON.
     """
 
     def __init__(self, writer: DiskWriter, given: Types, rows: RowsOf = one_row) -> None:
@@ -63,7 +63,6 @@ class WriterTrial:
         self._rows = rows
         self._given = given
         self.is_quick = is_usual(writer) and any(one.is_written_by(writer) for one in FORMATS)
-        self.takes_json = not CSV.is_written_by(writer)
         self._copied = self._copy()
 
     def __call__(self, data: bytes, doc_id: str) -> bool:
@@ -106,8 +105,8 @@ class WriterTrial:
                 row = copied.adapter(document)
                 for field in self._schema(row):
                     to_arrow(field.type, [row.get(field.name)])
-            elif not self.takes_json:
-                copied.cells(copied.adapter(document))
+            elif CSV.is_written_by(copied):
+                line([*copied.adapter(document).values()])
             elif self.is_quick:
                 copied._write(copied.adapter(document), io.BytesIO(), "")
             else:

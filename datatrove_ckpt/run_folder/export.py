@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +9,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import orjson
 from datatrove.io import get_datafolder
 
@@ -27,6 +25,7 @@ from datatrove_ckpt.output.arrow_types import (
     type_of,
     unite,
 )
+from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.documents import for_orjson
 from datatrove_ckpt.output.formats import JSONL, PARQUET, format_of_file
 from datatrove_ckpt.run_folder.documents import Committed, committed_files, output_files, read_rows
@@ -273,10 +272,9 @@ def _write_csv(place: Place, path: Path, output: str | None) -> int:
         columns |= dict.fromkeys(row)
     count = 0
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*columns])
-        writer.writeheader()
+        file.write(line([*columns]))
         for row in _rows(files):
-            writer.writerow({name: _cell(value) for name, value in row.items()})
+            file.write(line([row.get(name) for name in columns]))
             count += 1
     return count
 
@@ -290,14 +288,6 @@ def _batches(place: Place, output: str | None) -> Iterator[list[Json]]:
     rows = _rows(output_files(place, output))
     while batch := list(islice(rows, _ROWS)):
         yield batch
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, dict | list | np.ndarray):
-        return _json(value).decode()
-    if isinstance(value, bytes):
-        return for_orjson(value)
-    return value
 
 
 def _json(value: object) -> bytes:

@@ -425,7 +425,6 @@ def test_csv_with_one_cell_of_metadata_has_no_columns_of_the_input(tmp_path, ser
         str(tmp_path / "output"),
         "${rank}_${chunk_index}.csv",
         expand_metadata=False,
-        json_columns=["metadata"],
     )
     runner(tmp_path, server, output_writer=writer).run(ParquetReader(str(path.parent)).run())
     table = pandas.read_csv(tmp_path / "output/00000_00000.csv")

@@ -262,15 +262,21 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         try:
             return self.get_document_from_dict(data, file, id_in_file) or Skipped.WITHOUT_TEXT
         except DocumentNotSerializable as error:
-            return self.skip_damaged(file, where, error)
+            return self.skip_damaged(file, where, error, self.max_skipped)
 
-    def skip_damaged(self, file: str, where: str, error: object, begin: str = "") -> Skipped:
-        """Counts a line or row that cannot be read. ``begin``: of its text.
+    def skip_damaged(
+        self, file: str, where: str, error: object, most: int | None, begin: str = ""
+    ) -> Skipped:
+        """Counts a line or row that cannot be read.
 
-        Raises DamagedLine: ``max_skipped`` allows no more of them.
+        Args:
+            most: that may be left out; None: any number.
+            begin: of its text.
+
+        Raises DamagedLine: there are more of them.
         """
         self._damaged_rows += 1
-        if self.max_skipped is not None and self._damaged_rows > self.max_skipped:
+        if most is not None and self._damaged_rows > most:
             if begin:
                 begin = f", in {begin!r}"
             problem = str(error).removesuffix(".")

@@ -101,7 +101,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         if len(cells) != len(names):
             more_or_fewer = "more" if len(cells) > len(names) else "fewer"
             problem = f"{more_or_fewer} cells than columns; put cells with commas in quotes"
-            return self.skip_damaged(name, where, problem)
+            return self.skip_damaged(name, where, problem, self.max_skipped)
         return self.document_of(dict(zip(names, cells, strict=True)), name, number, where)
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:

@@ -178,11 +178,14 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     ) -> Document | Skipped:
         """Counts a damaged line, and returns its replacement."""
         if isinstance(id_in_file, int):
-            return self.skip_damaged(name, f"line {id_in_file + 1}", error, begin)
-        if not self.stop_on_bad_line:  # a training has no limit: it reads lines in each epoch
-            self._damaged_rows = -1
-        where = f"the line at byte {id_in_file.removeprefix('@')}"
-        return self.skip_damaged(name, where, error, begin)
+            where = f"line {id_in_file + 1}"
+            most = self.max_skipped
+        else:
+            where = f"the line at byte {id_in_file.removeprefix('@')}"
+            most = None  # a training reads lines in each epoch
+        if self.stop_on_bad_line:  # also in pickles of earlier releases
+            most = 0
+        return self.skip_damaged(name, where, error, most, begin)
 
     def open_file(self, name: str) -> LineBlocks:
         return LineBlocks(self, name)

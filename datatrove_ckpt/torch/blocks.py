@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -31,9 +30,6 @@ from datatrove_ckpt.readers.table_files import ParquetBlocks
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.torch.row_counts import RowCounts
 from datatrove_ckpt.torch.unified import Unified, plain
-
-if TYPE_CHECKING:
-    pass
 
 # The limits of a block. A larger row is a block of its own.
 MAX_ROWS = 2**16

@@ -8,7 +8,7 @@ import codecs
 import gzip
 import json
 import lzma
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -259,3 +259,14 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path, size):
     assert resumed(reader, read) == ["3", "4", "5"]
     path.write_bytes(b"".join(lines[:3] + lines[5:]))  # now shorter than it was
     assert resumed(reader, read) == ["5"]
+
+
+def test_a_reader_that_an_earlier_release_has_pickled_stops_as_it_was_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n{"text": "b"}\n')
+    for strict in (True, False):
+        reader = JsonlReader(str(tmp_path), stop_on_bad_line=strict)
+        del reader.max_skipped
+        found = []
+        with pytest.raises(DamagedLine) if strict else nullcontext():
+            found += reader.run()
+        assert len(found) == (1 if strict else 2)

@@ -357,7 +357,7 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path,
 
 
 @pytest.mark.matrix("case", ["large rows", "repeated texts", "compressed batches"])
-def test_what_is_read_beside_a_window_is_bounded(tmp_path, pool, case):
+def test_what_is_read_beside_a_window_is_bounded(tmp_path, request, case):
     """Beside the window: one group that is being decoded, of one file, and not one of each file."""
     count, length = (4000, 4000) if case == "repeated texts" else (4, 4_000_000)
     kind = "parquet"
@@ -371,6 +371,7 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path, pool, case):
             column = pa.array([[number] * 1000] * 4000, pa.list_(pa.int32()))
         write_table(tmp_path / f"{number}.{kind}", pa.table({"x": column}), **options)
     index = Index(reader_of(tmp_path, kind))
+    pool = request.getfixturevalue("pool")  # several files at once are counted before
     order = order_by_rows(index.table, 1, 0, parse_window("16MB"))
     source = RowSource(index, order, ["x"])
     for place in range(0, index.table.total, index.table.total // 24):

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from datatrove_ckpt import __version__
+from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.output.formats import format_of_file
 from datatrove_ckpt.run_folder.read_state import read_run_state
@@ -32,8 +33,7 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
 
     Raises:
         FileExistsError: the user has such a file.
-        OSError: the folder takes no file.
-        CkptError: the folder cannot be read.
+        CkptError: the folder cannot be read, or takes no file.
     """
     folder = root
     if root.name == "checkpoints" and (root.parent / "output").is_dir():
@@ -43,20 +43,22 @@ def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
         raise FileExistsError(errno.EEXIST, "It is not a card of ours", str(path))
     state = read_run_state(Place(str(root), root, [str(root)]))
     text = "\n".join(_lines(runner, folder.name, state, command))
-    path.write_bytes(redact(text).encode(errors="replace"))
+    files.disk.replace(path, redact(text).encode(errors="replace"), files.PUBLIC_FILE)
 
 
 def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iterator[str]:
     writer = runner.step.output_writer
     output = writer.output_folder.resolve_paths("")
-    made = datetime.now(UTC).strftime("%Y-%m-%d")
+    newest = 0.0 if state.newest is None else state.newest
+    made = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
     yield f"# {name}\n"
     yield f"{_MADE_BY.decode()}{__version__}, finished on {made} (UTC). Output: `{output}`.\n"
     yield "## What made it\n"
     yield "| setting | value |\n|---|---|"
     for setting, value in state.identity.items():
         text = value if isinstance(value, str) else json.dumps(value)
-        if setting not in _OF_FILES and value not in (None, {}, False):
+        is_default = value is None or value is False or value == {}
+        if setting not in _OF_FILES and not is_default:
             shown = text[:_MOST].replace("|", "\\|").replace("\n", " ")
             yield f"| {setting} | {shown} |"
     yield "\n## What is in it\n"
@@ -65,8 +67,8 @@ def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iter
     kind = format_of_file(str(writer.output_filename.template))
     if kind is not None:
         yield "\n## How to load it\n"
-        files = f"{output}/**/*{kind.suffix}*"
+        pattern = f"{output}/**/*{kind.suffix}*"
         yield "```python\nfrom datasets import load_dataset\n"
-        options = f'data_files={files!r}, split="train"{kind.load_options}'
+        options = f'data_files={pattern!r}, split="train"{kind.load_options}'
         yield f'dataset = load_dataset("{kind.loader}", {options})\n```'
     yield f"\n## How to go on\n\n```bash\n{command}\n```\n"

@@ -16,9 +16,10 @@ def test_the_card_says_what_made_the_output_and_loads_it(
 ):
     monkeypatch.setenv("MY_KEY", "sk-abcdefgh12345678abcdefgh")
     write_input(here, ["a", "b"])
-    flags = ("--endpoint", server.url, "--api-key-env", "MY_KEY", "--output-format", suffix)
+    own = ("--api-key-env", "MY_KEY", "--output-format", suffix, "--seed", 0)
+    flags = ("--endpoint", server.url, *own)
     with FakeServer(status=lambda payload, times: 401) as refuses:
-        command(*RUN, "--endpoint", refuses.url, "--output-format", suffix, code=1)
+        command(*RUN, "--endpoint", refuses.url, *own, code=1)
     assert not (here / "r/card.md").exists()
     command(*RUN, *flags)
     card = (here / "r/card.md").read_text()
@@ -30,7 +31,11 @@ def test_the_card_says_what_made_the_output_and_loads_it(
     names = {}
     exec(code, names)
     assert [*names["dataset"]["id"]] == ["id 0", "id 1"]
-    command(*RUN, *flags)  # the card is no input and no output
+    assert "\n| seed | 0 |\n" in card
+    with monkeypatch.context() as later:
+        later.setattr("time.time", lambda: 4e9)
+        command(*RUN, *flags)  # the card is no input and no output
+    assert (here / "r/card.md").read_text() == card
 
 
 def test_no_card(here, server, command):

@@ -638,10 +638,8 @@ def _plain(name: str, value: object) -> object:
     if isinstance(value, dict):
         left_out: Collection[str] = ()
         if name.endswith(("generation_params", "extra_body")):
-            left_out = {
-                *NOT_ANSWERING,
-                "(order)",
-            }  # see ``user_code.description.plain``
+            # "(order)" is that of the keys: see ``user_code.description.plain``.
+            left_out = {*NOT_ANSWERING, "(order)"}
         keys = value if _ORDERED.search(name) else sorted(value)
         return {key: _plain(f"{name}.{key}", value[key]) for key in keys if key not in left_out}
     if isinstance(value, list):

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
@@ -19,8 +20,7 @@ from datatrove_ckpt.run_folder.sample import SentSample
 # In simulated samples of 50, of lognormal and Pareto distributions, the truth was within three
 # standard errors nine times in ten; within two, it was not.
 _STANDARD_ERRORS = 3.0
-ROUND_NUMBER = 1000
-"""Documents of which the cost is said where the size of the input is not known."""
+_ROUND_NUMBER = 1000  # documents, where the size of the input is not known
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
     """Describes what the documents of a sample took, and what the whole input takes."""
     sizes = sample.sizes
-    total = ROUND_NUMBER if sample.total is None else sample.total
+    total = _ROUND_NUMBER if sample.total is None else sample.total
     sent = [requests for _, requests in sample.documents]
     answers = [one for one in chain.from_iterable(sent) if one.ended]
     if not answers:
@@ -106,15 +106,16 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
         "in flight, as here"
     )
     if any(config.prices for config in step.models.values()):
-        _, money = whole(lambda one: _cost(one, step))
-        tiers = {"": 1.0, BATCH: 0.5} | (step.model.prices or {}).get("tiers", {})
-        for tier, factor in tiers.items():
+        tiers = (step.model.prices or {}).get("tiers", {})
+        for tier in dict.fromkeys(("", BATCH, *tiers)):
+            _, money = whole(partial(_cost, step=step, tier=tier))
             name = f"cost, {tier}" if tier else "cost"
-            yield f"  {name:<17} {money.text(figure, factor)}"
+            yield f"  {name:<17} {money.text(figure)}"
     quality = Quality()
-    faults = Counter(
-        fault for one in answers for fault in quality.faults(one.answer_text, one.question)
-    )
+    faults = Counter[str]()
+    for one in answers:
+        if not one.is_empty:
+            faults.update(quality.faults(one.answer_text, one.question))
     odd = DocumentCounts(
         answers=len(answers),
         cut_off=sum(one.is_cut_off for one in answers),
@@ -125,7 +126,7 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
         yield odd.strip()
 
 
-def _cost(request: NotedRequest, step: Step) -> float:
+def _cost(request: NotedRequest, step: Step, tier: str) -> float:
     config = step.models.get(request.model, step.model)
     prompt, cached, completion = request.tokens
-    return config.cost(prompt, cached, completion, "") / 1e9
+    return config.cost(prompt, cached, completion, tier) / 1e9

@@ -51,7 +51,6 @@ from datatrove_ckpt.inference.servers.host import ServerHost, check_servers
 from datatrove_ckpt.inference.servers.warm import one_rank
 from datatrove_ckpt.output.chunk_writing import ChunkOutput, prepare_arrow
 from datatrove_ckpt.output.folders import refuse_own_output
-from datatrove_ckpt.output.names import FileNames
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.writer_checks import check_rank_in_template, template_uses
 from datatrove_ckpt.output.writer_trial import WriterTrial
@@ -303,8 +302,11 @@ class _Run:
                 types = input_types(data, rank_folder(self.root, rank), step.output_writer)
                 output.prepare(types)
             shutdown.check()
-            trial = WriterTrial(step.output_writer, types, step.rows)
-            main = self._generate(data, checkpoint, progress, output.names, trial)
+            trial = None
+            if step.checkpoints_local_dir is not None:
+                trial = WriterTrial(step.output_writer, types, step.rows)
+            results = Results(step, output.names, trial)
+            main = self._generate(data, checkpoint, progress, results)
             who = f"The rollout {name_of(step.rollout_fn)}, or a task that it started,"
             with preemption.watched(checkpoint.flush), no_exit(who, shutdown):
                 host = host_loop()
@@ -343,8 +345,7 @@ class _Run:
         data: Iterable[Document],
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
-        names: FileNames,
-        trial: WriterTrial,
+        results: Results,
     ) -> bool:
         """``_process`` in the event loop, with what runs beside it."""
         watchers = [
@@ -353,7 +354,7 @@ class _Run:
         ]
         try:
             if not self.has_batches:
-                return await self._run_rollouts(data, checkpoint, progress, names, trial)
+                return await self._run_rollouts(data, checkpoint, progress, results)
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             step = self.step
@@ -361,7 +362,7 @@ class _Run:
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-            if not await self._run_rollouts(data, checkpoint, progress, names, trial):
+            if not await self._run_rollouts(data, checkpoint, progress, results):
                 return False
             progress.waits_for_batches = True
             await passes.settle()
@@ -376,8 +377,7 @@ class _Run:
         data: Iterable[Document],
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
-        names: FileNames,
-        trial: WriterTrial,
+        results: Results,
     ) -> bool:
         step = self.step
         preemption = self.preemption
@@ -400,7 +400,7 @@ class _Run:
                     bind_shared(step.rollout_fn, shared),
                     servers,
                     failures,
-                    Results(step, names, trial if failures.are_kept else None),
+                    results,
                 )
                 await scheduler.run(documents)
                 ends_well = True

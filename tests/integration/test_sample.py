@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,9 +24,9 @@ def jsonl(folder, rows):
     (folder / "1.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def several(folder, rows):
-    for number in range(4):
-        part = "".join(f"{json.dumps(row)}\n" for row in rows[number::4])
+def several(folder, rows, count=4):
+    for number in range(count):
+        part = "".join(f"{json.dumps(row)}\n" for row in rows[number::count])
         (folder / f"{number}.jsonl.gz").write_bytes(gzip.compress(part.encode()))
 
 
@@ -45,6 +46,7 @@ JOBS = {
     "both": (jsonl, 1.0, 1.0, ()),
     "gzip, tasks": (several, 0.7, 0.7, ("--tasks=4",)),
     "gzip, a task": (several, 0.7, 0.7, ("--tasks=1",)),
+    "many tasks": (partial(several, count=20), 0.3, 0.3, ("--tasks=20",)),
     "CSV": (csv, 0.7, 0.7, ()),
     "Parquet": (parquet, 0.7, 0.7, ()),
     "a limit": (jsonl, 0.7, 0.7, ("--limit=300", "--tasks=1")),

@@ -446,3 +446,11 @@ def test_a_folder_can_be_made_while_another_rank_removes_the_parent_that_they_sh
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_the_first_file_of_a_name_stays_and_nothing_lies_beside_it(tmp_path):
+    for content in (b"first", b"second"):
+        files.keep_first(tmp_path / "job/record", content)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "job").iterdir()} == {
+        "record": b"first"
+    }

@@ -17,6 +17,7 @@ import zstandard
 
 from datatrove_ckpt.errors import CheckpointMismatch, InputError
 from datatrove_ckpt.readers import (
+    CSVReader,
     DamagedLine,
     IpcReader,
     JsonlReader,
@@ -259,6 +260,22 @@ def test_a_damaged_line_behind_the_position_may_be_corrected(tmp_path, size):
     assert resumed(reader, read) == ["3", "4", "5"]
     path.write_bytes(b"".join(lines[:3] + lines[5:]))  # now shorter than it was
     assert resumed(reader, read) == ["5"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_rows_that_an_earlier_attempt_has_left_out_count(tmp_path, suffix):
+    rows = {"jsonl": ('{"text": "a"}', "{"), "csv": ("a,1", "b")}[suffix]
+    head = {"jsonl": "", "csv": "text,n\n"}[suffix]
+    whole, damaged = (f"{row}\n" for row in rows)
+    (tmp_path / f"a.{suffix}").write_text(head + (whole + damaged) * 2 + whole)
+    kind = {"jsonl": JsonlReader, "csv": CSVReader}[suffix]
+    first = kind(str(tmp_path), max_skipped=2)
+    read = first.run()
+    assert [next(read).text, next(read).text] == ["a", "a"]
+    again = kind(str(tmp_path), max_skipped=1)
+    again.load_state_dict(first.state_dict())
+    with pytest.raises(DamagedLine):
+        texts(again)
 
 
 def test_a_reader_that_an_earlier_release_has_pickled_stops_as_it_was_told(tmp_path):

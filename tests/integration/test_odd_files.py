@@ -181,7 +181,8 @@ def test_an_odd_csv_row_is_refused_before_its_request(tmp_path, run, server, row
     assert set(server.asked) <= {"o\nne"}
     path.write_bytes(path.read_bytes().replace(row, b"two"))
     assert len(run(server, path)) == 3
-    assert server.asked.total() == 3
+    assert server.asked.total() - server.asked["o\nne"] == 2
+    assert server.asked["o\nne"] <= 2  # an answer in flight at an error of the input is lost
 
 
 def table(*columns):

@@ -65,7 +65,8 @@ def in_two(command):
     def run(refused, *words, first=(), **settings):
         fails = [*refused]
         with FakeServer(status=rejects(fails, 401)) as server:
-            write(server, records_per_chunk=1, **settings)
+            # One after the other, so that they arrive in order.
+            write(server, records_per_chunk=1, max_concurrent_generations=1, **settings)
             command("run", "job.yaml", *first, *words, code=1)
             fails.clear()
             said = command("run", "job.yaml", *words)

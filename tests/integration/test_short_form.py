@@ -713,12 +713,12 @@ TABLES = {
         ("empty.jsonl", ["--prompt={question}"]),
         ("text.jsonl", ["--prompt={question}"]),
         ("chats.jsonl", ["--prompt-column=messages"]),
+        ("chats.csv", ["--prompt-column=messages"]),
     ],
 )
 def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
     """And the same table comes out, in one try, also after a stop."""
     import datasets
-    import pandas
 
     table = pa.table({"question": ["Why?", "How?"], "answer": ["So", "Thus"]})
     pq.write_table(table, "table.parquet")
@@ -727,6 +727,8 @@ def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
     datasets.Dataset(table).save_to_disk("saved")
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Why?", "How?")]
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    cells = {"messages": [json.dumps(row["messages"]) for row in chats]}
+    pandas.DataFrame(cells).to_csv("chats.csv", index=False)
     for file, content in TABLES.items():
         Path(file).write_text(content)
     asked, _ = in_two(["How?"], *flags, input=name, prompt=None)
@@ -742,14 +744,6 @@ def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
         texts = ["a", "b"] if name == "text.jsonl" else [None, None]
         assert [row.get("text") for row in rows] == texts
         assert ("answer_2" in rows[0]) == (name == "sheet.csv")
-
-
-def test_a_csv_file_holds_chats_as_json(in_two):
-    chats = [[{"role": "user", "content": text}] for text in ("Why?", "How?")]
-    table = {"id": ["a", "b"], "chat": [json.dumps(chat) for chat in chats]}
-    pandas.DataFrame(table).to_csv("chats.csv", index=False)
-    asked, _ = in_two(["How?"], "--prompt-column=chat", input="chats.csv", prompt=None)
-    assert asked == ["Why?", "How?", "How?"]
 
 
 def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):

@@ -567,13 +567,6 @@ def test_an_error_names_a_setting_as_the_user_wrote_it():
     assert str(error) == "max_tokens: is wrong."
 
 
-def test_a_moved_run_folder_goes_on(job, command):
-    Path("runs/x").rename("runs/my x")
-    moved = ["job.yaml", "--run-folder=runs/my x"]
-    assert "3 of 3 documents" in command("run", *moved)
-    command("verify", "runs/my x", "--full")
-
-
 def test_python_names_what_to_pass_and_starts_over(job):
     assert datatrove_ckpt.run(**job).is_dir()
     with pytest.raises(CheckpointMismatch) as refused:

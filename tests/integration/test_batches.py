@@ -200,16 +200,6 @@ def test_an_error_that_stops_the_rank_stops_it_once(shared, tmp_path):
     assert not rows(tmp_path)
 
 
-def test_what_differs_in_more_than_its_text_shares_no_request(shared, tmp_path):
-    async def ask(document, generate):
-        await generate.embed([document.text, "b"], user=document.id)
-        return "done"
-
-    run_job(tmp_path, shared, 2, ask, config={"texts_per_request": 4})
-    found = sorted((payload["user"], *texts_of(payload)) for payload in shared.payloads)
-    assert found == [("id 0", "text 0", "b"), ("id 1", "text 1", "b")]
-
-
 # a stop, and servers that die --------------------------------------------------------------------
 
 

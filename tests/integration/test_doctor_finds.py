@@ -185,20 +185,27 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(found, here):
     assert sorted(here.rglob("*")) == before
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("override", "check", "expected", "says"),
     [
         ("output_writer.output_folder=job.yaml", "output, reachable", "problem", "job.yaml is a file"),
+        ("output_writer.output_folder=memory://doctor/out", "output, reachable", "ok", ""),
         ("checkpoints_local_dir=null", "checkpoints, folder", "warning", "none: a run"),
+        ("checkpoints_remote_dir=mirror", "mirror, reachable", "ok", ""),
+        ("checkpoints_remote_dir=/proc/mirror", "mirror, reachable", "problem", ""),
         ("config={server_type: llamacpp, model_name_or_path: no.gguf}", "server, ready", "problem",
          "model_name_or_path: there is no file no.gguf"),
     ],
 )  # fmt: skip
-def test_what_would_fail_is_named_with_what_to_do(found, override, check, expected, says):
+def test_what_would_fail_is_named_with_what_to_do_and_nothing_is_left(
+    found, here, override, check, expected, says
+):
+    before = sorted(here.rglob("*"))
     state, text = found(f"--pipeline.1.{override}")[check]
     assert state == expected
     assert says in text
+    assert sorted(here.rglob("*")) == before
+    assert MemoryFileSystem().find("/doctor") == []
 
 
 def test_a_file_system_without_locks_is_a_warning(found, monkeypatch):
@@ -216,19 +223,6 @@ def test_a_folder_that_never_answers_is_a_problem(found, monkeypatch):
     said = found()["checkpoints, reachable"][1]
     never.set()
     assert said.endswith("there was no answer within 0 s. Check the network, or the mount.")
-
-
-def test_a_remote_output_is_tried_and_left_as_it_was(found):
-    said = found("--pipeline.1.output_writer.output_folder=memory://doctor/out")
-    assert said["output, reachable"][0] == "ok"
-    assert MemoryFileSystem().find("/doctor") == []
-
-
-def test_the_mirror_is_tried(found):
-    for place, state in (("mirror", "ok"), ("/proc/mirror", "problem")):
-        said = found(f"--pipeline.1.checkpoints_remote_dir={place}")
-        assert said["mirror, reachable"][0] == state
-    assert not Path("mirror").exists()
 
 
 def test_nothing_is_written_into_a_repository_where_each_write_is_a_commit(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,7 @@ async def one(document):
 def job(here, server, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.syspath_prepend(here)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # another test's
     row = json.dumps({"id": "1", "text": "a"})
     files = {
         "mine.py": MINE,

@@ -13,13 +13,12 @@ from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import (
     ConfigError,
     DocumentFailed,
-    ServerRefused,
     ServerStartFailed,
 )
-from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash, outputs
+from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.histories import read_history
 from tests.integration.test_supervision import ENGINE
-from tests.jobs import Budget, ask, chat, config, documents, letters, rows, writer
+from tests.jobs import ask, chat, config, documents, letters, rows, writer
 from tests.patience import until_async
 from tests.yaml_jobs import job_yaml, write_job
 
@@ -77,23 +76,6 @@ def test_killed_at_every_write_and_resumed(ram, step):
         (ram / "job").mkdir()
         report = assert_same_output_after_crash(attempt, ram / "job", step=step, recoveries=0)
     assert len(report.points) > 10
-
-
-@pytest.mark.matrix("most", [3, 0, 1, 2, 4, 5])
-def test_stopped_after_each_request_nothing_is_asked_twice(here, writes, judges, most):
-    alone = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
-    budget = writes._status = judges._status = Budget()
-
-    def run(folder, left):
-        budget.left = left
-        runner(folder, writes, judges, writer=alone).run(documents(3))
-        return left - budget.left
-
-    assert run(here / "undisturbed", 99) == 6
-    with pytest.raises(ServerRefused, match=f"^{'judge' if most % 2 else 'writer'}: "):
-        run(here / "job", most)
-    assert run(here / "job", 99) == 6 - most
-    assert outputs(here / "job/output") == outputs(here / "undisturbed/output")
 
 
 # whose fault -------------------------------------------------------------------------------------

@@ -290,14 +290,6 @@ def test_a_run_that_sent_extra_body_as_a_key_is_refused_by_its_name(tmp_path, se
     assert len(rows(tmp_path)) == 4
 
 
-def test_the_payload_may_be_given_by_its_name(tmp_path, server):
-    async def rollout(document, generate):
-        return await generate(payload=chat(document.text))
-
-    run_job(tmp_path, server, 1, rollout)
-    assert len(rows(tmp_path)) == 1
-
-
 def test_messages_and_keys_are_what_orjson_can_write(tmp_path, server):
     @dataclass
     class Message:
@@ -305,7 +297,7 @@ def test_messages_and_keys_are_what_orjson_can_write(tmp_path, server):
         role: str = "user"
 
     async def rollout(document, generate):
-        return await generate({"messages": [Message(document.text)], 7: 1})
+        return await generate(payload={"messages": [Message(document.text)], 7: 1})
 
     run_job(tmp_path, server, 1, rollout)
     assert len(rows(tmp_path)) == 1

@@ -12,13 +12,11 @@ import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt import InferenceRunner
 from datatrove_ckpt.errors import (
     CheckpointMismatch,
-    ConfigError,
     DocumentFailed,
 )
-from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import (
     ask,
@@ -27,7 +25,6 @@ from tests.jobs import (
     documents,
     fails_at,
     ids,
-    make_server,
     rejects,
     rows,
     run_job,
@@ -273,37 +270,6 @@ def test_a_failure_without_checkpoints_leaves_whole_files_and_no_temporary_ones(
 
 
 # refusals ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("url", "cause"),
-    [
-        *((url, "endpoint_url: ") for url in ("${MY_URL", "host/v1", "")),
-        ("${MY_URL}/?code=hush", r"endpoint_url: .*in its query would be written to files"),
-        ("${MY_URL}me:hush@host", "use api_key_env"),
-    ],
-)
-def test_an_endpoint_url_that_cannot_work_or_holds_a_secret_is_refused(url, cause):
-    with pytest.raises(ConfigError, match=cause) as refused:
-        InferenceConfig("endpoint", "fake", endpoint_url=url)
-    assert "hush" not in str(refused.value)
-
-
-def test_a_secret_in_an_endpoint_url_comes_from_the_environment(
-    monkeypatch,
-):
-    url = "http://127.0.0.1:1/?api-version=2024-10-21&code=${MY_CODE}"
-    config = InferenceConfig("endpoint", "fake", endpoint_url=url)
-    assert config.endpoint_url == url
-    with pytest.raises(
-        ConfigError, match=r"names the environment variable MY_CODE, which is not set"
-    ):
-        make_server(config, 0)
-    monkeypatch.setenv("MY_CODE", "hush")
-    (hidden,) = make_server(config, 0).urls
-    assert isinstance(hidden, HiddenUrl)
-    assert repr(hidden) == "http://127.0.0.1:1/"
-    assert str(hidden.reveal()) == "http://127.0.0.1:1/?api-version=2024-10-21&code=hush"
 
 
 def test_an_input_that_changed_under_finished_documents_is_refused(tmp_path, server):

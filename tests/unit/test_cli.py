@@ -293,7 +293,6 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
             2,
             '--ful: there is no such flag, did you mean "--full"?',
         ),
-        (["show", "checkpoints", "--N", "3"], 2, '--N: there is no such flag, did you mean "--n"?'),
         (
             ["run", "job.yaml", "--accept-changes"],
             2,
@@ -302,11 +301,6 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
         (["rum", "job.yaml"], 2, "invalid choice: 'rum' (choose from"),
         (["job.yaml"], 2, "Write run before the file."),
         ([], 2, "usage: datatrove-ckpt"),
-        (
-            ["run", "job.yaml", "--dyr-run"],
-            2,
-            '--dyr-run: there is no such flag, did you mean "--dry-run"?',
-        ),
         (["run", "job.yaml", "--sampel", "5"], 2, 'no such flag, did you mean "--sample"?'),
         (["run", "--help"], 0, "--max-tokens    longest answer, in tokens."),
         (["track", "runs/x", "--wandb", "team/texts"], 2, "--wandb was removed. Use --mlflow"),

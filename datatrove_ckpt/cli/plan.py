@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from datatrove_ckpt.checkpoint.interval import daly, efficiency, young
+from datatrove_ckpt.checkpoint import interval
 from datatrove_ckpt.checkpoint.training_steps import HISTORY, read_events
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.common.formatting import duration, figure
@@ -36,9 +36,14 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it."
         )
-    best = daly(save_cost, mtbf)
-    found = {"save_cost": save_cost, "mtbf": mtbf, "young": young(save_cost, mtbf), "daly": best}
-    found["lost"] = 1 - efficiency(best, save_cost, mtbf)
+    best = interval.daly(save_cost, mtbf)
+    found = {
+        "save_cost": save_cost,
+        "mtbf": mtbf,
+        "young": interval.young(save_cost, mtbf),
+        "daly": best,
+    }
+    found["lost"] = 1 - interval.efficiency(best, save_cost, mtbf)
     if arguments.json:
         say(as_json(found))
         return 0

@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.common.declared import (
     Parameter,
     alternatives,
@@ -42,7 +42,6 @@ from datatrove_ckpt.common.declared import (
     takes,
 )
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
-from datatrove_ckpt.common.redaction import check_options, is_secret, refuse_variables
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form, setting_name
@@ -234,7 +233,7 @@ def _refuse_variables(built: object, label: str) -> None:
             and key.endswith(("_folder", "_dir", "_file"))
             and key not in _EXPANDED
         ):
-            refuse_variables(f"{label}: {setting_name(key)}", path)
+            redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
@@ -254,7 +253,7 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     elif isinstance(value, list):
         # [URL, storage options].
         if len(value) == 2 and isinstance(value[0], str):
-            check_options(value[1], value[0], place)
+            redaction.check_options(value[1], value[0], place)
         value = _items(kinds, value, label, key)
     elif isinstance(value, str) and not {str, Any} & {*kinds}:
         if any(map(is_callable, kinds)):
@@ -563,7 +562,7 @@ class FullConfig:
         return text
 
     def _masked(self, name: str, value: object) -> object:
-        if value and isinstance(value, str | list | dict) and is_secret(name, value):
+        if value and isinstance(value, str | list | dict) and redaction.is_secret(name, value):
             self._secrets += [
                 text for _, text in leaves(value, "") if text and isinstance(text, str)
             ]

@@ -35,19 +35,13 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
     may_hold_secret,
     may_name_secret,
-)
-from datatrove_ckpt.common.retrying import (
-    OPENING,
-    READING,
-    failure_line,
-    http_status,
-    naming_hub,
 )
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.executors.local import (
@@ -61,7 +55,7 @@ from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.process.task_errors import failure_note, log_disabled
 from datatrove_ckpt.run_folder.where import default_mirror
 from datatrove_ckpt.runner import InferenceRunner
-from datatrove_ckpt.user_code.own_modules import bundle, own_files, required, version
+from datatrove_ckpt.user_code import own_modules
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims
@@ -151,7 +145,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         configs = [config for runner in self._runners for config in runner.models.values()]
         # An image may contain its engine.
         engines = [] if self.image else [config.server_type for config in configs]
-        self.dependencies = [*required("hub", *engines), *(dependencies or ())]
+        self.dependencies = [*own_modules.required("hub", *engines), *(dependencies or ())]
         check_depends(self.depends, DatatroveExecutor)
         for key, name, value in _kept(
             env=self.env, labels=self.labels, dependencies=dependencies, image=self.image
@@ -229,10 +223,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 setting="executor",
             )
         self._secrets()
-        own_files()
+        own_modules.own_files()
 
     def _ensure_logging_dir_repo(self) -> None:
-        with naming_hub():
+        with retrying.naming_hub():
             super()._ensure_logging_dir_repo()
 
     def run_ranks(self) -> None:
@@ -250,7 +244,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             for rank in set(ranks) - set(self._left(ranks)):
                 self.logging_dir.rm(f"completions/{rank:05d}")
         if ranks:
-            with naming_hub():
+            with retrying.naming_hub():
                 self._upload()
             self._work_through()
         else:
@@ -278,13 +272,13 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         why = ""
         for job in jobs:
             try:
-                OPENING.run(
+                retrying.OPENING.run(
                     partial(cancel_job, job_id=job.id, namespace=self.namespace, token=self.token),
                     f"Job {job.url} could not be canceled",
                 )
             except Exception as error:
                 left.append(job)
-                why = failure_line(error)
+                why = retrying.failure_line(error)
         if left:
             raise CkptError(
                 f"{len(left)} of {plural(len(jobs), 'job')} could not be canceled, and go on: "
@@ -438,13 +432,15 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ):
                     job = self._submit(reached, retries)
             except Exception as error:
-                if not READING.passes(error):
+                if not retrying.READING.passes(error):
                     raise CkptError(
-                        f"Hugging Face refuses to start a job: {failure_line(error)}. "
+                        f"Hugging Face refuses to start a job: {retrying.failure_line(error)}. "
                         f"{plural(len(alive), 'job')} of this run go on. Correct that and run the "
                         "same command again."
                     ) from error
-                logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
+                logger.warning(
+                    f"No job could be started ({retrying.failure_line(error)}). Tried again."
+                )
                 return  # if only the answer was lost, the job is found in the list
             alive[job.id] = job
 
@@ -504,7 +500,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         try:
             return self._asked(f"Job {job.url} cannot be looked at", ask)
         except CkptError as error:
-            if http_status(error.__cause__) == 404:
+            if retrying.http_status(error.__cause__) == 404:
                 return "DELETED"
             raise
 
@@ -515,11 +511,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             CkptError: it fails.
         """
         try:
-            return READING.run(call, what)
+            return retrying.READING.run(call, what)
         except Exception as error:
             raise CkptError(
-                f"{what}: {failure_line(error)}. The jobs that run go on: the same command waits "
-                "for them."
+                f"{what}: {retrying.failure_line(error)}. The jobs that run go on: the same "
+                "command waits for them."
             ) from error
 
     def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
@@ -551,7 +547,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             if hasattr(step, "data_folder")
         ]
         content = [inputs, [runner.identity(self.tasks).kept for runner in self._runners]]
-        return hashlib.sha256(orjson.dumps(content, default=str) + bundle()).hexdigest()[:16]
+        return hashlib.sha256(
+            orjson.dumps(content, default=str) + own_modules.bundle()
+        ).hexdigest()[:16]
 
     def _seconds(self) -> float:
         if self.timeout is None:
@@ -593,9 +591,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         A job of an earlier launch that starts now reads the same run.
         """
-        content = bundle()
+        content = own_modules.bundle()
         self._bundle_name = (
-            f"datatrove_ckpt-{version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
+            f"datatrove_ckpt-{own_modules.version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
         )
         executor = deepcopy(self)
         executor.token = executor.secrets = executor.depends = None

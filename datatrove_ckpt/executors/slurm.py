@@ -121,7 +121,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
-        from datatrove_ckpt.run_folder.findings import check_before_run
+        from datatrove_ckpt.run_folder import findings
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
@@ -131,7 +131,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             with _saying_errors():
                 self._work()
         else:
-            check_before_run(RunPlan(self))
+            findings.check_before_run(RunPlan(self))
             self.launch_job()
 
     @property
@@ -165,17 +165,17 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.run_folder.findings import check_after_run, check_job, remove_markers
+        from datatrove_ckpt.run_folder import findings
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)
         # It restores what only the mirror and other nodes have.
-        remove_markers(check_job(plan))
+        findings.remove_markers(findings.check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left:
             raise self._not_complete(left)
-        check_after_run(plan)
+        findings.check_after_run(plan)
         worker.run_ranks()
         logger.success(
             f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "
@@ -183,11 +183,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims.claims import claimants, given_up, open_store
+        from datatrove_ckpt.claims import claims
 
-        reader = open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
-        causes = given_up(reader)
-        at_work = [worker for worker in claimants(reader) if worker.is_alive]
+        reader = claims.open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
+        causes = claims.given_up(reader)
+        at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]
         if causes and not at_work:
             return given_up_error(causes, self.tasks)
         text = f"{plural_is(len(left), 'task')} not complete: {ranges(left)}."

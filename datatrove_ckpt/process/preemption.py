@@ -35,6 +35,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
+from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.parent_watch import die_with_parent, managers
 from datatrove_ckpt.process.screen import exit_now
@@ -46,13 +47,6 @@ from datatrove_ckpt.process.signals import (
     in_main_thread,
     may_handle,
     raise_again,
-)
-from datatrove_ckpt.process.slurm_job import (
-    is_time_up,
-    job_id_in_environment,
-    requeue_if_preempted,
-    slurm_deadline,
-    stop_time,
 )
 from datatrove_ckpt.process.workers import worker_slot
 
@@ -294,7 +288,7 @@ def has_time_for(drain_seconds: float, seconds: float) -> bool:
 
     True for the first rank.
     """
-    return not is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
+    return not slurm_job.is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
 
 
 class Preemption:
@@ -450,11 +444,11 @@ class Preemption:
         for number in self._received:
             previous = self._handlers.usual.get(number)
             if callable(previous) and previous is not signal.default_int_handler:
-                with suppress(BaseException), job_id_in_environment():
+                with suppress(BaseException), slurm_job.job_id_in_environment():
                     previous(number, None)
             elif previous is signal.SIG_DFL:
                 with suppress(Exception):
-                    requeue_if_preempted()
+                    slurm_job.requeue_if_preempted()
         if self._received:
             return 128 + self._received[0]
         return 1
@@ -462,11 +456,11 @@ class Preemption:
     async def watch_time_limit(self) -> None:
         if self._is_one_of_many:
             return
-        end = await slurm_deadline()
+        end = await slurm_job.slurm_deadline()
         if end is None:
             return
         await asyncio.sleep(
-            stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time()
+            slurm_job.stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time()
         )
         self.stop_for_time_limit()
 
@@ -483,7 +477,7 @@ class Preemption:
 
     def stop_before(self, end: float | None, reserve: float) -> None:
         """Requests a stop if the job ends (``slurm_deadline``) within ``reserve`` seconds."""
-        if end is not None and time.time() >= stop_time(end, reserve):
+        if end is not None and time.time() >= slurm_job.stop_time(end, reserve):
             self.stop_for_time_limit()
 
     def stop_for_time_limit(self) -> None:

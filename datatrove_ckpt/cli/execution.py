@@ -151,7 +151,7 @@ def _checked_run(
         if isinstance(error, ConfigError) and not started and not arguments.worker:
             raise
         # The signal may have ended datatrove's own processes first.
-        if interruption.number is not None:
+        if interruption.number:
             return _interrupted(interruption, arguments.command)
         own: Exception | None = own_error(error)
         if own is None and isinstance(error, OSError):

@@ -592,7 +592,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         ) as workers:
             for rank, stats in workers.run(ranks):
                 done(rank, stats)
-        if workers.signal is not None:
+        if workers.signal:
             end_as(workers.signal)
         again = {*self.get_incomplete_ranks(workers.lost, skip_completed=True), *anew}
         for rank in workers.lost.keys() - again:

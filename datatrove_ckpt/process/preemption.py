@@ -26,7 +26,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -310,7 +310,6 @@ class Preemption:
         self._names = signals
         self._setting = notice
         self._notice = ""
-        self._watch: NoticeWatch | None = None
         self._handlers = Handlers(self._receive)
         self._received: list[int] = []
         self._interruptible = False
@@ -318,6 +317,7 @@ class Preemption:
         # datatrove's executors have pools of multiprocessing.
         self._is_pool_worker = "PoolWorker" in multiprocess.current_process().name
         self._managers = managers()
+        self._watches = ExitStack()
 
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
@@ -338,7 +338,8 @@ class Preemption:
         of_process = parent is not None and parent.handles_interrupt
         self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._handlers.usual
         if self._setting is not None and not self._is_one_of_many:
-            self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
+            watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
+            self._watches.callback(watch.close)
         return self
 
     def __exit__(
@@ -349,8 +350,7 @@ class Preemption:
     ) -> None:
         if (host := host_loop()) is not None:
             host.detach()
-        if self._watch is not None:
-            self._watch.close()
+        self._watches.close()
         numbers = list(self._handlers.usual)
         self._handlers.restore()
         if not self.shutdown.is_requested:

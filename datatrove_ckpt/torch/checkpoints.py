@@ -163,7 +163,8 @@ class TrainingCheckpoints:
         self._is_shared = not self._ranks.highest([owner])[0]
         self._epoch: int | None = 0
         self._told_epoch: int | None = None
-        self._restored_input: tuple[int, list[Any]] | None = None  # until a later step
+        self._restored_input: dict[int, list[Any]] = {}
+        """By its step. A loader that has not begun again knows less."""
         self.metrics = dict[str, float]()
         self._logged = set[str]()
         self._not_saved: Exception | None = None
@@ -416,9 +417,8 @@ class TrainingCheckpoints:
         if self._is_owner:
             if not self._steps.names():
                 self._warn_of_first(numbers, own_input)
-            known = self._restored_input
-            if loader is not None and known is not None and known[0] == step:
-                inputs = known[1]  # a loader that has not begun again knows less
+            if loader is not None:
+                inputs = self._restored_input.get(step, inputs)
             contents = {f"states/{key}.pt": content for key, content in alike.items()}
             contents |= {_RANDOM: generators, _INPUT: inputs}
         copies = [contents, parts]
@@ -894,7 +894,7 @@ class TrainingCheckpoints:
         self._prepare(loader, name.step)
         if None in found:
             raise ConfigError(f"{name} was saved without a loader.")
-        self._restored_input = (name.step, found)
+        self._restored_input = {name.step: found}
         self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
         of_all_ranks = len(found) == self._ranks.size
@@ -971,7 +971,7 @@ class TrainingCheckpoints:
         # What may fail comes before the model changes, and what others see after it.
         self._ranks.together(partial(self._copy, old, new, changed, back))
         self._load(old, reader, states)
-        self._restored_input = None
+        self._restored_input.clear()
         if loader is not None and not skip_input:
             self._load_input(loader, old)
         self._ranks.gather(None)

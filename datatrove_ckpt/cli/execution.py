@@ -118,18 +118,13 @@ def _checked_run(
                 plan = _retry_dead_letters(executor, plan)
             if plan.retries:  # datatrove's executors, and a flag, leave it as it was
                 executor.skip_completed = False
-            if arguments.worker:
-                started = True
-                _work(executor)
-                return 0
-            with plan.with_mirrors() as seen:
-                check_before_run(seen)
-            if slurm_submit.submits(executor):
-                slurm_submit.check(executor)
+            if not arguments.worker:
+                with plan.with_mirrors() as seen:
+                    check_before_run(seen)
+                if slurm_submit.submits(executor):
+                    slurm_submit.check(executor)
             started = True
-            shown = FullConfig(content).redact(redact(shlex.join(arguments.command)))
-            _note_command(plan, shown)
-            dead = _execute(executor, plan, arguments, shown)
+            dead = _execute(executor, plan, content, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(
                     f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."
@@ -191,32 +186,29 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
         return own
 
 
-def _note_command(plan: RunPlan, command: str) -> None:
-    if plan.logging_dir.is_local():
-        with plan.logging_dir.open(COMMAND_FILE, "w") as file:
-            file.write(command)
-            if form():
-                file.write(f"\n{plan.logging_dir.path}")
-
-
-def _work(executor: LocalPipelineExecutor) -> None:
-    executor._quiet = QuietErrors(said_later=True)
-    completed = executor.run_worker()
-    say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
-
-
 def _execute(
-    executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace, shown: str
+    executor: PipelineExecutor, plan: RunPlan, content: Node, arguments: argparse.Namespace
 ) -> int:
-    """``shown``: the command without secrets."""
-    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
+    """Runs or submits the tasks. Returns how many dead letters are left, as far as it is known."""
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = QuietErrors(said_later=True)
+    if arguments.worker:
+        completed = plural(executor.run_worker(), "task")
+        say(f"This worker has completed {completed}, and no task is free now.")
+        return 0
+    command = shlex.join(arguments.command)
+    shown = FullConfig(content).redact(redact(command))
+    if plan.logging_dir.is_local():
+        with plan.logging_dir.open(COMMAND_FILE, "w") as file:
+            file.write(shown)
+            if form():
+                file.write(f"\n{plan.logging_dir.path}")
+    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     if slurm_submit.submits(executor):
         what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]
-        say(slurm_submit.submit(executor, what, shlex.join(arguments.command)))
+        say(slurm_submit.submit(executor, what, command))
         return 0
     is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
@@ -229,7 +221,6 @@ def _execute(
     with plan.with_mirrors() as seen:
         jobs = check_after_run(seen)
         for runner, root in seen.kept:
-            command = shlex.join(arguments.command)
             say(closing_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:
                 try:

@@ -86,8 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(flag.lower(), _own_flags(given) - {"--"}, 0.75)
         if not takes_overrides:
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
+        from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
+
         kinds = _flags_of_settings().get(flag.replace("_", "-"))
-        if kinds is None and "." not in flag and (hint or not equals) and not _is_other_name(flag):
+        name = flag.removeprefix("--").replace("-", "_")
+        is_known = kinds is not None or "." in flag or name in OTHER_NAMES
+        if not is_known and (hint or not equals):
             commands = [name for name, _, _, _ in _COMMANDS if flag in _own_flags([name])]
             if commands:
                 hint = f"; it is one of {', '.join(commands)}."
@@ -191,12 +195,6 @@ def _flags_of_settings() -> dict[str, dict[str, object]]:
     from datatrove_ckpt.cli.short_form import settings
 
     return {f"--{name.replace('_', '-')}": kinds for name, kinds in settings().items()}
-
-
-def _is_other_name(flag: str) -> bool:
-    from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
-
-    return flag.removeprefix("--").replace("-", "_") in OTHER_NAMES
 
 
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:

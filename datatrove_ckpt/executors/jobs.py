@@ -377,7 +377,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         Raises:
             CkptError: no other job would help.
         """
-        code, said = self._failure(job)
+        code = 0
+        said = ""
+        # A job that is killed notes nothing.
+        with suppress(Exception), self.logging_dir.open(_note(job.launch), "rb") as file:
+            code, said = orjson.loads(file.read())
         retries = job.retries
         if code == 128 + signal.SIGTERM or self._progress() != job.reached:
             retries = 0
@@ -406,14 +410,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         else:
             logger.warning(f"{what}. Its tasks go on in another job.")
         return retries
-
-    def _failure(self, job: _Job) -> tuple[int, str]:
-        try:
-            with self.logging_dir.open(_note(job.launch), "rb") as file:
-                code, said = orjson.loads(file.read())
-        except Exception:  # there is none: a job that is killed notes nothing
-            return 0, ""
-        return code, said
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
         with (
@@ -526,7 +522,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _progress(self) -> dict[int, Progress]:
         ranks = self._left(range(self.tasks))
-        reached = self._as_worker()._reached
+        reached = self._as_worker().reached
 
         def look() -> dict[int, Progress]:
             with ThreadPoolExecutor(_THREADS) as threads:

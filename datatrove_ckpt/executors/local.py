@@ -343,12 +343,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         attempts = self.max_rank_attempts
         drains = (runner.drain_seconds for runner in self._runners)
         has_time = partial(has_time_for, max(drains, default=0.0))
-        reached = self._reached
         return closing(
-            Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker)
+            Claims(
+                store, owner, incomplete, self.reached, attempts, alone, has_time, self._is_worker
+            )
         )
 
-    def _reached(self, rank: int) -> Progress:
+    def reached(self, rank: int) -> Progress:
+        """Returns how far a rank is."""
         from datatrove_ckpt.run_folder.reached import reached
 
         runners = self._runners

@@ -32,6 +32,7 @@ Chain = tuple[str, ...]
 """A name, and the attributes that are taken of it: ``("words", "TABLE")``."""
 _IMPORT = ast.Import | ast.ImportFrom
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_ASSIGNMENT = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 NOTEBOOK = "<notebook>"
 CELL = re.compile(r"<(i?python-input)-.*>|.*[\\/]ipykernel_\d+[\\/].*")
@@ -325,8 +326,12 @@ class Statement:
     @property
     def written(self) -> set[str]:
         """Returns the names in its calls that write files."""
-        writing = [one for one in self._calls if name_of(one) in _WRITING or _opens_to_write(one)]
-        return set[str]().union(*map(words_of, writing))
+        found: set[str] = set()
+        for call in self._calls:
+            opens = name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
+            if opens or name_of(call) in _WRITING:
+                found |= words_of(call)
+        return found
 
     @property
     def files(self) -> set[str]:
@@ -342,10 +347,13 @@ class Statement:
     @property
     def assigned(self) -> list[tuple[set[str], set[str], set[str]]]:
         """Returns names that it binds anywhere inside, what their values call, and their words."""
-        values = self._of(
-            ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
-        )
-        return [(_targets(one), _called(one), words_of(one)) for one in values]
+        found: list[tuple[set[str], set[str], set[str]]] = []
+        for node in self._of(_ASSIGNMENT | ast.keyword | _DEFINITION):
+            targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+            names = {name_of(node)}.union(*(words_of(one) for one in targets if one is not None))
+            calls = {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
+            found.append((names - {""}, calls, words_of(node)))
+        return found
 
     def takes_all(self, function: str, variable: str) -> bool:
         """Returns whether functions of a name take more than parts of a variable."""
@@ -381,16 +389,8 @@ def _pattern(node: Any) -> str:
     return value if isinstance(node, ast.Constant) and isinstance(value, str) else ""
 
 
-def _opens_to_write(call: ast.Call) -> bool:
-    return name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
-
-
 def words_of(node: ast.AST) -> set[str]:
     return {name_of(one) for one in ast.walk(node)} - {""}
-
-
-def _called(node: ast.AST) -> set[str]:
-    return {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
 
 
 def chain_of(node: Any) -> Chain:
@@ -409,12 +409,6 @@ def chain_of(node: Any) -> Chain:
         else:
             return ()
     return (node.id, *attributes)
-
-
-def _targets(node: Any) -> set[str]:
-    """Returns the names that an assignment, a definition or an argument gives to a value."""
-    targets = [*getattr(node, "targets", ()), *filter(None, [getattr(node, "target", None)])]
-    return {name_of(node)}.union(*map(words_of, targets)) - {""}
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
@@ -461,7 +455,10 @@ class CodeSource:
     def is_of(self, code: types.CodeType) -> bool:
         """Returns whether this is the source of a function: it may be edited, or not be there."""
         text = self.texts.get(code.co_filename)
-        if text and not _was_edited(code.co_filename):
+        changed_at = 0.0
+        with suppress(OSError):  # an archive, or a cell of a notebook
+            changed_at = os.stat(code.co_filename).st_mtime  # noqa: PTH116 (co_filename is text)
+        if text and changed_at <= _STARTED:
             return True
         codes = nested_codes(compile_tree(parse(text or "").body))
         return write_constant(code) in map(write_constant, codes)
@@ -502,14 +499,6 @@ class CodeSource:
         if name.isidentifier() and not self.holds(name):
             return []
         return self._named.get(name, [])
-
-
-def _was_edited(file: str) -> bool:
-    """Returns whether a file is newer than this process."""
-    try:
-        return os.stat(file).st_mtime > _STARTED  # noqa: PTH116 (co_filename is text)
-    except OSError:  # an archive, or a cell of a notebook
-        return False
 
 
 def _apart(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

@@ -17,10 +17,10 @@ from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.cli import slurm_submit
+from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, say
 from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.what_helps import advise
-from datatrove_ckpt.cli.yaml_config import FullConfig
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import code_of_rank, hub_refusal

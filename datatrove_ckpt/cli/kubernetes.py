@@ -10,8 +10,10 @@ from pathlib import Path
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli import yaml_config
+from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.short_form import Node, make_executor
+from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.executors.kubernetes import KubernetesJob, config_map, manifest
@@ -49,14 +51,14 @@ def k8s(arguments: argparse.Namespace) -> int:
     metadata = {"name": job.name or name.strip("-")[:_NAME_LENGTH].rstrip("-")}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
-    files, others = config_map(yaml_config.FullConfig(content).text(), plan, metadata)
+    files, others = config_map(FullConfig(content).text(), plan, metadata)
     for module in others:
         print(f"{module}: is not in the ConfigMap: it must be in the image.", file=sys.stderr)
     printed = manifest(plan, job, files, workers)
     _refuse_secrets(
         *yaml_config.leaves(files["data"], "ConfigMap"), *yaml_config.leaves(printed["spec"], "Job")
     )
-    say(f"{yaml_config.dump(files)}---\n{yaml_config.dump(printed)}".rstrip())
+    say(f"{dump(files)}---\n{dump(printed)}".rstrip())
     return 0
 
 

@@ -9,9 +9,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import as_json, say
 from datatrove_ckpt.cli.short_form import Node, make_executor
-from datatrove_ckpt.cli.yaml_config import FullConfig, build
+from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
 

@@ -6,7 +6,6 @@ import argparse
 import errno
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.cli import slurm_submit
 from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.what_helps import advise
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -71,7 +70,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
         return 0
     if arguments.dry_run:
         full = FullConfig(content)
-        print(full.text(), end="")
+        say(full.text().rstrip())
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
@@ -80,11 +79,9 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
         note_workers(plan.workers, plan.tasks)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
-            print(
-                "\n# What would be submitted:\n#",
-                *(f"# {line}".rstrip() for line in script),
-                sep="\n",
-            )
+            comments = ["", "# What would be submitted:", "#"]
+            comments += [f"# {line}".rstrip() for line in script]
+            say("\n".join(comments))
         return 0
     return _checked_run(executor, plan, content, arguments)
 
@@ -232,11 +229,10 @@ def _execute(
 
 def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     number = interruption.number or signal.SIGINT
-    what = (
+    note(
         f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: "
         f"{shlex.join(words)}"
     )
-    print(what, file=sys.stderr)
     return 128 + number
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
 from datatrove_ckpt.cli import yaml_config
 from datatrove_ckpt.cli.full_config import FullConfig
-from datatrove_ckpt.cli.printing import say
+from datatrove_ckpt.cli.printing import note, say
 from datatrove_ckpt.cli.short_form import Node, make_executor
 from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.common.redaction import may_hold_secret
@@ -53,7 +52,7 @@ def k8s(arguments: argparse.Namespace) -> int:
         metadata["namespace"] = job.namespace
     files, others = config_map(FullConfig(content).text(), plan, metadata)
     for module in others:
-        print(f"{module}: is not in the ConfigMap: it must be in the image.", file=sys.stderr)
+        note(f"{module}: is not in the ConfigMap: it must be in the image.")
     printed = manifest(plan, job, files, workers)
     _refuse_secrets(
         *yaml_config.leaves(files["data"], "ConfigMap"), *yaml_config.leaves(printed["spec"], "Job")

@@ -12,7 +12,7 @@ from statistics import median
 
 from datatrove_ckpt.checkpoint import interval
 from datatrove_ckpt.checkpoint.training_steps import HISTORY, read_events
-from datatrove_ckpt.cli.printing import as_json, say
+from datatrove_ckpt.cli.printing import say_result
 from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError
 
@@ -44,12 +44,12 @@ def plan(arguments: argparse.Namespace) -> int:
         "daly": best,
     }
     found["lost"] = 1 - interval.efficiency(best, save_cost, mtbf)
-    if arguments.json:
-        say(as_json(found))
-        return 0
-    say(f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}")
-    say(f"  save every {figure(found['young'])} s (Young)")
-    say(f"  save every {figure(best)} s (Daly): {100 * found['lost']:.2f} % of all time is lost")
+    lines = [
+        f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}",
+        f"  save every {figure(found['young'])} s (Young)",
+        f"  save every {figure(best)} s (Daly): {100 * found['lost']:.2f} % of all time is lost",
+    ]
+    say_result(arguments.json, found, lines)
     return 0
 
 

@@ -46,8 +46,8 @@ from datatrove_ckpt.common.redaction import (
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    check_depends,
     given_up_error,
+    prepare,
     stats_of_complete,
 )
 from datatrove_ckpt.process import job_launch
@@ -137,8 +137,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 super().__init__(pipeline, tasks, workers, *arguments, **options)
         except ValueError as error:
             raise ConfigError(error, " A bucket is best: hf://buckets/ORG/NAME.") from None
-        if any(runner.retry_dead_letters for runner in self._runners):
-            self.skip_completed = False  # complete ranks have dead letters
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
@@ -146,7 +144,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         # An image may contain its engine.
         engines = [] if self.image else [config.server_type for config in configs]
         self.dependencies = [*own_modules.required("hub", *engines), *(dependencies or ())]
-        check_depends(self.depends, DatatroveExecutor)
+        prepare(self, DatatroveExecutor)
         for key, name, value in _kept(
             env=self.env, labels=self.labels, dependencies=dependencies, image=self.image
         ):

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
@@ -75,12 +76,17 @@ _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
-def check_depends(depends: object, kind: type) -> None:
-    """Raises:
-    ConfigError: the executor in ``depends`` is of another kind.
+def prepare(executor: PipelineExecutor, kind: type) -> None:
+    """Checks what ``executor`` depends on, and lets complete ranks run that retry dead letters.
+
+    Raises:
+        ConfigError: the executor in ``depends`` is of another kind.
     """
-    if depends is not None and not isinstance(depends, kind):
-        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(depends).__name__}.")
+    given = executor.depends
+    if given is not None and not isinstance(given, kind):
+        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(given).__name__}.")
+    if any(getattr(step, "retry_dead_letters", False) for step in executor.pipeline):
+        executor.skip_completed = False
 
 
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
@@ -120,11 +126,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         check_value("local_tasks", Count, self.local_tasks)
         methods = multiprocess.get_all_start_methods()
         check_value("start_method", one_of(methods), self.start_method)
-        if any(runner.retry_dead_letters for runner in self._runners):
-            self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        check_depends(self.depends, DatatroveExecutor)
+        prepare(self, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output

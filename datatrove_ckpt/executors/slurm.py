@@ -34,8 +34,8 @@ from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    check_depends,
     given_up_error,
+    prepare,
 )
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error, safe_log
@@ -105,9 +105,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             raise ConfigError(
                 f"logging_dir: {folder}: no variable is filled in here. Write the path itself."
             )
-        check_depends(self.depends, DatatroveExecutor)
-        if any(getattr(step, "retry_dead_letters", False) for step in self.pipeline):
-            self.skip_completed = False  # complete ranks have dead letters
+        prepare(self, DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them

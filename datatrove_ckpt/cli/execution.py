@@ -11,7 +11,7 @@ from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.identity import not_readable, refuse_other_tasks
+from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
@@ -20,9 +20,9 @@ from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.what_helps import advise
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.retrying import code_of_rank, hub_refusal
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import (
     CkptError,
@@ -37,9 +37,8 @@ from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.run_folder.card import CARD, write_card
+from datatrove_ckpt.run_folder import card, findings
 from datatrove_ckpt.run_folder.closing import closing_line
-from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -92,7 +91,7 @@ def _check_tasks(plan: RunPlan) -> None:
     """
     for runner, root in plan.kept:
         if root.is_dir() and rank_numbers(root):
-            refuse_other_tasks(root, runner.identity)
+            identity.refuse_other_tasks(root, runner.identity)
 
 
 def _checked_run(
@@ -117,7 +116,7 @@ def _checked_run(
                 executor.skip_completed = False
             if not arguments.worker:
                 with plan.with_mirrors() as seen:
-                    check_before_run(seen)
+                    findings.check_before_run(seen)
                 if slurm_submit.submits(executor):
                     slurm_submit.check(executor)
             started = True
@@ -153,7 +152,7 @@ def _checked_run(
         advise(own, plan, arguments.command)
         code = 1  # scripts know it
         if arguments.worker or isinstance(own, WaitsForBatches):
-            code = code_of_rank(own)
+            code = retrying.code_of_rank(own)
         return fail(own, code)
     finally:
         say_errors_later(False)
@@ -166,7 +165,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
     """
     logs = plan.logging_dir
     roots = [root for _, root in plan.kept]
-    refused = hub_refusal(error)
+    refused = retrying.hub_refusal(error)
     if refused:
         return StorageFailed(f"{refused}.", setting="" if logs.is_local() else "logging_dir")
     path = error.filename
@@ -175,7 +174,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
     elif error.errno not in _CLOSED or not isinstance(path, str):
         return error
     elif any(Path(path).is_relative_to(root) for root in roots):
-        return StorageFailed(f"{not_readable(path)}.")
+        return StorageFailed(f"{identity.not_readable(path)}.")
     try:
         with explained("use", path):
             raise error
@@ -216,14 +215,14 @@ def _execute(
         executor.run()
         _refuse_what_is_left(plan)
     with plan.with_mirrors() as seen:
-        jobs = check_after_run(seen)
+        jobs = findings.check_after_run(seen)
         for runner, root in seen.kept:
             say(closing_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:
                 try:
-                    write_card(runner, root, shown)
+                    card.write_card(runner, root, shown)
                 except (OSError, CkptError) as error:
-                    say(f"{CARD} was not written: {error}")
+                    say(f"{card.CARD} was not written: {error}")
     return sum(job.counts.dead for job in jobs.values())
 
 

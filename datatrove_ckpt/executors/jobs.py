@@ -50,9 +50,8 @@ from datatrove_ckpt.executors.local import (
     prepare,
     stats_of_complete,
 )
-from datatrove_ckpt.process import job_launch
+from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
-from datatrove_ckpt.process.task_errors import failure_note, log_disabled
 from datatrove_ckpt.run_folder.where import default_mirror
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code import own_modules
@@ -133,7 +132,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         options |= {"tasks_per_job": tasks_per_job, "max_retries": max_retries}
         options["poll_interval"] = poll_interval
         try:
-            with log_disabled("datatrove.executor.jobs"):  # it is experimental
+            with task_errors.log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(pipeline, tasks, workers, *arguments, **options)
         except ValueError as error:
             raise ConfigError(error, " A bucket is best: hf://buckets/ORG/NAME.") from None
@@ -196,7 +195,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 suppress(Exception),
                 self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
             ):
-                file.write(orjson.dumps(failure_note(error)))
+                file.write(orjson.dumps(task_errors.failure_note(error)))
             raise
 
     def _as_worker(self) -> LocalPipelineExecutor:

@@ -37,8 +37,8 @@ from datatrove_ckpt.executors.local import (
     given_up_error,
     prepare,
 )
+from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
-from datatrove_ckpt.process.task_errors import own_error, safe_log
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
@@ -245,10 +245,10 @@ def _saying_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = own_error(error)
+        own = task_errors.own_error(error)
         if own is None:
             raise
-        safe_log()
+        task_errors.safe_log()
         logger.error(str(own))
         sys.exit(code_of_rank(own))
 

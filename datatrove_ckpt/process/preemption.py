@@ -35,9 +35,8 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
-from datatrove_ckpt.process import slurm_job
+from datatrove_ckpt.process import parent_watch, slurm_job
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.parent_watch import die_with_parent, managers
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
 from datatrove_ckpt.process.signals import (
@@ -316,14 +315,14 @@ class Preemption:
         self._is_one_of_many = rank_of_many() is not None
         # datatrove's executors have pools of multiprocessing.
         self._is_pool_worker = "PoolWorker" in multiprocess.current_process().name
-        self._managers = managers()
+        self._managers = parent_watch.managers()
         self._watches = ExitStack()
 
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
             host.attach(self.shutdown)
         if self._is_pool_worker:
-            die_with_parent()
+            parent_watch.die_with_parent()
             logger.info(
                 "This task runs in a worker of multiprocessing's pool: signals end it like kill "
                 "-9, without a drain. With datatrove_ckpt.LocalPipelineExecutor, tasks drain."

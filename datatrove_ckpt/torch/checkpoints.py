@@ -62,9 +62,9 @@ from datatrove_ckpt.errors import (
     ConfigError,
     StorageFailed,
 )
+from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
-from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
 from datatrove_ckpt.torch.dataset import epoch_of, restore
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
@@ -214,8 +214,8 @@ class TrainingCheckpoints:
     def __enter__(self) -> Self:
         self._preemption.__enter__()
         self._preemption.shutdown.call(self._hurry)
-        if job_id() is not None:
-            self._time_ends = asyncio.run(slurm_deadline())
+        if slurm_job.job_id() is not None:
+            self._time_ends = asyncio.run(slurm_job.slurm_deadline())
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

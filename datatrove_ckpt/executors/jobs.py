@@ -326,6 +326,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank and no job is
         left.
         """
+
+        def look() -> tuple[int, int, dict[int, str]]:
+            return len(claims.free().ranks), len(claims.workers()), claims.given_up()
+
         known: dict[str, _Job] = {}
         retries = 0
         while True:
@@ -338,10 +342,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     retries = self._retries_after(job, stage)
                 else:  # the list was old
                     alive[job.id] = job
-            free, at_work, given_up = self._asked(
-                "The claims of tasks cannot be listed",
-                lambda: (len(claims.free().ranks), len(claims.workers()), claims.given_up()),
-            )
+            free, at_work, given_up = self._asked("The claims of tasks cannot be listed", look)
             left = set(self._left(range(self.tasks))) - given_up.keys()
             if not left and not alive:
                 return
@@ -466,16 +467,15 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return _Job(job.id, job.url, launch, self._settings, reached, retries)
 
     def _alive(self) -> list[_Job]:
-        from huggingface_hub import list_jobs
+        from huggingface_hub import JobInfo, list_jobs
 
-        labels = {_LABEL: self._label}
-        whose = {"namespace": self.namespace, "token": self.token}
-        jobs = self._asked(
-            "The jobs cannot be listed",
-            lambda: [*list_jobs(status=[*_ALIVE], labels=labels, **whose)],
-        )
+        def ask() -> list[JobInfo]:
+            labels = {_LABEL: self._label}
+            whose = {"namespace": self.namespace, "token": self.token}
+            return [*list_jobs(status=[*_ALIVE], labels=labels, **whose)]
+
         found = []
-        for job in jobs:
+        for job in self._asked("The jobs cannot be listed", ask):
             env = job.environment or {}
             found.append(
                 _Job(job.id, job.url, env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, ""))

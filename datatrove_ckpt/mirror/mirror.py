@@ -110,11 +110,16 @@ class RemoteMirror:
         return self._uploads is not None and self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
-        if not self._is_owned and (first or self._was_restored()):
-            if not self._wait_for(self._looks, retrying.STORAGE.patience, stopping):
+        if not self._is_owned:
+            earlier = identity.read_run(self.folder / layout.RUN)["owner"]["earlier"]
+            # Another node that had the rank must see a new owner before new output.
+            had_another = any(number is not None for number in earlier.values())
+            if (first or had_another) and not self._wait_for(
+                self._looks, retrying.STORAGE.patience, stopping
+            ):
                 raise self._without_version()
             return
-        if time.monotonic() < self._known_until or not self._is_owned:
+        if time.monotonic() < self._known_until:
             return
         if not self._wait_for(self._looks, _LOOK_SECONDS, stopping):
             if self._answers:
@@ -125,11 +130,6 @@ class RemoteMirror:
                 )
             self._answers = False
             self._known_until = time.monotonic() + _LOOK_SECONDS
-
-    def _was_restored(self) -> bool:
-        """Whether another node had the rank, which must see a new owner before new output."""
-        earlier = identity.read_run(self.folder / layout.RUN)["owner"]["earlier"]
-        return any(number is not None for number in earlier.values())
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(

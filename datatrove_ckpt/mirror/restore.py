@@ -524,14 +524,9 @@ def upload_finished_ranks(url: str, root: Path) -> None:
     }
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
-            known = threads.map(_is_uploaded, finished)
-            missing = [
-                place for place, is_there in zip(finished, known, strict=True) if not is_there
-            ]
-        if missing:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
-            logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
+            uploaded = sum(threads.map(_upload_missing, finished, finished.values()))
+        if uploaded:
+            logger.info(f"Uploaded {plural(uploaded, 'finished task')} to the mirror {url}.")
     except (OSError, StorageFailed) as error:
         logger.warning(
             f"Could not upload finished tasks to the mirror {url} ({failure_line(error)}). Tried "
@@ -539,11 +534,15 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         )
 
 
-def _is_uploaded(url: str) -> bool:
-    """Whether a version other than 1 is there: a kill in the first upload leaves an empty version
-    1.
+def _upload_missing(url: str, folder: Path) -> bool:
+    """Uploads a finished rank, and returns True, unless a version other than 1 is there.
+
+    A kill in the first upload leaves an empty version 1.
     """
-    return any(version.number > 1 for version in Versions(url).all_versions())
+    is_there = any(version.number > 1 for version in Versions(url).all_versions())
+    if not is_there:
+        upload_rank(url, folder)
+    return not is_there
 
 
 def _snapshot(folder: Path) -> Snapshot:

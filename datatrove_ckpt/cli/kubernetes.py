@@ -8,14 +8,13 @@ from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.cli import yaml_config
+from datatrove_ckpt.cli import short_form, yaml_config
 from datatrove_ckpt.cli.full_config import FullConfig
 from datatrove_ckpt.cli.printing import note, say
-from datatrove_ckpt.cli.short_form import Node, make_executor
 from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.executors.kubernetes import KubernetesJob, config_map, manifest
+from datatrove_ckpt.executors import kubernetes
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.run_folder import run_plan
 
@@ -32,7 +31,7 @@ def k8s(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file, or a job that would lose its work with its pods.
     """
     source = arguments.config or "the command line"
-    content, executor = make_executor(arguments.config, arguments.overrides)
+    content, executor = short_form.make_executor(arguments.config, arguments.overrides)
     refuse_other_kinds(executor, "k8s")
     plan = run_plan.RunPlan(executor)
     job = kubernetes_job(content, plan)
@@ -50,10 +49,10 @@ def k8s(arguments: argparse.Namespace) -> int:
     metadata = {"name": job.name or name.strip("-")[:_NAME_LENGTH].rstrip("-")}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
-    files, others = config_map(FullConfig(content).text(), plan, metadata)
+    files, others = kubernetes.config_map(FullConfig(content).text(), plan, metadata)
     for module in others:
         note(f"{module}: is not in the ConfigMap: it must be in the image.")
-    printed = manifest(plan, job, files, workers)
+    printed = kubernetes.manifest(plan, job, files, workers)
     _refuse_secrets(
         *yaml_config.leaves(files["data"], "ConfigMap"), *yaml_config.leaves(printed["spec"], "Job")
     )
@@ -79,13 +78,13 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
         )
 
 
-def kubernetes_job(content: Node, plan: run_plan.RunPlan) -> KubernetesJob:
+def kubernetes_job(content: short_form.Node, plan: run_plan.RunPlan) -> kubernetes.KubernetesJob:
     """Builds the section, and checks that a drain ends before the grace period.
 
     Raises:
         ConfigError: a mistake in it, or too little time.
     """
-    job = yaml_config.construct(KubernetesJob, content.get(_SECTION), _SECTION)
+    job = yaml_config.construct(kubernetes.KubernetesJob, content.get(_SECTION), _SECTION)
     steps = [runner.step for runner in plan.runners]
     drain = max((step.drain_seconds for step in steps), default=0.0)
     stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())

@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from datatrove_ckpt.checkpoint import interval
-from datatrove_ckpt.checkpoint.training_steps import HISTORY, read_events
+from datatrove_ckpt.checkpoint import interval, training_steps
 from datatrove_ckpt.cli.printing import say_result
 from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError
@@ -60,13 +59,13 @@ def measure(folder: Path) -> dict[str, float]:
     Raises:
         ConfigError: there is no history.
     """
-    path = folder / HISTORY
+    path = folder / training_steps.HISTORY
     if not path.is_file():
         raise ConfigError(
             f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
             "--mtbf."
         )
-    events = list(read_events(folder))
+    events = list(training_steps.read_events(folder))
     pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
     restarts = [event["at"] for event in events if event["event"] == "restored"]
     found: dict[str, float] = {}

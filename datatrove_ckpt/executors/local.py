@@ -46,12 +46,12 @@ from datatrove_ckpt.errors import (
     WorkerDied,
 )
 from datatrove_ckpt.generation.user_code import no_exit
+from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
-from datatrove_ckpt.process.signals import STOP_SIGNALS, in_main_thread
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, end_as, in_turn
@@ -515,7 +515,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         try:
             return self._run_for_rank(rank, slot)
         except SystemExit as exit:
-            if exit.code and in_main_thread():  # of a signal it has a code
+            if exit.code and signals.in_main_thread():  # of a signal it has a code
                 raise
             raise UnexpectedExit(
                 f"A step of task {rank} called sys.exit. The task is not complete; raise an "
@@ -584,7 +584,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             import_module(_RANK)  # once, and not in each worker
         runners = self._runners
         numbers = {
-            *STOP_SIGNALS,
+            *signals.STOP_SIGNALS,
             *(signal.Signals[name] for step in runners for name in step.drain_signals),
         }
         # Pickled for every start method, so that each rank gets its own copy.

@@ -32,7 +32,7 @@ from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
-from datatrove_ckpt.mirror.manifests import Manifest, Versions
+from datatrove_ckpt.mirror import manifests
 
 _MAX_BYTES = 2**26
 _THREADS = 32
@@ -153,12 +153,12 @@ def _compare(
     return job, compare_runs(runs, state_of, job, identity, only_tasks)
 
 
-def newest_manifest(url: str) -> Manifest | None:
+def newest_manifest(url: str) -> manifests.Manifest | None:
     """Returns the newest version of a rank that can be read.
 
     A rank that is restored refuses damaged ones.
     """
-    mirrored = Versions(url)
+    mirrored = manifests.Versions(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 
 

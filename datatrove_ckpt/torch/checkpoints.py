@@ -42,6 +42,7 @@ import torch
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
+import datatrove_ckpt.torch.dataset as dataset
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
 from datatrove_ckpt.checkpoint.training_steps import (
@@ -65,7 +66,6 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
-from datatrove_ckpt.torch.dataset import epoch_of, restore
 from datatrove_ckpt.torch.ranks import Ranks
 from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
@@ -481,7 +481,7 @@ class TrainingCheckpoints:
         if loader is None:
             return None
         refuse_shuffled(loader)
-        epoch = epoch_of(loader)
+        epoch = dataset.epoch_of(loader)
         if epoch is None:
             epoch = self._told_epoch
         return {"epoch": epoch, "loader": loader.state_dict()}
@@ -902,7 +902,7 @@ class TrainingCheckpoints:
             own = states[self._ranks.rank]
             states.insert(0, own)  # ranks that read the same rows have equal states
         if is_counted(getattr(loader, "dataset", None)):
-            self._epoch = restore(loader, states)
+            self._epoch = dataset.restore(loader, states)
         elif of_all_ranks:
             has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
             if not has_ended:

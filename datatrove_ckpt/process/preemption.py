@@ -474,9 +474,9 @@ class Preemption:
             )
             self.shutdown.raise_preempted()
 
-    def stop_before(self, end: float | None, reserve: float) -> None:
+    def stop_before(self, end: float, reserve: float) -> None:
         """Requests a stop if the job ends (``slurm_deadline``) within ``reserve`` seconds."""
-        if end is not None and time.time() >= slurm_job.stop_time(end, reserve):
+        if time.time() >= slurm_job.stop_time(end, reserve):
             self.stop_for_time_limit()
 
     def stop_for_time_limit(self) -> None:

@@ -183,7 +183,7 @@ class TrainingCheckpoints:
         self._last = StepName(0, 0)
         self._longest_step = 0.0
         self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
-        self._time_ends: float | None = None
+        self._time_ends = math.inf
         _not_left.add(self)
 
     def _begin_counting(self) -> None:
@@ -215,7 +215,7 @@ class TrainingCheckpoints:
         self._preemption.__enter__()
         self._preemption.shutdown.call(self._hurry)
         if slurm_job.job_id() is not None:
-            self._time_ends = asyncio.run(slurm_job.slurm_deadline())
+            self._time_ends = asyncio.run(slurm_job.slurm_deadline()) or math.inf
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -51,9 +51,8 @@ from fsspec.utils import get_protocol
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.common import LAUNCH
+from datatrove_ckpt.common import LAUNCH, object_store
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.common.object_store import ObjectStore, is_in_repository, refuse_repository
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.common.retrying import STORAGE
 
@@ -101,13 +100,13 @@ class Look(NamedTuple):
 
 
 def may_hold_claims(folder: str) -> bool:
-    return not is_in_repository(folder)
+    return not object_store.is_in_repository(folder)
 
 
 def refuse_for_claims(setting: str, folder: str) -> None:
     """Raises ConfigError if the folder is in a repository."""
     if not may_hold_claims(folder):
-        refuse_repository(setting, folder, "each claim of a worker")
+        object_store.refuse_repository(setting, folder, "each claim of a worker")
 
 
 def open_store(
@@ -249,7 +248,7 @@ class ObjectClaims:
         settle_seconds: float,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        self._store = ObjectStore(url, apart=True, options=options)
+        self._store = object_store.ObjectStore(url, apart=True, options=options)
         self._owner = owner
         self._settle_seconds = settle_seconds
         if owner:

@@ -6,16 +6,16 @@ import argparse
 
 from datatrove_ckpt.cli.printing import say
 from datatrove_ckpt.cli.what import place_of
+from datatrove_ckpt.run_folder import topics
 from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
-from datatrove_ckpt.run_folder.topics import describe_batch, open_batches
 
 
 def batches(arguments: argparse.Namespace) -> int:
     with place_of(arguments, wanted_files) as place:
         state = read_run_state(place)
-        found = list(open_batches(state))
+        found = list(topics.open_batches(state))
         for rank, batch in found:
-            say(describe_batch(rank, batch, state.read_at))
+            say(topics.describe_batch(rank, batch, state.read_at))
         if not found:
             say("No batch is open.")
         if arguments.action == "list" or not found:

@@ -6,24 +6,23 @@ import argparse
 import errno
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.checkpoint.identity import not_readable, refuse_other_tasks
+from datatrove_ckpt.checkpoint import identity
 from datatrove_ckpt.checkpoint.layout import rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.cli import slurm_submit
-from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.printing import fail, note, say
 from datatrove_ckpt.cli.short_form import Node
 from datatrove_ckpt.cli.what_helps import advise
-from datatrove_ckpt.cli.yaml_config import FullConfig
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.retrying import code_of_rank, hub_refusal
 from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import (
     CkptError,
@@ -38,9 +37,8 @@ from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.run_folder.card import CARD, write_card
+from datatrove_ckpt.run_folder import card, findings
 from datatrove_ckpt.run_folder.closing import closing_line
-from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -71,7 +69,7 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
         return 0
     if arguments.dry_run:
         full = FullConfig(content)
-        print(full.text(), end="")
+        say(full.text().rstrip())
         try:  # it shows a job array, too: with another number of tasks, none of it would start
             _check_tasks(plan)
         except CkptError as error:
@@ -80,11 +78,9 @@ def execute(executor: PipelineExecutor, content: Node, arguments: argparse.Names
         note_workers(plan.workers, plan.tasks)
         if slurm_submit.submits(executor):  # as comments: the whole remains YAML that can be run
             script = full.redact(slurm_submit.script(executor)).rstrip("\n").splitlines()
-            print(
-                "\n# What would be submitted:\n#",
-                *(f"# {line}".rstrip() for line in script),
-                sep="\n",
-            )
+            comments = ["", "# What would be submitted:", "#"]
+            comments += [f"# {line}".rstrip() for line in script]
+            say("\n".join(comments))
         return 0
     return _checked_run(executor, plan, content, arguments)
 
@@ -95,7 +91,7 @@ def _check_tasks(plan: RunPlan) -> None:
     """
     for runner, root in plan.kept:
         if root.is_dir() and rank_numbers(root):
-            refuse_other_tasks(root, runner.identity)
+            identity.refuse_other_tasks(root, runner.identity)
 
 
 def _checked_run(
@@ -118,18 +114,13 @@ def _checked_run(
                 plan = _retry_dead_letters(executor, plan)
             if plan.retries:  # datatrove's executors, and a flag, leave it as it was
                 executor.skip_completed = False
-            if arguments.worker:
-                started = True
-                _work(executor)
-                return 0
-            with plan.with_mirrors() as seen:
-                check_before_run(seen)
-            if slurm_submit.submits(executor):
-                slurm_submit.check(executor)
+            if not arguments.worker:
+                with plan.with_mirrors() as seen:
+                    findings.check_before_run(seen)
+                if slurm_submit.submits(executor):
+                    slurm_submit.check(executor)
             started = True
-            shown = FullConfig(content).redact(redact(shlex.join(arguments.command)))
-            _note_command(plan, shown)
-            dead = _execute(executor, plan, arguments, shown)
+            dead = _execute(executor, plan, content, arguments)
             if dead and arguments.fail_on_dead_letters:
                 left = TooManyDeadLetters(
                     f"{plural_is(dead, 'dead letter')} left (--fail-on-dead-letters)."
@@ -151,7 +142,7 @@ def _checked_run(
         if isinstance(error, ConfigError) and not started and not arguments.worker:
             raise
         # The signal may have ended datatrove's own processes first.
-        if interruption.number is not None:
+        if interruption.number:
             return _interrupted(interruption, arguments.command)
         own: Exception | None = own_error(error)
         if own is None and isinstance(error, OSError):
@@ -161,7 +152,7 @@ def _checked_run(
         advise(own, plan, arguments.command)
         code = 1  # scripts know it
         if arguments.worker or isinstance(own, WaitsForBatches):
-            code = code_of_rank(own)
+            code = retrying.code_of_rank(own)
         return fail(own, code)
     finally:
         say_errors_later(False)
@@ -174,7 +165,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
     """
     logs = plan.logging_dir
     roots = [root for _, root in plan.kept]
-    refused = hub_refusal(error)
+    refused = retrying.hub_refusal(error)
     if refused:
         return StorageFailed(f"{refused}.", setting="" if logs.is_local() else "logging_dir")
     path = error.filename
@@ -183,7 +174,7 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
     elif error.errno not in _CLOSED or not isinstance(path, str):
         return error
     elif any(Path(path).is_relative_to(root) for root in roots):
-        return StorageFailed(f"{not_readable(path)}.")
+        return StorageFailed(f"{identity.not_readable(path)}.")
     try:
         with explained("use", path):
             raise error
@@ -191,32 +182,29 @@ def _explained(error: OSError, plan: RunPlan) -> Exception:
         return own
 
 
-def _note_command(plan: RunPlan, command: str) -> None:
-    if plan.logging_dir.is_local():
-        with plan.logging_dir.open(COMMAND_FILE, "w") as file:
-            file.write(command)
-            if form():
-                file.write(f"\n{plan.logging_dir.path}")
-
-
-def _work(executor: LocalPipelineExecutor) -> None:
-    executor._quiet = QuietErrors(said_later=True)
-    completed = executor.run_worker()
-    say(f"This worker has completed {plural(completed, 'task')}, and no task is free now.")
-
-
 def _execute(
-    executor: PipelineExecutor, plan: RunPlan, arguments: argparse.Namespace, shown: str
+    executor: PipelineExecutor, plan: RunPlan, content: Node, arguments: argparse.Namespace
 ) -> int:
-    """``shown``: the command without secrets."""
-    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
+    """Runs or submits the tasks. Returns how many dead letters are left, as far as it is known."""
     # Pickled with the executor into pool workers and cluster jobs.
     executor._quiet = QuietErrors(said_later=True)
+    if arguments.worker:
+        completed = plural(executor.run_worker(), "task")
+        say(f"This worker has completed {completed}, and no task is free now.")
+        return 0
+    command = shlex.join(arguments.command)
+    shown = FullConfig(content).redact(redact(command))
+    if plan.logging_dir.is_local():
+        with plan.logging_dir.open(COMMAND_FILE, "w") as file:
+            file.write(shown)
+            if form():
+                file.write(f"\n{plan.logging_dir.path}")
+    kept = [runner for runner in plan.runners if runner.step.checkpoints_local_dir is not None]
     if slurm_submit.submits(executor):
         what = [[str(runner.step.checkpoints_local_dir)] for runner in kept]
         if arguments.config and len(kept) == 1:
             what = [[arguments.config, *arguments.overrides]]
-        say(slurm_submit.submit(executor, what, shlex.join(arguments.command)))
+        say(slurm_submit.submit(executor, what, command))
         return 0
     is_ours = isinstance(executor, LocalPipelineExecutor | JobsPipelineExecutor)
     started = unix_seconds()
@@ -227,25 +215,23 @@ def _execute(
         executor.run()
         _refuse_what_is_left(plan)
     with plan.with_mirrors() as seen:
-        jobs = check_after_run(seen)
+        jobs = findings.check_after_run(seen)
         for runner, root in seen.kept:
-            command = shlex.join(arguments.command)
             say(closing_line(runner, root, jobs[root], started, command))
             if runner.step.card and runner.copy is None:
                 try:
-                    write_card(runner, root, shown)
+                    card.write_card(runner, root, shown)
                 except (OSError, CkptError) as error:
-                    say(f"{CARD} was not written: {error}")
+                    say(f"{card.CARD} was not written: {error}")
     return sum(job.counts.dead for job in jobs.values())
 
 
 def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     number = interruption.number or signal.SIGINT
-    what = (
+    note(
         f"interrupted by {signal.Signals(number).name}; what is finished is saved. To resume: "
         f"{shlex.join(words)}"
     )
-    print(what, file=sys.stderr)
     return 128 + number
 
 

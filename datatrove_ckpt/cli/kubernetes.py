@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
 from datatrove.executor.base import PipelineExecutor
 
-from datatrove_ckpt.cli.printing import say
-from datatrove_ckpt.cli.short_form import Node, make_executor
-from datatrove_ckpt.cli.yaml_config import MASK, FullConfig, construct, dump, leaves
+from datatrove_ckpt.cli import short_form, yaml_config
+from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.printing import note, say
+from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.common.redaction import may_hold_secret
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.executors.kubernetes import KubernetesJob, config_map, manifest
+from datatrove_ckpt.executors import kubernetes
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
-from datatrove_ckpt.run_folder.run_plan import (
-    RunPlan,
-    lost_with_disk,
-    note_workers,
-    refuse_without_claims,
-)
+from datatrove_ckpt.run_folder import run_plan
 
 _SECTION = "kubernetes"
 # Seconds after the drain for rollouts and the mirror's last upload (5), besides the servers'.
@@ -36,29 +31,31 @@ def k8s(arguments: argparse.Namespace) -> int:
         ConfigError: a mistake in the file, or a job that would lose its work with its pods.
     """
     source = arguments.config or "the command line"
-    content, executor = make_executor(arguments.config, arguments.overrides)
+    content, executor = short_form.make_executor(arguments.config, arguments.overrides)
     refuse_other_kinds(executor, "k8s")
-    plan = RunPlan(executor)
+    plan = run_plan.RunPlan(executor)
     job = kubernetes_job(content, plan)
-    lost = lost_with_disk(plan, job.is_kept)
+    lost = run_plan.lost_with_disk(plan, job.is_kept)
     if lost:
         raise ConfigError(
             f"{_SECTION}: a pod starts with an empty disk, which goes with it. Set to a URL "
             "(s3://..., hf://buckets/...), or to a folder on a claim of kubernetes.volumes: "
             f"{'; '.join(lost)}."
         )
-    refuse_without_claims(plan)
-    note_workers(job.workers or 0, plan.tasks)
+    run_plan.refuse_without_claims(plan)
+    run_plan.note_workers(job.workers or 0, plan.tasks)
     workers = min(job.workers or plan.tasks, plan.tasks)
     name = re.sub("[^a-z0-9]+|^[^a-z]+", "-", Path(source).stem.lower())
     metadata = {"name": job.name or name.strip("-")[:_NAME_LENGTH].rstrip("-")}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
-    files, others = config_map(FullConfig(content).text(), plan, metadata)
+    files, others = kubernetes.config_map(FullConfig(content).text(), plan, metadata)
     for module in others:
-        print(f"{module}: is not in the ConfigMap: it must be in the image.", file=sys.stderr)
-    printed = manifest(plan, job, files, workers)
-    _refuse_secrets(*leaves(files["data"], "ConfigMap"), *leaves(printed["spec"], "Job"))
+        note(f"{module}: is not in the ConfigMap: it must be in the image.")
+    printed = kubernetes.manifest(plan, job, files, workers)
+    _refuse_secrets(
+        *yaml_config.leaves(files["data"], "ConfigMap"), *yaml_config.leaves(printed["spec"], "Job")
+    )
     say(f"{dump(files)}---\n{dump(printed)}".rstrip())
     return 0
 
@@ -81,13 +78,13 @@ def refuse_other_kinds(executor: PipelineExecutor, command: str) -> None:
         )
 
 
-def kubernetes_job(content: Node, plan: RunPlan) -> KubernetesJob:
+def kubernetes_job(content: short_form.Node, plan: run_plan.RunPlan) -> kubernetes.KubernetesJob:
     """Builds the section, and checks that a drain ends before the grace period.
 
     Raises:
         ConfigError: a mistake in it, or too little time.
     """
-    job = construct(KubernetesJob, content.get(_SECTION), _SECTION)
+    job = yaml_config.construct(kubernetes.KubernetesJob, content.get(_SECTION), _SECTION)
     steps = [runner.step for runner in plan.runners]
     drain = max((step.drain_seconds for step in steps), default=0.0)
     stops = (config.server_stop_timeout_sec for step in steps for config in step.models.values())
@@ -110,7 +107,7 @@ def _refuse_secrets(*texts: tuple[str, object]) -> None:
     ConfigError: names the first that holds what may be one.
     """
     for place, text in texts:
-        if isinstance(text, str) and (MASK in text or may_hold_secret(text)):
+        if isinstance(text, str) and (yaml_config.MASK in text or may_hold_secret(text)):
             raise ConfigError(
                 f"{place}: holds what may be a secret (`run --print-config` hides it), and this is "
                 "no place for one. Let the job read it from the environment, out of a Secret that "

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.cli.printing import fail, say
+from datatrove_ckpt.common import formatting
 from datatrove_ckpt.common.declared import meanings
-from datatrove_ckpt.common.formatting import did_you_mean, seconds_of
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.process.gc_tuning import gc_paused
@@ -83,11 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         takes_overrides = is_config(arguments.what)
     for override in overrides:
         flag, equals, _ = override.partition("=")
-        hint = did_you_mean(flag.lower(), _own_flags(given) - {"--"}, 0.75)
+        hint = formatting.did_you_mean(flag.lower(), _own_flags(given) - {"--"}, 0.75)
         if not takes_overrides:
             parser.error(f"{flag}: there is no such flag{hint or '.'}")
+        from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
+
         kinds = _flags_of_settings().get(flag.replace("_", "-"))
-        if kinds is None and "." not in flag and (hint or not equals) and not _is_other_name(flag):
+        name = flag.removeprefix("--").replace("-", "_")
+        is_known = kinds is not None or "." in flag or name in OTHER_NAMES
+        if not is_known and (hint or not equals):
             commands = [name for name, _, _, _ in _COMMANDS if flag in _own_flags([name])]
             if commands:
                 hint = f"; it is one of {', '.join(commands)}."
@@ -193,12 +197,6 @@ def _flags_of_settings() -> dict[str, dict[str, object]]:
     return {f"--{name.replace('_', '-')}": kinds for name, kinds in settings().items()}
 
 
-def _is_other_name(flag: str) -> bool:
-    from datatrove_ckpt.cli.yaml_config import OTHER_NAMES
-
-    return flag.removeprefix("--").replace("-", "_") in OTHER_NAMES
-
-
 def split_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Splits the arguments into plain arguments and overrides, which are unknown flags.
 
@@ -232,7 +230,7 @@ def _count(text: str) -> int:
 
 
 def parse_time(text: str) -> float:
-    seconds = seconds_of(text)
+    seconds = formatting.seconds_of(text)
     if not seconds:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a duration; give a number with s, m, h or d, such as 6h"

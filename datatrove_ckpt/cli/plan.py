@@ -10,9 +10,8 @@ import argparse
 from pathlib import Path
 from statistics import median
 
-from datatrove_ckpt.checkpoint.interval import daly, efficiency, young
-from datatrove_ckpt.checkpoint.training_steps import HISTORY, read_events
-from datatrove_ckpt.cli.printing import as_json, say
+from datatrove_ckpt.checkpoint import interval, training_steps
+from datatrove_ckpt.cli.printing import say_result
 from datatrove_ckpt.common.formatting import duration, figure
 from datatrove_ckpt.errors import ConfigError
 
@@ -36,15 +35,20 @@ def plan(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--mtbf is missing: the mean time between two losses, such as 6h. 3 restarts tell it."
         )
-    best = daly(save_cost, mtbf)
-    found = {"save_cost": save_cost, "mtbf": mtbf, "young": young(save_cost, mtbf), "daly": best}
-    found["lost"] = 1 - efficiency(best, save_cost, mtbf)
-    if arguments.json:
-        say(as_json(found))
-        return 0
-    say(f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}")
-    say(f"  save every {figure(found['young'])} s (Young)")
-    say(f"  save every {figure(best)} s (Daly): {100 * found['lost']:.2f} % of all time is lost")
+    best = interval.daly(save_cost, mtbf)
+    found = {
+        "save_cost": save_cost,
+        "mtbf": mtbf,
+        "young": interval.young(save_cost, mtbf),
+        "daly": best,
+    }
+    found["lost"] = 1 - interval.efficiency(best, save_cost, mtbf)
+    lines = [
+        f"training: a save takes {duration(save_cost)}; a loss every {duration(mtbf)}",
+        f"  save every {figure(found['young'])} s (Young)",
+        f"  save every {figure(best)} s (Daly): {100 * found['lost']:.2f} % of all time is lost",
+    ]
+    say_result(arguments.json, found, lines)
     return 0
 
 
@@ -55,13 +59,13 @@ def measure(folder: Path) -> dict[str, float]:
     Raises:
         ConfigError: there is no history.
     """
-    path = folder / HISTORY
+    path = folder / training_steps.HISTORY
     if not path.is_file():
         raise ConfigError(
             f"{path}: there is no such file, so nothing can be measured. Give --save-cost and "
             "--mtbf."
         )
-    events = list(read_events(folder))
+    events = list(training_steps.read_events(folder))
     pauses = [event["pause_seconds"] for event in events if event["event"] == "saved"]
     restarts = [event["at"] for event in events if event["event"] == "restored"]
     found: dict[str, float] = {}

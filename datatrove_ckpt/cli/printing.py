@@ -17,10 +17,6 @@ from datatrove_ckpt.errors import CkptError, WaitsForBatches
 from datatrove_ckpt.errors.names import with_originals
 
 
-def as_json(content: JsonObject) -> str:
-    return orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
-
-
 def takes_unicode() -> bool:
     return "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
 
@@ -39,6 +35,20 @@ def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
 
 def say(text: str) -> None:
     write_out(f"{with_originals(text)}\n")
+
+
+def say_result(is_json: bool, content: JsonObject, lines: Iterable[str]) -> None:
+    """Prints a command's result: one JSON object, or lines for people."""
+    if is_json:
+        option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS
+        say(orjson.dumps(content, option=option).decode())
+    else:
+        say("\n".join(lines))
+
+
+def note(text: str) -> None:
+    """Prints on standard error what is not the command's result."""
+    print(redact(text), file=sys.stderr)
 
 
 def write_out(text: str, raw: bool = False) -> None:
@@ -73,5 +83,5 @@ def fail(error: BaseException, code: int) -> int:
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     if not isinstance(error, WaitsForBatches):  # all is well
         text = f"error: {text}"
-    print(redact("\n".join([text, *notes])), file=sys.stderr)
+    note("\n".join([text, *notes]))
     return code

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.cli.printing import as_json, say
+from datatrove_ckpt.cli.full_config import FullConfig
+from datatrove_ckpt.cli.printing import note, say, say_result
 from datatrove_ckpt.cli.short_form import Node, make_executor
-from datatrove_ckpt.cli.yaml_config import FullConfig, build
+from datatrove_ckpt.cli.yaml_config import build
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.errors import ConfigError
 
@@ -64,10 +64,7 @@ def _as_worker(
             "executor: logging_dir: --worker needs one, where workers find each other's claims."
         )
     if given.get("workers", 1) != 1:
-        print(
-            f"workers: {given['workers']}: --worker is one process; start as many as you want.",
-            file=sys.stderr,
-        )
+        note(f"workers: {given['workers']}: --worker is one process; start as many as you want.")
     content["executor"]["init_args"] = given | {"workers": 1}
     return build(content)
 
@@ -80,19 +77,16 @@ def doctor(arguments: argparse.Namespace) -> int:
     checks = examine(executor)
     problems = sum(check.state == "problem" for check in checks)
     code = int(problems > 0)
-    if arguments.json:
-        content = {
-            "config": arguments.config,
-            "exit_code": code,
-            "checks": [check.to_json() for check in checks],
-        }
-        say(as_json(content))
-    else:
-        warnings = sum(check.state == "warning" for check in checks)
-        found = f"{plural_or_no(problems, 'problem')}, {plural_or_no(warnings, 'warning')}"
-        states = ["note", "warning", "problem"]  # what matters most, last
-        if arguments.all:
-            states = ["ok", *states]
-        shown = [str(check) for state in states for check in checks if check.state == state]
-        say("\n".join([*shown, f"{found}: {plural(len(checks), 'check')}"]))
+    content = {
+        "config": arguments.config,
+        "exit_code": code,
+        "checks": [check.to_json() for check in checks],
+    }
+    warnings = sum(check.state == "warning" for check in checks)
+    found = f"{plural_or_no(problems, 'problem')}, {plural_or_no(warnings, 'warning')}"
+    states = ["note", "warning", "problem"]  # what matters most, last
+    if arguments.all:
+        states = ["ok", *states]
+    shown = [str(check) for state in states for check in checks if check.state == state]
+    say_result(arguments.json, content, [*shown, f"{found}: {plural(len(checks), 'check')}"])
     return code

@@ -31,8 +31,8 @@ import orjson
 
 from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import is_input
+from datatrove_ckpt.cli import kept_input
 from datatrove_ckpt.cli.job_settings import SAMPLING, ShortJob
-from datatrove_ckpt.cli.kept_input import keep_lines, keep_rows
 from datatrove_ckpt.cli.yaml_config import (
     OTHER_NAMES,
     SHORT_NAMES,
@@ -392,7 +392,7 @@ def run(
         CkptError: see ``LocalPipelineExecutor.run``. The same call resumes.
     """
     if not isinstance(input, str | Path):
-        input = keep_rows(input, run_folder)
+        input = kept_input.keep_rows(input, run_folder)
     content: Node = {"run_folder": run_folder, "input": input, "prompt": prompt, "rollout": rollout}
     content |= {"model": model, "endpoint": endpoint, **settings}
     for name, value in [*content.items()]:
@@ -632,7 +632,7 @@ def _input(job: ShortJob, root: Path, only_look: bool) -> str:
     if not (only_look or "://" in job.run_folder or sys.stdin.isatty()):
         content = sys.stdin.buffer.read()
     if content:
-        return str(keep_lines([content], root, "stdin"))
+        return str(kept_input.keep_lines([content], root, "stdin"))
     path = root / "input" / "stdin.jsonl"
     if not (only_look or path.exists()):
         raise _mistake("input: standard input is empty, or run_folder is a URL.")

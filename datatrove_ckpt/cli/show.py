@@ -88,7 +88,7 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
-    from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
+    from datatrove_ckpt.process import signals
     from datatrove_ckpt.run_folder.estimate import estimate_lines
     from datatrove_ckpt.run_folder.prompts import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
@@ -98,7 +98,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     quiet = log_disabled("datatrove_ckpt.generation.rank")
     plan = RunPlan(executor)
     with (
-        Interruption(STOP_SIGNALS),
+        signals.Interruption(signals.STOP_SIGNALS),
         quiet,
         tempfile.TemporaryDirectory(prefix="datatrove-ckpt-") as folder,
     ):

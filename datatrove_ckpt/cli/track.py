@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,12 +14,9 @@ from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.redaction import holds_credentials
 from datatrove_ckpt.errors import ConfigError, StorageFailed
+from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder.read_state import wanted_files
-from datatrove_ckpt.run_folder.tracking import (
-    MlflowRun,
-    Tracker,
-    TrainingTracker,
-)
+from datatrove_ckpt.run_folder.where import Place
 
 _SENDING_SECONDS = 60.0  # between two sendings
 
@@ -36,19 +32,19 @@ def track(arguments: argparse.Namespace) -> int:
             "see. Leave them out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in "
             "the environment."
         )
-    service = partial(MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
+    service = partial(tracking.MlflowRun, uri=arguments.mlflow, experiment=arguments.experiment)
     if is_training(arguments.what):
         folder = Path(arguments.what)
-        _send(TrainingTracker(service, arguments.name_of_run, folder=folder), lambda: None)
+        _send(tracking.TrainingTracker(service, arguments.name_of_run, folder=folder))
         say("All is sent, and no training saves there.")
         return 0
     with place_of(arguments, wanted_files) as place:
-        _send(Tracker(service, arguments.name_of_run, place=place), place.refresh)
+        _send(tracking.Tracker(service, arguments.name_of_run, place=place), place)
     say("All is sent, and no task is at work.")
     return 0
 
 
-def _send(tracker: Tracker | TrainingTracker, refresh: Callable[[], object]) -> None:
+def _send(tracker: tracking.Tracker | tracking.TrainingTracker, place: Place | None = None) -> None:
     said = ""
     while True:
         problem = tracker.work()
@@ -58,5 +54,6 @@ def _send(tracker: Tracker | TrainingTracker, refresh: Callable[[], object]) -> 
         if tracker.is_over:
             return
         time.sleep(_SENDING_SECONDS)
-        with suppress(StorageFailed):  # a network that comes back
-            refresh()
+        if place is not None:
+            with suppress(StorageFailed):  # a network that comes back
+                place.refresh()

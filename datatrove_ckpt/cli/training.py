@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from datatrove_ckpt.cli.printing import as_json, say, takes_unicode
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.cli.printing import say, say_result, takes_unicode
 from datatrove_ckpt.common.formatting import byte_size, duration, figure, plural, plural_or_no
 from datatrove_ckpt.run_folder.training import (
     SavedStep,
@@ -25,7 +24,7 @@ _ASCII = "_.-=*#"
 
 def status(arguments: argparse.Namespace) -> int:
     state = read_training(Path(arguments.what), full=False)
-    _print(arguments, state.to_json(), _describe(state))
+    say_result(arguments.json, state.to_json(), _describe(state))
     return int(state.restored is None)
 
 
@@ -45,7 +44,7 @@ def verify(arguments: argparse.Namespace) -> int:
     size = byte_size(sum(step.bytes for step in state.steps))
     count = plural_or_no(len(lines), "problem")
     lines.append(f"{count}: {plural(len(state.steps), 'step')}, {size} read. {_restore(state)}")
-    _print(arguments, state.to_json() | {"exit_code": code}, lines)
+    say_result(arguments.json, state.to_json() | {"exit_code": code}, lines)
     return code
 
 
@@ -56,15 +55,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]
     lines.append(f"{plural_or_no(problems, 'problem')} in {state.folder}")
     content = {"exit_code": int(problems > 0), "checks": [each._asdict() for each in findings]}
-    _print(arguments, content, lines)
+    say_result(arguments.json, content, lines)
     return int(problems > 0)
-
-
-def _print(arguments: argparse.Namespace, content: JsonObject, lines: Iterable[str]) -> None:
-    if arguments.json:
-        say(as_json(content))
-    else:
-        say("\n".join(lines))
 
 
 def _restore(state: TrainingState) -> str:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from datatrove_ckpt.checkpoint.identity import mixed_settings
-from datatrove_ckpt.cli.printing import as_json, say
+from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
@@ -28,18 +28,13 @@ def verify(arguments: argparse.Namespace) -> int:
         code = 1
     elif report.unfinished:
         code = 3
-    if arguments.json:
-        text = as_json(_as_json(report, arguments.full, code))
-    else:
-        mixed = [
+    lines = [*map(str, report.problems), *map(str, report.unfinished)]
+    for name, old, new in mixed_settings(report.accepted):
+        lines.append(
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
-            for name, old, new in mixed_settings(report.accepted)
-        ]
-        verdict = _verdict(report, arguments.full)
-        text = "\n".join(
-            [*map(str, report.problems), *map(str, report.unfinished), *mixed, verdict]
         )
-    say(text)
+    lines.append(_verdict(report, arguments.full))
+    say_result(arguments.json, _as_json(report, arguments.full, code), lines)
     return code
 
 

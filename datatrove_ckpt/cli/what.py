@@ -6,20 +6,20 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from datatrove_ckpt.run_folder.where import Place, is_config, open_place
+from datatrove_ckpt.run_folder import where
 
 
 def place_of(
     arguments: argparse.Namespace,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
-) -> AbstractContextManager[Place]:
+) -> AbstractContextManager[where.Place]:
     """Opens the place that ``arguments.what`` names, with its overrides.
 
     See ``open_place``.
     """
     config = None
-    if is_config(arguments.what):
+    if where.is_config(arguments.what):
         from datatrove_ckpt.cli.short_form import read_config  # slow to import
 
         config = read_config(arguments.what, arguments.overrides, only_look=True)
-    return open_place(arguments.what, config, wanted, arguments.overrides)
+    return where.open_place(arguments.what, config, wanted, arguments.overrides)

@@ -8,9 +8,6 @@ alternatives.
         pipeline:
           - class_path: JsonlReader
             init_args: {data_folder: documents}
-
-Reads and writes YAML 1.2, because PyYAML's 1.1 breaks datatrove's values: ``no`` is a language,
-``20:00:00`` a Slurm time limit, ``1e-5`` a number.
 """
 
 from __future__ import annotations
@@ -19,16 +16,16 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-import math
 import re
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.cli import yaml_text
+from datatrove_ckpt.common import JsonObject, redaction
 from datatrove_ckpt.common.declared import (
     Parameter,
     alternatives,
@@ -42,7 +39,6 @@ from datatrove_ckpt.common.declared import (
     takes,
 )
 from datatrove_ckpt.common.formatting import did_you_mean, missing_package
-from datatrove_ckpt.common.redaction import check_options, is_secret, refuse_variables
 from datatrove_ckpt.config.generation_params import REQUEST_PARAMETERS
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form, setting_name
@@ -108,7 +104,7 @@ def load(path: str | Path) -> JsonObject:
         ConfigError: the file cannot be read, is not YAML, or does not have the key "executor".
     """
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), yaml_text.Loader)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}. Give the YAML "
@@ -234,7 +230,7 @@ def _refuse_variables(built: object, label: str) -> None:
             and key.endswith(("_folder", "_dir", "_file"))
             and key not in _EXPANDED
         ):
-            refuse_variables(f"{label}: {setting_name(key)}", path)
+            redaction.refuse_variables(f"{label}: {setting_name(key)}", path)
 
 
 def _value(hint: object, value: object, label: str, key: str) -> object:
@@ -254,7 +250,7 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
     elif isinstance(value, list):
         # [URL, storage options].
         if len(value) == 2 and isinstance(value[0], str):
-            check_options(value[1], value[0], place)
+            redaction.check_options(value[1], value[0], place)
         value = _items(kinds, value, label, key)
     elif isinstance(value, str) and not {str, Any} & {*kinds}:
         if any(map(is_callable, kinds)):
@@ -265,8 +261,8 @@ def _value(hint: object, value: object, label: str, key: str) -> object:
                 raise ConfigError(f'{place}: "{value}" is not a function.')
             return found
         # A quoted number.
-        if takes(hint, read_value(value)):
-            value = read_value(value)
+        if takes(hint, yaml_text.read_value(value)):
+            value = yaml_text.read_value(value)
     try:
         check_value(key, hint, value)
     except ConfigError as error:
@@ -390,7 +386,7 @@ def read_argument(text: str, kinds: Sequence[object]) -> object:
     """Reads a value of the command line as in the file. In text arguments, ``Summarise: {text}`` is
     no mapping, and ``# {text}`` no comment.
     """
-    value = read_value(text)
+    value = yaml_text.read_value(text)
     outers = {origin(kind) for kind in kinds}
     if isinstance(value, dict | list):
         is_meant = outers - _SCALARS and text.lstrip().startswith(("{", "["))
@@ -466,125 +462,3 @@ ANYTHING = Parameter("any", Parameter.KEYWORD_ONLY, annotation=Any)
 
 def _dataclasses(kinds: Iterable[object]) -> list[type]:
     return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-
-
-def read_value(text: str) -> object:
-    try:
-        return yaml.load(text, Loader)
-    except (yaml.YAMLError, RecursionError):
-        return text
-
-
-class Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML 1.2's core schema. Duplicate keys are errors: YAML would silently drop the first one."""
-
-    yaml_implicit_resolvers: typing.ClassVar[JsonObject] = {}
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, object]:
-        names: list[object] = []
-        for key, _ in node.value:
-            if key.value in names:
-                raise yaml.constructor.ConstructorError(
-                    problem=f'key "{key.value}" twice', problem_mark=key.start_mark
-                )
-            names.append(key.value)
-        mapping: dict[Hashable, object] = super().construct_mapping(node, deep)
-        return mapping
-
-
-for _tag, _first, _pattern in (
-    ("null", "~nN", r"~|null|Null|NULL|"),
-    ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
-    ("int", "-+0123456789", r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+"),
-    (
-        "float",
-        "-+.0123456789",
-        r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+",
-    ),
-    ("float", "-+.", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"),
-    ("merge", "<", r"<<"),
-):
-    Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, ""]
-    )
-
-
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-# PyYAML writes these unescaped in keys, and reads them as spaces.
-_ODD_BREAKS = re.compile("[\r\x85\u2028\u2029]")
-
-
-def _represent_text(dumper: _Dumper, text: str) -> yaml.Node:
-    style = None
-    if _ODD_BREAKS.search(text):
-        style = '"'
-    elif "\n" in text:
-        style = "|"
-    elif read_value(text) != text:
-        style = "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-
-
-def dump(content: object) -> str:
-    """Writes YAML that ``read_value`` reads back the same."""
-    text: str = yaml.dump(
-        content, Dumper=_Dumper, allow_unicode=True, sort_keys=False, width=math.inf
-    )
-    return text
-
-
-class FullConfig:
-    """The configuration of a job as YAML that can be run again, with secrets masked.
-
-    Args:
-        content: what the file says, with overrides applied. ``build`` must have accepted it.
-    """
-
-    def __init__(self, content: JsonObject) -> None:
-        self._secrets: list[str] = []
-        self._content = {**content, "executor": self._masked("", content["executor"])}
-
-    def text(self) -> str:
-        return (
-            "# The long form of the job. It can be run as it stands, but for what is "
-            f"hidden.\n{dump(self._content)}"
-        )
-
-    def redact(self, text: str) -> str:
-        for secret in sorted(self._secrets, key=len, reverse=True):
-            text = text.replace(secret, MASK)
-        return text
-
-    def _masked(self, name: str, value: object) -> object:
-        if value and isinstance(value, str | list | dict) and is_secret(name, value):
-            self._secrets += [
-                text for _, text in leaves(value, "") if text and isinstance(text, str)
-            ]
-            return MASK
-        if isinstance(value, list):
-            return [self._masked(name, part) for part in value]
-        if not isinstance(value, dict):
-            return value
-        if "class_path" not in value:
-            return {key: self._masked(f"{name}.{key}", part) for key, part in value.items()}
-        cls = import_name(value["class_path"], "class_path")
-        given = {}
-        declared = {
-            name
-            for base in cls.__mro__
-            if base.__module__.partition(".")[0] in ("datatrove", "datatrove_ckpt")
-            for name in parameters_of(base)[0]
-        }
-        for key, part in (value.get("init_args") or {}).items():
-            known_as = key
-            if key in declared:  # such as ``text_key``, which is no secret by its name
-                known_as = ""
-            given[key] = self._masked(known_as, part)
-        return {"class_path": value["class_path"], "init_args": given}

@@ -35,6 +35,7 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.common.redaction import (
@@ -42,26 +43,18 @@ from datatrove_ckpt.common.redaction import (
     may_hold_secret,
     may_name_secret,
 )
-from datatrove_ckpt.common.retrying import (
-    OPENING,
-    READING,
-    failure_line,
-    http_status,
-    naming_hub,
-)
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    check_depends,
     given_up_error,
+    prepare,
     stats_of_complete,
 )
-from datatrove_ckpt.process import job_launch
+from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
-from datatrove_ckpt.process.task_errors import failure_note, log_disabled
 from datatrove_ckpt.run_folder.where import default_mirror
 from datatrove_ckpt.runner import InferenceRunner
-from datatrove_ckpt.user_code.own_modules import bundle, own_files, required, version
+from datatrove_ckpt.user_code import own_modules
 
 if TYPE_CHECKING:
     from datatrove_ckpt.claims.claims import Claims
@@ -139,20 +132,18 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         options |= {"tasks_per_job": tasks_per_job, "max_retries": max_retries}
         options["poll_interval"] = poll_interval
         try:
-            with log_disabled("datatrove.executor.jobs"):  # it is experimental
+            with task_errors.log_disabled("datatrove.executor.jobs"):  # it is experimental
                 super().__init__(pipeline, tasks, workers, *arguments, **options)
         except ValueError as error:
             raise ConfigError(error, " A bucket is best: hf://buckets/ORG/NAME.") from None
-        if any(runner.retry_dead_letters for runner in self._runners):
-            self.skip_completed = False  # complete ranks have dead letters
         if workers == -1:
             self.workers = math.ceil(tasks / tasks_per_job)
         self.tasks_per_job = 1  # a job takes them one by one
         configs = [config for runner in self._runners for config in runner.models.values()]
         # An image may contain its engine.
         engines = [] if self.image else [config.server_type for config in configs]
-        self.dependencies = [*required("hub", *engines), *(dependencies or ())]
-        check_depends(self.depends, DatatroveExecutor)
+        self.dependencies = [*own_modules.required("hub", *engines), *(dependencies or ())]
+        prepare(self, DatatroveExecutor)
         for key, name, value in _kept(
             env=self.env, labels=self.labels, dependencies=dependencies, image=self.image
         ):
@@ -204,7 +195,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 suppress(Exception),
                 self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
             ):
-                file.write(orjson.dumps(failure_note(error)))
+                file.write(orjson.dumps(task_errors.failure_note(error)))
             raise
 
     def _as_worker(self) -> LocalPipelineExecutor:
@@ -229,10 +220,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 setting="executor",
             )
         self._secrets()
-        own_files()
+        own_modules.own_files()
 
     def _ensure_logging_dir_repo(self) -> None:
-        with naming_hub():
+        with retrying.naming_hub():
             super()._ensure_logging_dir_repo()
 
     def run_ranks(self) -> None:
@@ -250,7 +241,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             for rank in set(ranks) - set(self._left(ranks)):
                 self.logging_dir.rm(f"completions/{rank:05d}")
         if ranks:
-            with naming_hub():
+            with retrying.naming_hub():
                 self._upload()
             self._work_through()
         else:
@@ -278,13 +269,13 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         why = ""
         for job in jobs:
             try:
-                OPENING.run(
+                retrying.OPENING.run(
                     partial(cancel_job, job_id=job.id, namespace=self.namespace, token=self.token),
                     f"Job {job.url} could not be canceled",
                 )
             except Exception as error:
                 left.append(job)
-                why = failure_line(error)
+                why = retrying.failure_line(error)
         if left:
             raise CkptError(
                 f"{len(left)} of {plural(len(jobs), 'job')} could not be canceled, and go on: "
@@ -335,6 +326,10 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank and no job is
         left.
         """
+
+        def look() -> tuple[int, int, dict[int, str]]:
+            return len(claims.free().ranks), len(claims.workers()), claims.given_up()
+
         known: dict[str, _Job] = {}
         retries = 0
         while True:
@@ -347,10 +342,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     retries = self._retries_after(job, stage)
                 else:  # the list was old
                     alive[job.id] = job
-            free, at_work, given_up = self._asked(
-                "The claims of tasks cannot be listed",
-                lambda: (len(claims.free().ranks), len(claims.workers()), claims.given_up()),
-            )
+            free, at_work, given_up = self._asked("The claims of tasks cannot be listed", look)
             left = set(self._left(range(self.tasks))) - given_up.keys()
             if not left and not alive:
                 return
@@ -383,7 +375,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         Raises:
             CkptError: no other job would help.
         """
-        code, said = self._failure(job)
+        code = 0
+        said = ""
+        # A job that is killed notes nothing.
+        with suppress(Exception), self.logging_dir.open(_note(job.launch), "rb") as file:
+            code, said = orjson.loads(file.read())
         retries = job.retries
         if code == 128 + signal.SIGTERM or self._progress() != job.reached:
             retries = 0
@@ -413,14 +409,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.warning(f"{what}. Its tasks go on in another job.")
         return retries
 
-    def _failure(self, job: _Job) -> tuple[int, str]:
-        try:
-            with self.logging_dir.open(_note(job.launch), "rb") as file:
-                code, said = orjson.loads(file.read())
-        except Exception:  # there is none: a job that is killed notes nothing
-            return 0, ""
-        return code, said
-
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
         with (
             suppress(OSError, ValueError),  # there is none
@@ -438,13 +426,15 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 ):
                     job = self._submit(reached, retries)
             except Exception as error:
-                if not READING.passes(error):
+                if not retrying.READING.passes(error):
                     raise CkptError(
-                        f"Hugging Face refuses to start a job: {failure_line(error)}. "
+                        f"Hugging Face refuses to start a job: {retrying.failure_line(error)}. "
                         f"{plural(len(alive), 'job')} of this run go on. Correct that and run the "
                         "same command again."
                     ) from error
-                logger.warning(f"No job could be started ({failure_line(error)}). Tried again.")
+                logger.warning(
+                    f"No job could be started ({retrying.failure_line(error)}). Tried again."
+                )
                 return  # if only the answer was lost, the job is found in the list
             alive[job.id] = job
 
@@ -477,16 +467,15 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return _Job(job.id, job.url, launch, self._settings, reached, retries)
 
     def _alive(self) -> list[_Job]:
-        from huggingface_hub import list_jobs
+        from huggingface_hub import JobInfo, list_jobs
 
-        labels = {_LABEL: self._label}
-        whose = {"namespace": self.namespace, "token": self.token}
-        jobs = self._asked(
-            "The jobs cannot be listed",
-            lambda: [*list_jobs(status=[*_ALIVE], labels=labels, **whose)],
-        )
+        def ask() -> list[JobInfo]:
+            labels = {_LABEL: self._label}
+            whose = {"namespace": self.namespace, "token": self.token}
+            return [*list_jobs(status=[*_ALIVE], labels=labels, **whose)]
+
         found = []
-        for job in jobs:
+        for job in self._asked("The jobs cannot be listed", ask):
             env = job.environment or {}
             found.append(
                 _Job(job.id, job.url, env.get(job_launch.LAUNCH, ""), env.get(_SETTINGS, ""))
@@ -504,7 +493,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         try:
             return self._asked(f"Job {job.url} cannot be looked at", ask)
         except CkptError as error:
-            if http_status(error.__cause__) == 404:
+            if retrying.http_status(error.__cause__) == 404:
                 return "DELETED"
             raise
 
@@ -515,11 +504,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             CkptError: it fails.
         """
         try:
-            return READING.run(call, what)
+            return retrying.READING.run(call, what)
         except Exception as error:
             raise CkptError(
-                f"{what}: {failure_line(error)}. The jobs that run go on: the same command waits "
-                "for them."
+                f"{what}: {retrying.failure_line(error)}. The jobs that run go on: the same "
+                "command waits for them."
             ) from error
 
     def _left(self, ranks: Iterable[int], skip_completed: bool = True) -> list[int]:
@@ -530,7 +519,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
     def _progress(self) -> dict[int, Progress]:
         ranks = self._left(range(self.tasks))
-        reached = self._as_worker()._reached
+        reached = self._as_worker().reached
 
         def look() -> dict[int, Progress]:
             with ThreadPoolExecutor(_THREADS) as threads:
@@ -551,7 +540,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             if hasattr(step, "data_folder")
         ]
         content = [inputs, [runner.identity(self.tasks).kept for runner in self._runners]]
-        return hashlib.sha256(orjson.dumps(content, default=str) + bundle()).hexdigest()[:16]
+        return hashlib.sha256(
+            orjson.dumps(content, default=str) + own_modules.bundle()
+        ).hexdigest()[:16]
 
     def _seconds(self) -> float:
         if self.timeout is None:
@@ -593,9 +584,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
 
         A job of an earlier launch that starts now reads the same run.
         """
-        content = bundle()
+        content = own_modules.bundle()
         self._bundle_name = (
-            f"datatrove_ckpt-{version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
+            f"datatrove_ckpt-{own_modules.version()}-{hashlib.sha256(content).hexdigest()[:12]}.zip"
         )
         executor = deepcopy(self)
         executor.token = executor.secrets = executor.depends = None

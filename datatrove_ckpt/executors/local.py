@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import multiprocess
 from datatrove.executor import LocalPipelineExecutor as DatatroveExecutor
+from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
 from datatrove.utils.stats import MetricStats, MetricStatsDict, PipelineStats
@@ -45,12 +46,12 @@ from datatrove_ckpt.errors import (
     WorkerDied,
 )
 from datatrove_ckpt.generation.user_code import no_exit
+from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.gc_tuning import gc_tuned
 from datatrove_ckpt.process.open_files import raise_limit
 from datatrove_ckpt.process.preemption import Preemption, has_time_for
 from datatrove_ckpt.process.rank_threads import RankThreads
 from datatrove_ckpt.process.screen import RunProgress, Screen
-from datatrove_ckpt.process.signals import STOP_SIGNALS, in_main_thread
 from datatrove_ckpt.process.task_errors import failure_note, task_of_many
 from datatrove_ckpt.process.task_log import log_of_many
 from datatrove_ckpt.process.workers import TaskList, Tasks, Workers, end_as, in_turn
@@ -75,12 +76,17 @@ _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
-def check_depends(depends: object, kind: type) -> None:
-    """Raises:
-    ConfigError: the executor in ``depends`` is of another kind.
+def prepare(executor: PipelineExecutor, kind: type) -> None:
+    """Checks what ``executor`` depends on, and lets complete ranks run that retry dead letters.
+
+    Raises:
+        ConfigError: the executor in ``depends`` is of another kind.
     """
-    if depends is not None and not isinstance(depends, kind):
-        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(depends).__name__}.")
+    given = executor.depends
+    if given is not None and not isinstance(given, kind):
+        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(given).__name__}.")
+    if any(getattr(step, "retry_dead_letters", False) for step in executor.pipeline):
+        executor.skip_completed = False
 
 
 class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
@@ -120,11 +126,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         check_value("local_tasks", Count, self.local_tasks)
         methods = multiprocess.get_all_start_methods()
         check_value("start_method", one_of(methods), self.start_method)
-        if any(runner.retry_dead_letters for runner in self._runners):
-            self.skip_completed = False  # complete ranks have dead letters
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        check_depends(self.depends, DatatroveExecutor)
+        prepare(self, DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output
@@ -343,12 +347,14 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         attempts = self.max_rank_attempts
         drains = (runner.drain_seconds for runner in self._runners)
         has_time = partial(has_time_for, max(drains, default=0.0))
-        reached = self._reached
         return closing(
-            Claims(store, owner, incomplete, reached, attempts, alone, has_time, self._is_worker)
+            Claims(
+                store, owner, incomplete, self.reached, attempts, alone, has_time, self._is_worker
+            )
         )
 
-    def _reached(self, rank: int) -> Progress:
+    def reached(self, rank: int) -> Progress:
+        """Returns how far a rank is."""
         from datatrove_ckpt.run_folder.reached import reached
 
         runners = self._runners
@@ -509,7 +515,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         try:
             return self._run_for_rank(rank, slot)
         except SystemExit as exit:
-            if exit.code and in_main_thread():  # of a signal it has a code
+            if exit.code and signals.in_main_thread():  # of a signal it has a code
                 raise
             raise UnexpectedExit(
                 f"A step of task {rank} called sys.exit. The task is not complete; raise an "
@@ -578,7 +584,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             import_module(_RANK)  # once, and not in each worker
         runners = self._runners
         numbers = {
-            *STOP_SIGNALS,
+            *signals.STOP_SIGNALS,
             *(signal.Signals[name] for step in runners for name in step.drain_signals),
         }
         # Pickled for every start method, so that each rank gets its own copy.
@@ -592,7 +598,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         ) as workers:
             for rank, stats in workers.run(ranks):
                 done(rank, stats)
-        if workers.signal is not None:
+        if workers.signal:
             end_as(workers.signal)
         again = {*self.get_incomplete_ranks(workers.lost, skip_completed=True), *anew}
         for rank in workers.lost.keys() - again:

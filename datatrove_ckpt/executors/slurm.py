@@ -34,11 +34,11 @@ from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    check_depends,
     given_up_error,
+    prepare,
 )
+from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
-from datatrove_ckpt.process.task_errors import own_error, safe_log
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
@@ -105,9 +105,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             raise ConfigError(
                 f"logging_dir: {folder}: no variable is filled in here. Write the path itself."
             )
-        check_depends(self.depends, DatatroveExecutor)
-        if any(getattr(step, "retry_dead_letters", False) for step in self.pipeline):
-            self.skip_completed = False  # complete ranks have dead letters
+        prepare(self, DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them
@@ -121,7 +119,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             SystemExit: in a worker, an error of ``LocalPipelineExecutor.run_worker``; in the last
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
-        from datatrove_ckpt.run_folder.findings import check_before_run
+        from datatrove_ckpt.run_folder import findings
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
@@ -131,7 +129,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             with _saying_errors():
                 self._work()
         else:
-            check_before_run(RunPlan(self))
+            findings.check_before_run(RunPlan(self))
             self.launch_job()
 
     @property
@@ -165,17 +163,17 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         return worker
 
     def _check(self) -> None:
-        from datatrove_ckpt.run_folder.findings import check_after_run, check_job, remove_markers
+        from datatrove_ckpt.run_folder import findings
         from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)
         # It restores what only the mirror and other nodes have.
-        remove_markers(check_job(plan))
+        findings.remove_markers(findings.check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
         if left:
             raise self._not_complete(left)
-        check_after_run(plan)
+        findings.check_after_run(plan)
         worker.run_ranks()
         logger.success(
             f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "
@@ -183,11 +181,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims.claims import claimants, given_up, open_store
+        from datatrove_ckpt.claims import claims
 
-        reader = open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
-        causes = given_up(reader)
-        at_work = [worker for worker in claimants(reader) if worker.is_alive]
+        reader = claims.open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
+        causes = claims.given_up(reader)
+        at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]
         if causes and not at_work:
             return given_up_error(causes, self.tasks)
         text = f"{plural_is(len(left), 'task')} not complete: {ranges(left)}."
@@ -247,10 +245,10 @@ def _saying_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = own_error(error)
+        own = task_errors.own_error(error)
         if own is None:
             raise
-        safe_log()
+        task_errors.safe_log()
         logger.error(str(own))
         sys.exit(code_of_rank(own))
 

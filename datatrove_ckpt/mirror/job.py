@@ -15,6 +15,7 @@ from pathlib import Path
 
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.identity import (
     JobChanges,
     RankBinding,
@@ -27,20 +28,11 @@ from datatrove_ckpt.checkpoint.identity import (
     refusal,
     stamped,
 )
-from datatrove_ckpt.checkpoint.layout import (
-    BATCHES,
-    COMMITS,
-    JOB,
-    RUN,
-    is_journal,
-    is_rank,
-    rank_folder,
-)
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointCorrupt, CkptError
-from datatrove_ckpt.mirror.manifests import Manifest, Versions
+from datatrove_ckpt.mirror import manifests
 
 _MAX_BYTES = 2**26
 _THREADS = 32
@@ -102,7 +94,7 @@ def restore_job(url: str, folder: Path) -> None:
     """
     job = read_job(url)
     if job:
-        (folder / JOB).write_bytes(sealed_json(stamped(job)))
+        (folder / layout.JOB).write_bytes(sealed_json(stamped(job)))
 
 
 def read_job(url: str) -> Json:
@@ -113,7 +105,7 @@ def read_job(url: str) -> Json:
     """
     store = ObjectStore(url)
     try:
-        return parse_run(f"{store.url}/{JOB}", store.read(JOB, _MAX_BYTES) or b"")
+        return parse_run(f"{store.url}/{layout.JOB}", store.read(layout.JOB, _MAX_BYTES) or b"")
     except CheckpointCorrupt:
         return {}
 
@@ -132,9 +124,11 @@ def _compare(
     job = read_job(url)
     if job and not compare(job, identity, with_output=with_output):
         return job, None
-    ranks = [int(name) for name in names if is_rank(name)]
+    ranks = [int(name) for name in names if layout.is_rank(name)]
     ranks = [
-        rank for rank in ranks if rank != without and not (rank_folder(root, rank) / RUN).exists()
+        rank
+        for rank in ranks
+        if rank != without and not (layout.rank_folder(root, rank) / layout.RUN).exists()
     ]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = threads.map(lambda rank: newest_manifest(f"{store.url}/{rank:05d}"), ranks)
@@ -146,7 +140,11 @@ def _compare(
 
     def state_of(rank: int) -> RankBinding:
         manifest = kept[rank]
-        names = [name for name in manifest.files if name in (BATCHES, COMMITS) or is_journal(name)]
+        names = [
+            name
+            for name in manifest.files
+            if name in (layout.BATCHES, layout.COMMITS) or layout.is_journal(name)
+        ]
         # It is unknown whether a process works on the rank: the run is stopped before its output
         # moves.
         return RankBinding(bool(manifest.answers or names), manifest.finished, is_live=False)
@@ -155,12 +153,12 @@ def _compare(
     return job, compare_runs(runs, state_of, job, identity, only_tasks)
 
 
-def newest_manifest(url: str) -> Manifest | None:
+def newest_manifest(url: str) -> manifests.Manifest | None:
     """Returns the newest version of a rank that can be read.
 
     A rank that is restored refuses damaged ones.
     """
-    mirrored = Versions(url)
+    mirrored = manifests.Versions(url)
     return mirrored.newest(mirrored.all_versions(), mirrored.read_manifest, [])
 
 
@@ -176,7 +174,7 @@ def restore_advice(url: str, folder: Path, least: int = 0) -> str:
         found = newest_manifest(url)
     if found is None or not found.files:
         return ""
-    if found.sizes.get(COMMITS, 0) < least:
+    if found.sizes.get(layout.COMMITS, 0) < least:
         return ""
     return (
         f" The mirror {url} has this task as of {found.when}: to go on from there, move its folder "

@@ -46,18 +46,8 @@ import orjson
 import xxhash
 from loguru import logger
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.identity import WRITTEN_BY, check_format, check_run
-from datatrove_ckpt.checkpoint.layout import (
-    BATCHES,
-    COLUMNS,
-    COMMITS,
-    DEAD_LETTERS,
-    HISTORY,
-    RETRY_INPUT,
-    SHARD,
-    is_journal,
-    retry_number,
-)
 from datatrove_ckpt.checkpoint.lines import Json, is_count, seal, unseal
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import (
@@ -84,13 +74,21 @@ _MAX_PART_BYTES = 2**30
 _NAME = re.compile(r"(generation|claim)-([0-9]{8,18})-([0-9a-f]{16})\.json")
 _OBJECT = re.compile(r"[0-9a-f]{16}-[0-9]{6,18}")
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_FILES = {BATCHES, COLUMNS, COMMITS, DEAD_LETTERS, HISTORY, RETRY_INPUT, SHARD}
+_FILES = {
+    layout.BATCHES,
+    layout.COLUMNS,
+    layout.COMMITS,
+    layout.DEAD_LETTERS,
+    layout.HISTORY,
+    layout.RETRY_INPUT,
+    layout.SHARD,
+}
 _TIME = re.compile(r"[0-9T:+.Z-]{0,40}")
 
 
 def is_mirrored(name: str) -> bool:
     """Whether versions hold such a file."""
-    return name in _FILES or is_journal(name)
+    return name in _FILES or layout.is_journal(name)
 
 
 @dataclass(frozen=True, order=True)
@@ -311,7 +309,7 @@ class Seal:
         parent = parents.rpartition("/")[2]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
         self._place = folder
-        if retry_number(parent) is not None:
+        if layout.retry_number(parent) is not None:
             self._place = f"{parent}/{folder}"
         self._key: Secret | None = None
         if MIRROR_KEY_VARIABLE in os.environ:
@@ -516,7 +514,7 @@ class Uploads:
         """
         # An earlier attempt may have replaced what it had uploaded.
         if self._generation != snapshot.generation:
-            self._files.pop(HISTORY, None)
+            self._files.pop(layout.HISTORY, None)
             self._generation = snapshot.generation
 
     def compact(self) -> None:

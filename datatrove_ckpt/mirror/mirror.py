@@ -29,14 +29,12 @@ from typing import IO
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.identity import parse_run, read_run
+from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
-from datatrove_ckpt.checkpoint.layout import JOB, RUN
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
-from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common import object_store, retrying
 from datatrove_ckpt.common.declared import Seconds
-from datatrove_ckpt.common.object_store import ObjectStore, needs_bucket
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, StorageFailed, TooManyOpenFiles
 from datatrove_ckpt.mirror.manifests import MAX_OBJECT_BYTES, Uploads, Versions
@@ -112,11 +110,16 @@ class RemoteMirror:
         return self._uploads is not None and self._uploads.owns_mirror
 
     def check(self, first: bool, stopping: threading.Event) -> None:
-        if not self._is_owned and (first or self._was_restored()):
-            if not self._wait_for(self._looks, retrying.STORAGE.patience, stopping):
+        if not self._is_owned:
+            earlier = identity.read_run(self.folder / layout.RUN)["owner"]["earlier"]
+            # Another node that had the rank must see a new owner before new output.
+            had_another = any(number is not None for number in earlier.values())
+            if (first or had_another) and not self._wait_for(
+                self._looks, retrying.STORAGE.patience, stopping
+            ):
                 raise self._without_version()
             return
-        if time.monotonic() < self._known_until or not self._is_owned:
+        if time.monotonic() < self._known_until:
             return
         if not self._wait_for(self._looks, _LOOK_SECONDS, stopping):
             if self._answers:
@@ -127,11 +130,6 @@ class RemoteMirror:
                 )
             self._answers = False
             self._known_until = time.monotonic() + _LOOK_SECONDS
-
-    def _was_restored(self) -> bool:
-        """Whether another node had the rank, which must see a new owner before new output."""
-        earlier = read_run(self.folder / RUN)["owner"]["earlier"]
-        return any(number is not None for number in earlier.values())
 
     def _without_version(self) -> StorageFailed:
         return StorageFailed(
@@ -294,10 +292,12 @@ class RemoteMirror:
             self._raise_if_interrupted(last)
             if self.job is not None:
                 url = self.url.rpartition("/")[0]
-                with needs_bucket(url):
-                    ObjectStore(url).put(JOB, self.job)
+                with object_store.needs_bucket(url):
+                    object_store.ObjectStore(url).put(layout.JOB, self.job)
                 self.job = None
-            uploads.start_version(parse_run(self.folder / RUN, snapshot.run), snapshot)
+            uploads.start_version(
+                identity.parse_run(self.folder / layout.RUN, snapshot.run), snapshot
+            )
             for name, file in grown.items():
                 for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
                     self._raise_if_interrupted(last)

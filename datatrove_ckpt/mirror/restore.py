@@ -46,24 +46,8 @@ from typing import NamedTuple
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.commits import read_commits
-from datatrove_ckpt.checkpoint.identity import new_owner, parse_run, read_run
-from datatrove_ckpt.checkpoint.layout import (
-    CACHE,
-    COMMITS,
-    HOME,
-    LOCK,
-    PUBLISHING,
-    RUN,
-    is_finished,
-    is_rank,
-    last_chunk_of,
-    rank_folder,
-    rank_numbers,
-    retry_folders,
-    retry_number,
-)
 from datatrove_ckpt.checkpoint.lines import Json, sealed_json
 from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -96,7 +80,7 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
     Args:
         retries: restore the rank's retries of dead letters, too.
     """
-    folder = rank_folder(root, rank).name
+    folder = layout.rank_folder(root, rank).name
     restore(f"{url}/{folder}", root / folder)
     if retries:
         try:
@@ -104,7 +88,7 @@ def restore_rank(url: str, root: Path, rank: int, retries: bool) -> None:
         except OSError as error:
             raise unreadable(url, error, _WITHOUT) from error
         for name in names:
-            if retry_number(name) is not None:
+            if layout.retry_number(name) is not None:
                 restore(f"{url}/{name}/{folder}", root / name / folder)
 
 
@@ -121,8 +105,8 @@ def restore_outdated(url: str, root: Path, needed: Collection[int]) -> None:
     try:
         names = find_outdated(url, root, needed)
     except OSError:  # ``restore`` refuses what is missing; what is here is used as it is
-        folders = [rank_folder(root, rank) for rank in needed]
-        names = [folder.name for folder in folders if not (folder / RUN).exists()]
+        folders = [layout.rank_folder(root, rank) for rank in needed]
+        names = [folder.name for folder in folders if not (folder / layout.RUN).exists()]
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(lambda name: restore(f"{url}/{name}", root / name), names))
 
@@ -147,7 +131,7 @@ def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -
     if needed is not None:
         known = set(needed)
         if root.is_dir():
-            known.update(rank_numbers(root))
+            known.update(layout.rank_numbers(root))
         names = [name for name in names if int(name.rpartition("/")[2]) in known]
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(compress(names, threads.map(is_outdated, names)))
@@ -155,9 +139,9 @@ def find_outdated(url: str, root: Path, needed: Collection[int] | None = None) -
 
 def _owner_of(folder: Path) -> Json | None:
     """Returns None for a folder without run.json, which holds no checkpoint."""
-    if not (folder / RUN).exists():
+    if not (folder / layout.RUN).exists():
         return None
-    owner: Json = read_run(folder / RUN).get("owner", {"nonce": ""})
+    owner: Json = identity.read_run(folder / layout.RUN).get("owner", {"nonce": ""})
     return owner
 
 
@@ -199,7 +183,7 @@ def restore(url: str, folder: Path) -> None:
             _look_at_seal(mirrored, versions[-1])
             # The other node may have published files, and was lost before its first version.
             if _has_another_owner(ownerships, owner):
-                files.disk.remove(folder / PUBLISHING)
+                files.disk.remove(folder / layout.PUBLISHING)
             return
         _restore_newest(mirrored, versions, folder, owner)
     except OSError as error:
@@ -241,10 +225,10 @@ def _restore_newest(
         version, manifest = built
         aside = files.free_name(folder, ".replaced-")
         if folder.exists():
-            stack.callback(files.Lock(folder / LOCK).release)
+            stack.callback(files.Lock(folder / layout.LOCK).release)
             files.disk.rename(folder, aside)
         # A file for people, which may name chunks that the restored folder lacks.
-        last_chunk = last_chunk_of(folder)
+        last_chunk = layout.last_chunk_of(folder)
         if last_chunk.exists():
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
@@ -281,13 +265,13 @@ def _refuse_unrelated(
 def _began_with_mirror(folder: Path) -> bool:
     """Whether a rank without commits was killed before its first version: it published nothing."""
     root = folder.parent
-    if retry_number(root.name) is not None:
+    if layout.retry_number(root.name) is not None:
         root = root.parent
-    home = root / HOME
+    home = root / layout.HOME
     return (
         home.exists()
         and orjson.loads(home.read_bytes())["home"] != str(root.absolute())
-        and not read_commits(folder / COMMITS)
+        and not read_commits(folder / layout.COMMITS)
     )
 
 
@@ -346,13 +330,13 @@ def _download(
     for file, parts in manifest.files.items():
         files.disk.write_new(staging / file, map(mirrored.read_object, parts))
     if not manifest.finished:
-        path = staging / CACHE  # even if it is empty: an unfinished rank always has one
+        path = staging / layout.CACHE  # even if it is empty: an unfinished rank always has one
         with closing(RequestCache(path)) as cache:  # its end moves SQLite's log into the database
             for part in manifest.answers:
                 cache.put(decode_answers(mirrored.read_object(part)))
         files.disk.sync(path)
     try:
-        commits = len(read_commits(staging / COMMITS))
+        commits = len(read_commits(staging / layout.COMMITS))
     except CheckpointCorrupt as error:
         raise Damaged(str(error)) from error
     owner = manifest.run["owner"]
@@ -361,8 +345,8 @@ def _download(
     for version in versions:
         if earlier.get(version.nonce, 0) is not None:
             earlier[version.nonce] = version.number
-    owner = {**owner, **new_owner(owner.get("fence", 0), earlier, commits)}
-    files.disk.write_new(staging / RUN, [sealed_json({**manifest.run, "owner": owner})])
+    owner = {**owner, **identity.new_owner(owner.get("fence", 0), earlier, commits)}
+    files.disk.write_new(staging / layout.RUN, [sealed_json({**manifest.run, "owner": owner})])
     files.disk.sync_dir(staging)
 
 
@@ -447,9 +431,9 @@ class MirrorReader:
                 path.unlink()
         for name, blocks in contents.items():
             (folder / name).write_bytes(b"".join(blocks))
-        (folder / RUN).write_bytes(sealed_json(manifest.run))
+        (folder / layout.RUN).write_bytes(sealed_json(manifest.run))
         if not manifest.finished:
-            (folder / LOCK).touch()
+            (folder / layout.LOCK).touch()
 
 
 def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
@@ -462,10 +446,10 @@ def unreadable(url: str, error: Exception, advice: str = "") -> StorageFailed:
 
 def rank_names(store: ObjectStore) -> Iterator[str]:
     for name in store.names():
-        if is_rank(name):
+        if layout.is_rank(name):
             yield name
-        elif retry_number(name) is not None:
-            yield from (f"{name}/{rank}" for rank in store.names(name) if is_rank(rank))
+        elif layout.retry_number(name) is not None:
+            yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
 
 
 def _unix_seconds(when: str) -> float:
@@ -505,13 +489,13 @@ def upload_rank(url: str, folder: Path) -> None:
     snapshot = _snapshot(folder)
     uploads = Uploads(Versions(url))
     try:
-        uploads.start_version(parse_run(folder / RUN, snapshot.run), snapshot)
+        uploads.start_version(identity.parse_run(folder / layout.RUN, snapshot.run), snapshot)
         for name in snapshot.sizes:
             with (folder / name).open("rb") as file:
                 while data := file.read(MAX_OBJECT_BYTES):
                     uploads.add(name, data)
         uploads.add_answers(snapshot)
-        uploads.publish(finished=is_finished(folder))
+        uploads.publish(finished=layout.is_finished(folder))
     except OSError as error:
         raise StorageFailed(
             f"Could not upload the changed task to {url}: {failure_line(error)}. The mirror is as "
@@ -529,21 +513,20 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         url: ``checkpoints_remote_dir``. ``check_job`` has refused the mirror of another run.
         root: ``checkpoints_local_dir``.
     """
-    roots = [root, *retry_folders(root)]
-    folders = [rank_folder(each, rank) for each in roots for rank in rank_numbers(each)]
+    roots = [root, *layout.retry_folders(root)]
+    folders = [
+        layout.rank_folder(each, rank) for each in roots for rank in layout.rank_numbers(each)
+    ]
     finished = {
-        f"{url}/{folder.relative_to(root)}": folder for folder in folders if is_finished(folder)
+        f"{url}/{folder.relative_to(root)}": folder
+        for folder in folders
+        if layout.is_finished(folder)
     }
     try:
         with ThreadPoolExecutor(_THREADS) as threads:
-            known = threads.map(_is_uploaded, finished)
-            missing = [
-                place for place, is_there in zip(finished, known, strict=True) if not is_there
-            ]
-        if missing:
-            with ThreadPoolExecutor(_THREADS) as threads:
-                list(threads.map(lambda place: upload_rank(place, finished[place]), missing))
-            logger.info(f"Uploaded {plural(len(missing), 'finished task')} to the mirror {url}.")
+            uploaded = sum(threads.map(_upload_missing, finished, finished.values()))
+        if uploaded:
+            logger.info(f"Uploaded {plural(uploaded, 'finished task')} to the mirror {url}.")
     except (OSError, StorageFailed) as error:
         logger.warning(
             f"Could not upload finished tasks to the mirror {url} ({failure_line(error)}). Tried "
@@ -551,11 +534,15 @@ def upload_finished_ranks(url: str, root: Path) -> None:
         )
 
 
-def _is_uploaded(url: str) -> bool:
-    """Whether a version other than 1 is there: a kill in the first upload leaves an empty version
-    1.
+def _upload_missing(url: str, folder: Path) -> bool:
+    """Uploads a finished rank, and returns True, unless a version other than 1 is there.
+
+    A kill in the first upload leaves an empty version 1.
     """
-    return any(version.number > 1 for version in Versions(url).all_versions())
+    is_there = any(version.number > 1 for version in Versions(url).all_versions())
+    if not is_there:
+        upload_rank(url, folder)
+    return not is_there
 
 
 def _snapshot(folder: Path) -> Snapshot:
@@ -563,12 +550,12 @@ def _snapshot(folder: Path) -> Snapshot:
     answers = []
     unfinished = frozenset[int]()
     last = 0
-    if (folder / CACHE).exists():
-        with closing(RequestCache(folder / CACHE)) as cache:
+    if (folder / layout.CACHE).exists():
+        with closing(RequestCache(folder / layout.CACHE)) as cache:
             unfinished = frozenset(ordinal for ordinal, _ in cache.answer_counts())
             answers = cache.answers_since(0, unfinished)
             last = cache.last_answer
-    run = (folder / RUN).read_bytes()
+    run = (folder / layout.RUN).read_bytes()
     return Snapshot(
         run, {name: size for name, size in sizes.items() if size}, unfinished, answers, last
     )

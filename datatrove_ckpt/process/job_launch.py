@@ -29,7 +29,12 @@ LAUNCH = "DATATROVE_CKPT_JOB_LAUNCH"
 def main() -> None:
     folder, name = sys.argv[1:]
     if seconds := os.environ.get(TIMEOUT):
-        os.environ[END] = str(time.time() - _age() + float(seconds))
+        age = 0.0
+        with suppress(OSError, ValueError, AttributeError):
+            fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
+            began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+        os.environ[END] = str(time.time() - age + float(seconds))
     import fsspec
 
     home = tempfile.mkdtemp(prefix="datatrove-ckpt-")
@@ -54,13 +59,6 @@ def main() -> None:
             json.dump(said, file)
         raise
     executor.run()
-
-
-def _age() -> float:
-    with suppress(OSError, ValueError, AttributeError):
-        fields = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return 0.0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -35,8 +35,8 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import secrets_among
 from datatrove_ckpt.errors import ConfigError, Preempted, printable
+from datatrove_ckpt.process import parent_watch, slurm_job
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
-from datatrove_ckpt.process.parent_watch import die_with_parent, managers
 from datatrove_ckpt.process.screen import exit_now
 from datatrove_ckpt.process.shutdown import SAME_EVENT, Shutdown, get_within
 from datatrove_ckpt.process.signals import (
@@ -46,13 +46,6 @@ from datatrove_ckpt.process.signals import (
     in_main_thread,
     may_handle,
     raise_again,
-)
-from datatrove_ckpt.process.slurm_job import (
-    is_time_up,
-    job_id_in_environment,
-    requeue_if_preempted,
-    slurm_deadline,
-    stop_time,
 )
 from datatrove_ckpt.process.workers import worker_slot
 
@@ -294,7 +287,7 @@ def has_time_for(drain_seconds: float, seconds: float) -> bool:
 
     True for the first rank.
     """
-    return not is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
+    return not slurm_job.is_time_up(drain_seconds + _MARGIN_SECONDS + seconds)
 
 
 class Preemption:
@@ -316,20 +309,20 @@ class Preemption:
         self._names = signals
         self._setting = notice
         self._notice = ""
-        self._watch: NoticeWatch | None = None
         self._handlers = Handlers(self._receive)
         self._received: list[int] = []
         self._interruptible = False
         self._is_one_of_many = rank_of_many() is not None
         # datatrove's executors have pools of multiprocessing.
         self._is_pool_worker = "PoolWorker" in multiprocess.current_process().name
-        self._managers = managers()
+        self._managers = parent_watch.managers()
+        self._watches = ExitStack()
 
     def __enter__(self) -> Self:
         if (host := host_loop()) is not None:
             host.attach(self.shutdown)
         if self._is_pool_worker:
-            die_with_parent()
+            parent_watch.die_with_parent()
             logger.info(
                 "This task runs in a worker of multiprocessing's pool: signals end it like kill "
                 "-9, without a drain. With datatrove_ckpt.LocalPipelineExecutor, tasks drain."
@@ -344,7 +337,8 @@ class Preemption:
         of_process = parent is not None and parent.handles_interrupt
         self.shutdown.handles_interrupt = of_process or signal.SIGINT in self._handlers.usual
         if self._setting is not None and not self._is_one_of_many:
-            self._watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
+            watch = NoticeWatch(self._setting, self.shutdown, self._notice_came)
+            self._watches.callback(watch.close)
         return self
 
     def __exit__(
@@ -355,8 +349,7 @@ class Preemption:
     ) -> None:
         if (host := host_loop()) is not None:
             host.detach()
-        if self._watch is not None:
-            self._watch.close()
+        self._watches.close()
         numbers = list(self._handlers.usual)
         self._handlers.restore()
         if not self.shutdown.is_requested:
@@ -450,11 +443,11 @@ class Preemption:
         for number in self._received:
             previous = self._handlers.usual.get(number)
             if callable(previous) and previous is not signal.default_int_handler:
-                with suppress(BaseException), job_id_in_environment():
+                with suppress(BaseException), slurm_job.job_id_in_environment():
                     previous(number, None)
             elif previous is signal.SIG_DFL:
                 with suppress(Exception):
-                    requeue_if_preempted()
+                    slurm_job.requeue_if_preempted()
         if self._received:
             return 128 + self._received[0]
         return 1
@@ -462,11 +455,11 @@ class Preemption:
     async def watch_time_limit(self) -> None:
         if self._is_one_of_many:
             return
-        end = await slurm_deadline()
+        end = await slurm_job.slurm_deadline()
         if end is None:
             return
         await asyncio.sleep(
-            stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time()
+            slurm_job.stop_time(end, self.shutdown.drain_seconds + _MARGIN_SECONDS) - time.time()
         )
         self.stop_for_time_limit()
 
@@ -481,9 +474,9 @@ class Preemption:
             )
             self.shutdown.raise_preempted()
 
-    def stop_before(self, end: float | None, reserve: float) -> None:
+    def stop_before(self, end: float, reserve: float) -> None:
         """Requests a stop if the job ends (``slurm_deadline``) within ``reserve`` seconds."""
-        if end is not None and time.time() >= stop_time(end, reserve):
+        if time.time() >= slurm_job.stop_time(end, reserve):
             self.stop_for_time_limit()
 
     def stop_for_time_limit(self) -> None:

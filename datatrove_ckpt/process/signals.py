@@ -92,8 +92,14 @@ class Handlers:
 
 
 class Interruption:
+    """Raises KeyboardInterrupt for a signal that would end the process.
+
+    Attributes:
+        number: the first signal that came; 0: none.
+    """
+
     def __init__(self, numbers: Iterable[int]) -> None:
-        self.number: int | None = None
+        self.number = 0
         self._numbers = set(numbers)
         self._handlers = Handlers(self._receive)
 

@@ -190,7 +190,7 @@ class Workers:
 
     Attributes:
         lost: the tasks that were given up, and why.
-        signal: the first signal that came.
+        signal: the first signal that came; 0: none.
     """
 
     context: BaseContext
@@ -203,7 +203,7 @@ class Workers:
 
     def __post_init__(self) -> None:
         self.lost: dict[int, str] = {}
-        self.signal: int | None = None
+        self.signal = 0
         self._numbers = sorted(filter(may_handle, set(self.numbers)))
         self._workers: list[_Process] = []
         self._tasks: deque[int] = deque()
@@ -250,12 +250,12 @@ class Workers:
             self._pass_on()
             self._kill_late()
             self._assign()
-        if self.signal is None and self._error is not None:
+        if not self.signal and self._error is not None:
             raise self._error
 
     @property
     def _stops(self) -> bool:
-        return self.signal is not None or self._error is not None
+        return self.signal > 0 or self._error is not None
 
     @property
     def _idle(self) -> int:
@@ -375,7 +375,7 @@ class Workers:
 
     def _receive(self, number: int) -> None:
         now = time.monotonic()
-        if self.signal is None:
+        if not self.signal:
             self.signal = number
             self._came = now
         elif now - self._came < SAME_EVENT:
@@ -391,9 +391,8 @@ class Workers:
         while self._to_pass_on:
             number = self._to_pass_on.popleft()
             busy = [worker for worker in self._workers if worker.tasks]
-            if self.signal is None:
-                why = "a task has failed"
-            else:
+            why = "a task has failed"
+            if self.signal:
                 why = signal.Signals(number).name
             if self._requests > 1:
                 why = f"{why} again, the drain is over"
@@ -401,7 +400,7 @@ class Workers:
                 tasks = plural(sum(len(worker.tasks) for worker in busy), "running task")
                 logger.warning(f"{why}: {tasks} must stop; what is finished is saved.")
             for worker in busy:
-                if not worker.is_failing or self.signal is not None:  # else its tasks drain already
+                if not worker.is_failing or self.signal:  # else its tasks drain already
                     worker.signal(number)
                 worker.ends_by = min(worker.ends_by, time.monotonic() + self.stop_seconds)
             for worker in self._workers:
@@ -511,7 +510,7 @@ class _Worker:
         self._connection = connection
         self._at_work: set[int] = set()
         self._has_failed = False  # as the parent knows
-        self._stop_signal: int | None = None
+        self._stop_signal = 0  # none came
         self._pid = os.getpid()
 
     def serve(self, run: Work, slot: int) -> None:
@@ -523,7 +522,7 @@ class _Worker:
                 (task,) = self._at_work
             self.failed(task, error)
         finally:
-            if self._stop_signal is not None:
+            if self._stop_signal:
                 self._send(Message("stopped", value=self._stop_signal))
             self._send(Message("closed"))
 
@@ -549,7 +548,7 @@ class _Worker:
             return None
         if task is not None:
             self._at_work.add(task)
-        if self._stop_signal is not None:  # it came before the task
+        if self._stop_signal:  # it came before the task
             self._at_work.clear()
             return None
         return task
@@ -562,7 +561,7 @@ class _Worker:
     def failed(self, task: int | None, error: BaseException) -> None:
         end_fork(self._pid, error)
         self._at_work.clear()
-        is_stopped = self._stop_signal is not None and (
+        is_stopped = self._stop_signal and (
             not isinstance(error, Exception) or isinstance(error, Preempted)
         )
         if not self._has_failed and not is_stopped:

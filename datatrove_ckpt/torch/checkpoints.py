@@ -42,6 +42,9 @@ import torch
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
+import datatrove_ckpt.torch.dataset as dataset
+import datatrove_ckpt.torch.policies as policies
+import datatrove_ckpt.torch.sharded as sharded
 from datatrove_ckpt.checkpoint.training_steps import (
     Manifest,
     StepName,
@@ -60,38 +63,10 @@ from datatrove_ckpt.errors import (
     ConfigError,
     StorageFailed,
 )
+from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
 from datatrove_ckpt.process.shutdown import SIGNALS
-from datatrove_ckpt.process.slurm_job import job_id, slurm_deadline
-from datatrove_ckpt.torch.dataset import epoch_of, restore
-from datatrove_ckpt.torch.policies import (
-    AnyOf,
-    Best,
-    EverySeconds,
-    EverySteps,
-    KeepPolicy,
-    Last,
-    Metrics,
-    Moment,
-    SavePolicy,
-    keep_policy,
-    save_policy,
-)
 from datatrove_ckpt.torch.ranks import Ranks
-from datatrove_ckpt.torch.sharded import (
-    METADATA,
-    States,
-    StateSnapshot,
-    contents_of,
-    give,
-    hashes,
-    load_parts,
-    not_plain,
-    outline,
-    random_state,
-    save_parts,
-    set_random_state,
-)
 from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.workers import keep_workers
@@ -151,11 +126,11 @@ class TrainingCheckpoints:
         folder: str | PathLike[str],
         remote: str | None = None,
         *,
-        save: SavePolicy | None = None,
+        save: policies.SavePolicy | None = None,
         every_steps: int | None = None,
         every_seconds: float | Literal["auto"] | None = None,
         mtbf_seconds: float | None = None,
-        keep: KeepPolicy | None = None,
+        keep: policies.KeepPolicy | None = None,
         keep_last: int | None = None,
         keep_best: int | None = None,
         keep_every: int | None = None,
@@ -163,16 +138,18 @@ class TrainingCheckpoints:
         asynchronous: bool = True,
         only_plain: bool = True,
     ) -> None:
-        self._save_policy = save_policy(save, every_steps, every_seconds, mtbf_seconds)
-        self._keep = keep_policy(keep, keep_last, keep_best, keep_every, best)
+        self._save_policy = policies.save_policy(save, every_steps, every_seconds, mtbf_seconds)
+        self._keep = policies.keep_policy(keep, keep_last, keep_best, keep_every, best)
         parts = self._keep.parts
-        self._lasting = AnyOf(tuple(part for part in parts if not isinstance(part, Last)))
-        self._best = next((part for part in parts if isinstance(part, Best)), None)
+        self._lasting = policies.AnyOf(
+            tuple(part for part in parts if not isinstance(part, policies.Last))
+        )
+        self._best = next((part for part in parts if isinstance(part, policies.Best)), None)
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
-        timed = (EverySteps, EverySeconds)
+        timed = (policies.EverySteps, policies.EverySeconds)
         own = [part for part in self._save_policy.parts if type(part) in timed]
         found = sorted(set(self._ranks.gather(str(own))))
         if len(found) > 1:
@@ -186,7 +163,8 @@ class TrainingCheckpoints:
         self._is_shared = not self._ranks.highest([owner])[0]
         self._epoch: int | None = 0
         self._told_epoch: int | None = None
-        self._restored_input: tuple[int, list[Any]] | None = None  # until a later step
+        self._restored_input: dict[int, list[Any]] = {}
+        """By its step. A loader that has not begun again knows less."""
         self.metrics = dict[str, float]()
         self._logged = set[str]()
         self._not_saved: Exception | None = None
@@ -194,7 +172,7 @@ class TrainingCheckpoints:
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
         self._curve_at = time.monotonic()
-        self._snapshot = StateSnapshot()
+        self._snapshot = sharded.StateSnapshot()
         self._damaged = set[StepName]()
         self._copied = StepName(-1, 0)
         self._pause = 0.0
@@ -205,7 +183,7 @@ class TrainingCheckpoints:
         self._last = StepName(0, 0)
         self._longest_step = 0.0
         self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
-        self._time_ends: float | None = None
+        self._time_ends = math.inf
         _not_left.add(self)
 
     def _begin_counting(self) -> None:
@@ -236,8 +214,8 @@ class TrainingCheckpoints:
     def __enter__(self) -> Self:
         self._preemption.__enter__()
         self._preemption.shutdown.call(self._hurry)
-        if job_id() is not None:
-            self._time_ends = asyncio.run(slurm_deadline())
+        if slurm_job.job_id() is not None:
+            self._time_ends = asyncio.run(slurm_job.slurm_deadline()) or math.inf
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -304,7 +282,7 @@ class TrainingCheckpoints:
         self._look_after -= 1
         if self._look_after <= 0:
             stops, again, times = self._look(now)
-        moment = Moment(step, self._last.step, *times)
+        moment = policies.Moment(step, self._last.step, *times)
         due = again or self._save_policy.is_due(moment)
         if stops:
             self.save(step, **what)
@@ -421,7 +399,7 @@ class TrainingCheckpoints:
         except StorageFailed as error:  # of all ranks
             self._failed(name, error)
             return
-        alike, parts = contents_of(states)
+        alike, parts = sharded.contents_of(states)
         if (writer is not None or parts) and not self._is_shared:
             raise ConfigError(
                 "save: a writer, or a state of FSDP, needs a folder that all nodes share."
@@ -439,9 +417,8 @@ class TrainingCheckpoints:
         if self._is_owner:
             if not self._steps.names():
                 self._warn_of_first(numbers, own_input)
-            known = self._restored_input
-            if loader is not None and known is not None and known[0] == step:
-                inputs = known[1]  # a loader that has not begun again knows less
+            if loader is not None:
+                inputs = self._restored_input.get(step, inputs)
             contents = {f"states/{key}.pt": content for key, content in alike.items()}
             contents |= {_RANDOM: generators, _INPUT: inputs}
         copies = [contents, parts]
@@ -456,19 +433,19 @@ class TrainingCheckpoints:
         self._writing.start(self._write, name, *copies, numbers, save)
 
     def _gather(
-        self, own_input: Contents | None, states: States, alike: Contents, parts: Contents
+        self, own_input: Contents | None, states: sharded.States, alike: Contents, parts: Contents
     ) -> tuple[list[Any], list[Any], str]:
         """Returns random states and input states of all ranks, and what identifies the save.
 
         Raises ConfigError if a state is refused, or differs between the ranks.
         """
-        outlines = {key: outline(content) for key, content in alike.items()}
+        outlines = {key: sharded.outline(content) for key, content in alike.items()}
         if not self._has_compared:
-            outlines |= hashes(states)
+            outlines |= sharded.hashes(states)
         problem = ""
         if self._only_plain:
-            problem = not_plain({"loader": own_input, **alike, **parts})
-        own = (random_state(), own_input, outlines, problem, uuid.uuid4().hex)
+            problem = sharded.not_plain({"loader": own_input, **alike, **parts})
+        own = (sharded.random_state(), own_input, outlines, problem, uuid.uuid4().hex)
         gathered = [list(each) for each in zip(*self._ranks.gather(own), strict=True)]
         generators, inputs, others, problems, saves = gathered
         problem = next(filter(None, problems), "")
@@ -504,7 +481,7 @@ class TrainingCheckpoints:
         if loader is None:
             return None
         refuse_shuffled(loader)
-        epoch = epoch_of(loader)
+        epoch = dataset.epoch_of(loader)
         if epoch is None:
             epoch = self._told_epoch
         return {"epoch": epoch, "loader": loader.state_dict()}
@@ -574,7 +551,7 @@ class TrainingCheckpoints:
         try:
             for key, content in parts.items():
                 folder = self._steps.folder / f".saving-{name}" / "states" / key
-                save_parts(content, folder, self._ranks.writing)
+                sharded.save_parts(content, folder, self._ranks.writing)
             if not self._is_owner:
                 self._not_saved = None
                 return
@@ -871,15 +848,15 @@ class TrainingCheckpoints:
         for key, state in states.items():
             folder = f"states/{key}"
             try:
-                if f"{folder}/{METADATA}" in saved:
+                if f"{folder}/{sharded.METADATA}" in saved:
                     path = self._steps.folder / str(name) / folder
-                    load_parts(key, states, path, self._ranks.group, self._only_plain)
+                    sharded.load_parts(key, states, path, self._ranks.group, self._only_plain)
                 elif isinstance(state, dict) and "param_groups" in state:
                     raise ConfigError(
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    give(state, self._steps.load(name, f"{folder}.pt"))
+                    sharded.give(state, self._steps.load(name, f"{folder}.pt"))
             except CkptError:
                 raise
             except Exception as error:
@@ -897,7 +874,7 @@ class TrainingCheckpoints:
             return
         generators = self._steps.load(name, _RANDOM)
         if len(generators) == self._ranks.size:
-            set_random_state(generators[self._ranks.rank])
+            sharded.set_random_state(generators[self._ranks.rank])
 
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
@@ -917,7 +894,7 @@ class TrainingCheckpoints:
         self._prepare(loader, name.step)
         if None in found:
             raise ConfigError(f"{name} was saved without a loader.")
-        self._restored_input = (name.step, found)
+        self._restored_input = {name.step: found}
         self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
         of_all_ranks = len(found) == self._ranks.size
@@ -925,7 +902,7 @@ class TrainingCheckpoints:
             own = states[self._ranks.rank]
             states.insert(0, own)  # ranks that read the same rows have equal states
         if is_counted(getattr(loader, "dataset", None)):
-            self._epoch = restore(loader, states)
+            self._epoch = dataset.restore(loader, states)
         elif of_all_ranks:
             has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
             if not has_ended:
@@ -994,7 +971,7 @@ class TrainingCheckpoints:
         # What may fail comes before the model changes, and what others see after it.
         self._ranks.together(partial(self._copy, old, new, changed, back))
         self._load(old, reader, states)
-        self._restored_input = None
+        self._restored_input.clear()
         if loader is not None and not skip_input:
             self._load_input(loader, old)
         self._ranks.gather(None)
@@ -1028,7 +1005,7 @@ class TrainingCheckpoints:
 _not_left: weakref.WeakSet[TrainingCheckpoints] = weakref.WeakSet()
 
 
-def _metrics(manifests: Mapping[StepName, Manifest]) -> Metrics:
+def _metrics(manifests: Mapping[StepName, Manifest]) -> policies.Metrics:
     return {name: manifest["metrics"] for name, manifest in manifests.items()}
 
 

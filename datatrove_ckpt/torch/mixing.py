@@ -19,10 +19,10 @@ from typing import Any, Literal
 from loguru import logger
 from xxhash import xxh3_64_intdigest
 
+import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.common.declared import check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
-from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, at_epoch, end_state
 from datatrove_ckpt.torch.states import Slot
 
 AtEnd = Literal["stop", "drop", "repeat"]
@@ -33,7 +33,7 @@ _END = object()
 _PASS = 32
 
 
-class Mix(StatefulWrapper):
+class Mix(stateful.StatefulWrapper):
     """Samples of several stateful iterables, drawn by weight.
 
     Each worker draws from its own shares of the sources. Another number of ranks or workers
@@ -58,7 +58,7 @@ class Mix(StatefulWrapper):
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[stateful.Source],
         weights: Sequence[float],
         seed: int = 0,
         at_end: AtEnd = "stop",
@@ -116,7 +116,7 @@ class Mix(StatefulWrapper):
     def begin_pass(self, source: _Source, epoch: int, state: State | None) -> None:
         source.iterable = self._sources[source.number]
         if self.at_end == "repeat":
-            source.iterable = at_epoch(source.iterable, epoch + (source.passes << _PASS))
+            source.iterable = stateful.at_epoch(source.iterable, epoch + (source.passes << _PASS))
         if state is not None:
             source.iterable.load_state_dict(state)
         source.iterator = iter(source.iterable)
@@ -195,7 +195,7 @@ class Mixing(Iterator[object]):
 
     def _end(self, source: _Source) -> None:
         source.has_ended = source.is_at_end = True
-        source.last = end_state(source.iterable)
+        source.last = stateful.end_state(source.iterable)
         if not source.has_given:
             logger.warning(
                 f"Source {source.number} of Mix ({type(source.iterable).__name__}) gave no sample."

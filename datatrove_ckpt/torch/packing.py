@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+import datatrove_ckpt.torch.stateful as stateful
 from datatrove_ckpt.common.declared import Count, check
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.torch.dataset import Epoch
-from datatrove_ckpt.torch.stateful import Source, StatefulWrapper, end_state
 from datatrove_ckpt.torch.states import Slot
 
 Tokens = npt.NDArray[Any]
@@ -31,7 +31,7 @@ Fill = int | Mapping[str, int]
 _FIRST = "first of its row"  # a column of our own
 
 
-class Pack(StatefulWrapper):
+class Pack(stateful.StatefulWrapper):
     """Samples of ``length`` tokens from rows of any length.
 
     Each worker packs its own share of the rows. Another number of ranks or workers continues with
@@ -57,7 +57,7 @@ class Pack(StatefulWrapper):
 
     def __init__(
         self,
-        source: Source,
+        source: stateful.Source,
         length: Count,
         columns: Sequence[str] = ("input_ids",),
         separator: Fill | None = None,
@@ -107,7 +107,9 @@ class Pack(StatefulWrapper):
 class Packing(Iterator[Columns]):
     """One pass of a ``Pack``. Holds less than one sample, and the rest of one row."""
 
-    def __init__(self, pack: Pack, source: Source, rests: Sequence[Columns], given: int) -> None:
+    def __init__(
+        self, pack: Pack, source: stateful.Source, rests: Sequence[Columns], given: int
+    ) -> None:
         self.finished = False
         self._pack = pack
         self._source = source
@@ -148,7 +150,7 @@ class Packing(Iterator[Columns]):
         rest = {name: _encoded(self._joined(name)[self._start :]) for name in self._names}
         state = {"finished": self.finished, "given": self._given, "rest": rest}
         if self.finished:
-            return state | {"source": end_state(self._source)}
+            return state | {"source": stateful.end_state(self._source)}
         return state | {"source": self._source.state_dict()}
 
     def _add(self, row: object) -> None:

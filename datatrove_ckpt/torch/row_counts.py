@@ -21,7 +21,7 @@ import orjson
 from loguru import logger
 from xxhash import xxh3_128_hexdigest
 
-from datatrove_ckpt.readers.block_file import FileIndex, Group
+from datatrove_ckpt.readers import block_file
 from datatrove_ckpt.readers.inputs import Inputs
 
 _VERSION = 3
@@ -74,17 +74,17 @@ class RowCounts:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def get(self, number: int) -> FileIndex | None:
+    def get(self, number: int) -> block_file.FileIndex | None:
         path = self._path(number)
         if path is None:
             return None
         with suppress(OSError, KeyError, TypeError, ValueError):
             found = orjson.loads(path.read_bytes())
-            groups = tuple(Group(*group) for group in found["groups"])
-            return FileIndex(groups, found["sequential"], b64decode(found["schema"]))
+            groups = tuple(block_file.Group(*group) for group in found["groups"])
+            return block_file.FileIndex(groups, found["sequential"], b64decode(found["schema"]))
         return None
 
-    def put(self, number: int, index: FileIndex) -> None:
+    def put(self, number: int, index: block_file.FileIndex) -> None:
         path = self._path(number)
         if path is None:
             return

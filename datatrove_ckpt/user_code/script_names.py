@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from loguru import logger
 
-from datatrove_ckpt.common.redaction import Veil, environment_secrets, is_surely_secret
+from datatrove_ckpt.common import redaction
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code.description import cells
 from datatrove_ckpt.user_code.own_modules import is_installed, own_modules, places_of
@@ -182,7 +182,7 @@ class _Look:
         self._objects: dict[int, object] = {}  # kept, so that no other object gets the id of one
         self._places: dict[int, str] = {}
         self._functions: dict[int, types.FunctionType] = {}
-        self._variables = environment_secrets(is_surely_secret)
+        self._variables = redaction.environment_secrets(redaction.is_surely_secret)
 
     def pickle(self, value: object) -> None:
         """Raises:
@@ -219,7 +219,7 @@ class _Look:
             names = getattr(getattr(thing.func, "__code__", None), "co_varnames", ())
             given = dict(zip(names, thing.args, strict=False))
             self._check("functools.partial", given | thing.keywords)
-        elif isinstance(thing, Veil):
+        elif isinstance(thing, redaction.Veil):
             self._places[id(thing.value)] = thing.name
         elif isinstance(thing, tuple) and hasattr(thing, "_asdict"):
             self._check(type(thing).__qualname__, thing._asdict())
@@ -234,11 +234,11 @@ class _Look:
             place = f"{owner}.{name}".lstrip(".")
             for part in parts:
                 self._places.setdefault(id(part), place)
-                if is_surely_secret(str(name), part):
+                if redaction.is_surely_secret(str(name), part):
                     self.found[place] = None
 
     def _check_text(self, place: str, text: str | bytes | bytearray) -> None:
-        if is_surely_secret("", text):
+        if redaction.is_surely_secret("", text):
             self.found[place] = None
         if isinstance(text, str):
             text = text.encode("utf-8", "surrogatepass")

@@ -32,6 +32,7 @@ Chain = tuple[str, ...]
 """A name, and the attributes that are taken of it: ``("words", "TABLE")``."""
 _IMPORT = ast.Import | ast.ImportFrom
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_ASSIGNMENT = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr
 _FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 NOTEBOOK = "<notebook>"
 CELL = re.compile(r"<(i?python-input)-.*>|.*[\\/]ipykernel_\d+[\\/].*")
@@ -228,7 +229,7 @@ class Statement:
         self.index = 0
         self.line = node.lineno
         decorators = getattr(node, "decorator_list", [])
-        self.lines = range(min(one.lineno for one in [node, *decorators]), node.end_lineno + 1)
+        self.lines = range(min(part.lineno for part in [node, *decorators]), node.end_lineno + 1)
         if not documented:
             node = _Undocumented().visit(node)
         self.node = node
@@ -239,38 +240,55 @@ class Statement:
         self.words = {*map(name_of, self._nodes)} - {""}
         self.texts = {*map(_pattern, self._nodes)} - {""}
         functions = self._of(ast.FunctionDef | ast.AsyncFunctionDef)
-        inside = {part for one in functions for line in one.body for part in ast.walk(line)}
+        bodies = [line for function in functions for line in function.body]
+        inside = {part for line in bodies for part in ast.walk(line)}
         self.texts_at_import = {*map(_pattern, {*self._nodes} - inside)}
-        self.imports = [one for each in self._of(_IMPORT) for one in _imports(each)]
+        self.imports = [taken for line in self._of(_IMPORT) for taken in _imports(line)]
         self.binds = self._binds()
-        keywords = [one.value for one in getattr(node, "keywords", ())]
-        self.bases = {*map(chain_of, [*getattr(node, "bases", ()), *keywords])} - {()}
-        # A call whose result is not used may change what it gets.
-        effects = [one.value for one in self._of(ast.Expr) if not self.is_definition]
-        called = [one for one in effects if not hasattr(builtins, name_of(one))]
-        called = [one for one in called if isinstance(one, ast.Call)]
-        self._changed = [one for one in self._of(_PART) if not isinstance(one.ctx, ast.Load)]
+        keywords = [keyword.value for keyword in getattr(node, "keywords", ())]
+        self.bases = _chains_of([*getattr(node, "bases", ()), *keywords])
+        self._changed = self._changed_parts()
+        calls = self._calls_for_effect()
+        called = [call.func for call in calls]
+        self.changes = _chains_of([*decorators, *called, *self._changed])
+        passing = [call for call in calls if isinstance(call.func, ast.Name)]
+        passed = [part for call in passing for part in ast.walk(call)]
+        self.passed = _chains_of(passed) - self.changes
+
+    def _changed_parts(self) -> list[Any]:
+        """Returns attributes and items that it sets or deletes, and what calls such as ``append``
+        change.
+        """
+        changed = [part for part in self._of(_PART) if not isinstance(part.ctx, ast.Load)]
         for call in self._calls:
             if name_of(call) in _CHANGING:
-                self._changed.append(call.func)
+                changed.append(call.func)
                 if isinstance(call.func, ast.Name):
-                    self._changed += ast.walk(call)
-        alone = [*decorators, *(one.func for one in called)]
-        self.changes = {*map(chain_of, [*alone, *self._changed])} - {()}
-        passed = [part for one in called if type(one.func) is ast.Name for part in ast.walk(one)]
-        self.passed = {*map(chain_of, passed)} - self.changes - {()}
+                    changed += ast.walk(call)
+        return changed
+
+    def _calls_for_effect(self) -> list[ast.Call]:
+        """Returns the calls whose result is not used: they may change what they get.
+
+        Not those of builtins, and none in a definition, which does not run yet.
+        """
+        if self.is_definition:
+            return []
+        values = [line.value for line in self._of(ast.Expr)]
+        calls = [value for value in values if isinstance(value, ast.Call)]
+        return [call for call in calls if not hasattr(builtins, name_of(call))]
 
     def number_of(self, code: types.CodeType) -> int:
         """Returns which of the functions of its name in the statement has this code; -1 for
         none.
         """
         codes = nested_codes(compile_tree([self.node]))
-        places = [[*one.co_positions()] for one in codes if one.co_name == code.co_name]
+        places = [[*other.co_positions()] for other in codes if other.co_name == code.co_name]
         place = [*code.co_positions()]
         return places.index(place) if place in places else -1
 
     def _of(self, kind: Any) -> list[Any]:
-        return [one for one in self._nodes if isinstance(one, kind)]
+        return [node for node in self._nodes if isinstance(node, kind)]
 
     @property
     def alias(self) -> str:
@@ -287,12 +305,12 @@ class Statement:
         return isinstance(value, ast.Call) and name_of(value) in _PACING
 
     def _binds(self) -> set[str]:
-        names = {name for one in self._of(ast.Global) for name in one.names}
+        names = {name for line in self._of(ast.Global) for name in line.names}
         if self.is_definition:
             return {self.node.name, *names}
-        names |= {name_of(one) for one in self._of(_DEFINITION)}
-        names |= {one.bound for one in self.imports}
-        stored = [one for one in self._nodes if isinstance(getattr(one, "ctx", None), ast.Store)]
+        names |= {*map(name_of, self._of(_DEFINITION))}
+        names |= {taken.bound for taken in self.imports}
+        stored = [node for node in self._nodes if isinstance(getattr(node, "ctx", None), ast.Store)]
         names |= {*map(name_of, stored)}
         if "globals" in self.words:
             names |= self.texts
@@ -306,27 +324,32 @@ class Statement:
         if self.is_import:
             return []
         known = loaded_names(compile_tree([self.node])) | self.binds
-        known |= {one.bound for one in self.imports}
-        inside = {id(one.value) for one in self._of(ast.Attribute)}
-        chains = [chain_of(one) for one in self._of(ast.expr) if id(one) not in inside]
-        return [*dict.fromkeys(one for one in chains if one and one[0] in known)]
+        known |= {taken.bound for taken in self.imports}
+        inside = {id(attribute.value) for attribute in self._of(ast.Attribute)}
+        chains = [chain_of(node) for node in self._of(ast.expr) if id(node) not in inside]
+        return [*dict.fromkeys(chain for chain in chains if chain and chain[0] in known)]
 
     @property
     def mutated(self) -> set[str]:
         """Returns names and attributes that it changes while it runs, except where objects are
         made.
         """
-        builders = [one for one in self._of(ast.FunctionDef) if one.name in _BUILDERS]
-        building = {part for one in builders for part in ast.walk(one)}
-        running = [chain_of(one) for one in self._changed if one not in building]
-        scopes = [one.names for one in self._of(ast.Nonlocal)]
+        functions = self._of(ast.FunctionDef)
+        builders = [function for function in functions if function.name in _BUILDERS]
+        building = {part for function in builders for part in ast.walk(function)}
+        running = [chain_of(part) for part in self._changed if part not in building]
+        scopes = [line.names for line in self._of(ast.Nonlocal)]
         return {name for names in [*running, *scopes] for name in names}
 
     @property
     def written(self) -> set[str]:
         """Returns the names in its calls that write files."""
-        writing = [one for one in self._calls if name_of(one) in _WRITING or _opens_to_write(one)]
-        return set[str]().union(*map(words_of, writing))
+        found: set[str] = set()
+        for call in self._calls:
+            opens = name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
+            if opens or name_of(call) in _WRITING:
+                found |= words_of(call)
+        return found
 
     @property
     def files(self) -> set[str]:
@@ -335,17 +358,20 @@ class Statement:
         """
         if self.written:
             return set()
-        reading = [one for one in self._calls if name_of(one) in READING]
-        named = {_pattern(part) for one in reading for part in ast.walk(one)}
+        reading = [call for call in self._calls if name_of(call) in READING]
+        named = {_pattern(part) for call in reading for part in ast.walk(call)}
         return named | {text for text in self.texts if _TEXT_FILE.fullmatch(text)}
 
     @property
     def assigned(self) -> list[tuple[set[str], set[str], set[str]]]:
         """Returns names that it binds anywhere inside, what their values call, and their words."""
-        values = self._of(
-            ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.keyword | _DEFINITION
-        )
-        return [(_targets(one), _called(one), words_of(one)) for one in values]
+        found: list[tuple[set[str], set[str], set[str]]] = []
+        for node in self._of(_ASSIGNMENT | ast.keyword | _DEFINITION):
+            targets = [*getattr(node, "targets", ()), getattr(node, "target", None)]
+            names = {name_of(node)}.union(*map(words_of, filter(None, targets)))
+            calls = {name_of(part) for part in ast.walk(node) if isinstance(part, ast.Call)}
+            found.append((names - {""}, calls, words_of(node)))
+        return found
 
     def takes_all(self, function: str, variable: str) -> bool:
         """Returns whether functions of a name take more than parts of a variable."""
@@ -353,13 +379,13 @@ class Statement:
             if getattr(node, "name", "<lambda>") != function:
                 continue
             inside = [*ast.walk(node)]
-            names = [one for one in inside if getattr(one, "id", "") == variable]
-            parts = [one for one in inside if isinstance(one, _PART)]
+            names = [name for name in inside if getattr(name, "id", "") == variable]
+            parts = [part for part in inside if isinstance(part, _PART)]
             taken = {
-                one.value
-                for one in parts
-                if isinstance(getattr(one, "slice", one), ast.Constant | ast.Attribute)
-                and name_of(one) not in _MAPPING
+                part.value
+                for part in parts
+                if isinstance(getattr(part, "slice", part), ast.Constant | ast.Attribute)
+                and name_of(part) not in _MAPPING
             }
             if not taken.issuperset(names):
                 return True
@@ -369,8 +395,8 @@ class Statement:
 def name_of(node: Any) -> str:
     if isinstance(node, ast.Call):
         return name_of(node.func)
-    found = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
-    return next((one for one in found if isinstance(one, str)), "")
+    fields = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
+    return next((name for name in fields if isinstance(name, str)), "")
 
 
 def _pattern(node: Any) -> str:
@@ -381,16 +407,8 @@ def _pattern(node: Any) -> str:
     return value if isinstance(node, ast.Constant) and isinstance(value, str) else ""
 
 
-def _opens_to_write(call: ast.Call) -> bool:
-    return name_of(call) == "open" and not _MODES.isdisjoint(map(_pattern, call.args))
-
-
 def words_of(node: ast.AST) -> set[str]:
     return {name_of(one) for one in ast.walk(node)} - {""}
-
-
-def _called(node: ast.AST) -> set[str]:
-    return {name_of(one) for one in ast.walk(node) if isinstance(one, ast.Call)}
 
 
 def chain_of(node: Any) -> Chain:
@@ -411,10 +429,8 @@ def chain_of(node: Any) -> Chain:
     return (node.id, *attributes)
 
 
-def _targets(node: Any) -> set[str]:
-    """Returns the names that an assignment, a definition or an argument gives to a value."""
-    targets = [*getattr(node, "targets", ()), *filter(None, [getattr(node, "target", None)])]
-    return {name_of(node)}.union(*map(words_of, targets)) - {""}
+def _chains_of(nodes: Iterable[Any]) -> set[Chain]:
+    return {*map(chain_of, nodes)} - {()}
 
 
 def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[Import]:
@@ -461,7 +477,10 @@ class CodeSource:
     def is_of(self, code: types.CodeType) -> bool:
         """Returns whether this is the source of a function: it may be edited, or not be there."""
         text = self.texts.get(code.co_filename)
-        if text and not _was_edited(code.co_filename):
+        changed_at = 0.0
+        with suppress(OSError):  # an archive, or a cell of a notebook
+            changed_at = os.stat(code.co_filename).st_mtime  # noqa: PTH116 (co_filename is text)
+        if text and changed_at <= _STARTED:
             return True
         codes = nested_codes(compile_tree(parse(text or "").body))
         return write_constant(code) in map(write_constant, codes)
@@ -502,14 +521,6 @@ class CodeSource:
         if name.isidentifier() and not self.holds(name):
             return []
         return self._named.get(name, [])
-
-
-def _was_edited(file: str) -> bool:
-    """Returns whether a file is newer than this process."""
-    try:
-        return os.stat(file).st_mtime > _STARTED  # noqa: PTH116 (co_filename is text)
-    except OSError:  # an archive, or a cell of a notebook
-        return False
 
 
 def _apart(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

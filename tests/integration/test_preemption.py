@@ -392,7 +392,7 @@ def ends_once_asked(server, monkeypatch):
         await until_async(lambda: server.payloads)
         return time.time() + 0.1
 
-    monkeypatch.setattr(preemption, "slurm_deadline", deadline)
+    monkeypatch.setattr(preemption.slurm_job, "slurm_deadline", deadline)
 
 
 @pytest.mark.parametrize("requeues", [True, False])

@@ -25,6 +25,7 @@ import datatrove_ckpt
 from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
+from datatrove_ckpt.cli.yaml_text import dump
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, names
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
@@ -110,55 +111,52 @@ def expanded(*overrides, **settings):
     }
 
 
-def test_every_setting_goes_where_it_belongs():
-    found = expanded(
-        "--limit=2",
-        "--max-tokens=60",
-        "--pipeline.1.drain_seconds=3",
-        max_concurrent_generations=8,
-        keep_answers=True,
-        finished_from=["old/output", "old/${rank}"],
-        answers_from="old/checkpoints",
-    )
-    assert found["reader"]["init_args"]["limit"] == 2
-    assert found["runner"]["config"]["default_generation_params"] == {"max_tokens": 60}
-    assert found["runner"]["config"]["max_concurrent_generations"] == 8
-    assert (found["runner"]["keep_answers"], found["runner"]["drain_seconds"]) == (True, 3)
-    assert found["runner"]["finished_from"] == ["old/output", "old/${rank}"]
-    assert found["runner"]["answers_from"] == "old/checkpoints"
-    assert (found["tasks"], found["logging_dir"]) == (1, "runs/x/logs")
+WRITTEN_OUT = {
+    "": (
+        "--input=documents/a.jsonl",
+        "--input=documents/*.jsonl",
+        "--input=zipped",
+        "--input=tables",
+        "--input=a[1].jsonl",
+        "--input=arrow/*",
+        "--input=sheet.csv",
+        "--input=notes",
+        "--input=mixed",
+        "--input=mixed/*.txt",
+        "--input=notes/a.md",
+        "--input=old",
+        "--input=old/A.CSV",
+        "--input=saved",
+        "--input=hf://datasets/o/n",
+        "--limit=2 --max-tokens=60 --pipeline.1.drain_seconds=3 --keep-answers=true",
+        "--max-concurrent-generations=8 --answers-from=old/checkpoints",
+        "'--finished-from=[old/output, \"old/${rank}\"]'",
+        "--json-schema=@schema.json",
+        "--prompt=null --prompt-column=a",
+        "--rollout=ChunkedRollout --max-chars-per-part=9",
+        "'--prompt=# {text}' --regex=#x",
+        "--prompt=null --rollout=mine.rollout",
+        "--prompt=null --rollout=mine.rollout --text-key=null",
+        "--prompt=null --task=embed --normalize=true",
+        "--task=classify --threshold=0.5",
+        "--endpoint=null --task=embed --server-type=sglang",
+        "--endpoint=null --task=embed '--model-kwargs={pooling_type: cls}'",
+        "--endpoint=null --model=o/m",
+        "--endpoint=null --model=o/m.gguf",
+    ),
+    "0,1": (
+        "--endpoint=null --model=package://p/m.gguf",
+        "--endpoint=null",
+        "--endpoint=null --tp=2",
+        "--endpoint=null --workers=2",
+        "--endpoint=null --task=embed '--model-kwargs={seed: 1, runner: auto}'",
+        "--endpoint=null --task=classify",
+    ),
+}
+"""Flags, by the GPUs of the machine."""
 
 
-@pytest.mark.parametrize(
-    ("given", "reader", "arguments"),
-    [
-        ("documents", "JsonlReader", {"data_folder": "documents", "glob_pattern": "**/*.jsonl*"}),
-        (
-            "documents/a.jsonl",
-            "JsonlReader",
-            {"data_folder": "documents", "glob_pattern": "a.json[l]"},
-        ),
-        (
-            "documents/*.jsonl",
-            "JsonlReader",
-            {"data_folder": "documents", "glob_pattern": "*.jsonl"},
-        ),
-        ("zipped", "JsonlReader", {"data_folder": "zipped", "glob_pattern": "**/*.jsonl*"}),
-        ("tables", "ParquetReader", {"data_folder": "tables", "glob_pattern": "**/*.parquet*"}),
-        ("a[1].jsonl", "JsonlReader", {"data_folder": ".", "glob_pattern": "a[[]1].json[l]"}),
-        ("arrow/*", "IpcReader", {"data_folder": "arrow", "glob_pattern": "*"}),
-        ("sheet.csv", "CSVReader", {"data_folder": ".", "glob_pattern": "sheet.cs[v]"}),
-        ("notes", "TextReader", {"data_folder": "notes", "glob_pattern": "**/*.md*"}),
-        ("mixed", "TextReader", {"data_folder": "mixed", "glob_pattern": "**/*"}),
-        ("mixed/*.txt", "TextReader", {"data_folder": "mixed", "glob_pattern": "*.txt"}),
-        ("notes/a.md", "TextReader", {"data_folder": "notes", "glob_pattern": "a.m[d]"}),
-        ("old", "CSVReader", {"data_folder": "old", "glob_pattern": "**/*.CSV*"}),
-        ("old/A.CSV", "CSVReader", {"data_folder": "old", "glob_pattern": "A.CS[V]"}),
-        ("saved", "HuggingFaceDatasetReader", {"dataset": "saved", "load_from_disk": True}),
-        ("hf://datasets/o/n", "HuggingFaceDatasetReader", {"dataset": "o/n", "streaming": True}),
-    ],
-)
-def test_the_reader_is_told_by_looking(given, reader, arguments):
+def test_a_job_is_written_out_in_the_long_form(monkeypatch):
     for name in (
         "zipped/a.jsonl.gz",
         "tables/deep/a.parquet",
@@ -171,14 +169,20 @@ def test_the_reader_is_told_by_looking(given, reader, arguments):
         "mixed/a.md",
         "mixed/b.txt",
         "old/A.CSV",
+        "saved/dataset_info.json",
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
-    Path("saved").mkdir()
-    Path("saved/dataset_info.json").touch()
-    found = expanded(input=given)["reader"]
-    assert found["class_path"] == reader
-    assert arguments.items() <= found["init_args"].items()
+    Path("schema.json").write_text('{"type": "object"}')
+    write()
+    plain = dump(read_config("job.yaml", []))
+    golden.hold("long_form", "the job itself", plain)
+    for gpus, jobs in WRITTEN_OUT.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        for flags in jobs:
+            lines = dump(read_config("job.yaml", shlex.split(flags))).splitlines()
+            changed = [line for line in lines if line not in plain.splitlines()]
+            golden.hold("long_form", f"{gpus} {flags}".strip(), "\n".join(changed))
 
 
 MISTAKES = (
@@ -279,64 +283,7 @@ def test_values_of_a_file_that_cannot_be(settings, message):
     assert "word" not in str(refused.value)
 
 
-def test_the_engine_follows_the_machine(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = expanded(endpoint=None, model="o/m")["runner"]["config"]
-    assert (config["server_type"], config["model_name_or_path"]) == ("llamacpp", "hf://o/m")
-    assert (
-        expanded(endpoint=None, model="o/m.gguf")["runner"]["config"]["model_name_or_path"]
-        == "o/m.gguf"
-    )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    gguf = expanded(endpoint=None, model="package://p/m.gguf")["runner"]["config"]
-    assert gguf["server_type"] == "llamacpp", "no other engine takes that"
-    config = expanded(endpoint=None)["runner"]["config"]
-    assert (config["server_type"], config["replicas"]) == ("vllm", 2)
-    assert "replicas" not in expanded("--tp=2", endpoint=None)["runner"]["config"]
-    assert expanded(endpoint=None, workers=2)["runner"]["config"].get("replicas", 1) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "settings", "name", "arguments"),
-    [
-        ("--json-schema=@schema.json", {}, "PromptRollout", {"json_schema": {"type": "object"}}),
-        ("--prompt-column=a", {"prompt": None}, "PromptRollout", {"prompt_column": "a"}),
-        ("--max-chars-per-part=9", {"rollout": "ChunkedRollout"}, "ChunkedRollout", {"max_chars_per_part": 9}),
-        ("'--prompt=# {text}' --regex=#x", {}, "PromptRollout", {"prompt": "# {text}", "regex": "#x"}),
-        ("--normalize=true", {"prompt": None, "task": "embed"}, "EmbedRollout", {"column": "embedding", "normalize": True}),
-        ("--threshold=0.5", {"task": "classify"}, "ClassifyRollout", {"threshold": 0.5}),
-    ],
-)  # fmt: skip
-def test_a_ready_made_rollout_takes_its_settings_by_name(flags, settings, name, arguments):
-    """A text on the command line may begin as a comment does."""
-    Path("schema.json").write_text('{"type": "object"}')
-    prompt = {} if "prompt" in settings else {"prompt": "Say {text}"}
-    rollout = expanded(*shlex.split(flags), **settings)["runner"]["rollout_fn"]
-    assert rollout == {"class_path": name, "init_args": prompt | arguments}
-
-
 # tasks -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("task", "server_type", "given", "flags"),
-    [
-        ("embed", "vllm", {}, {"runner": "pooling"}),
-        ("embed", "vllm", {"seed": 1, "runner": "auto"}, {"runner": "auto", "seed": 1}),
-        ("classify", "vllm", {}, {"runner": "pooling"}),
-        ("embed", "sglang", {}, {"is-embedding": True}),
-        ("embed", "llamacpp", {"pooling_type": "cls"}, {"embedding": True, "pooling_type": "cls"}),
-    ],
-)
-def test_a_server_that_is_started_for_a_task_gets_its_flags(task, server_type, given, flags):
-    settings = {
-        "prompt": None,
-        "endpoint": None,
-        "task": task,
-        "server_type": server_type,
-        "model_kwargs": given,
-    }
-    assert expanded(**settings)["runner"]["config"]["model_kwargs"] == flags
 
 
 def test_embeddings_are_tried_run_resumed_and_shown(server, command):
@@ -787,13 +734,6 @@ def test_a_run_that_began_with_texts_alone_goes_on_so(in_two):
     )
     asked, _ = in_two(["3"], first=["--text-key=text"], prompt="{q}")
     assert asked == ["1", "3", "3"]
-
-
-def test_a_rollout_function_gets_documents_with_a_text_unless_none_is_needed():
-    Path("mine.py").write_text("async def rollout(document, generate):\n    return None\n")
-    given = {"prompt": None, "rollout": "mine.rollout"}
-    assert "text_key" not in expanded(**given)["reader"]["init_args"]
-    assert expanded("--text-key=null", **given)["reader"]["init_args"]["text_key"] is None
 
 
 def test_another_text_key_is_refused_though_it_is_null(tmp_path):

@@ -357,7 +357,7 @@ def test_a_signal_that_another_thread_gets_is_noticed_at_once(tmp_path):
     def signal_this_thread():
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         patience = Patience(20)
-        while not (noticed := workers.signal is not None) and not patience.over():
+        while not (noticed := workers.signal > 0) and not patience.over():
             time.sleep(0.001)
         was_noticed.append(noticed)
         if not noticed:
@@ -390,7 +390,7 @@ def test_a_task_that_ignores_everything_is_killed_after_the_second_signal(tmp_pa
         lambda: until_there(tmp_path / "started"),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
         # Two that wait together are one to Python.
-        lambda: until(lambda: workers.signal is not None),
+        lambda: until(lambda: workers.signal),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
     with workers:
@@ -430,7 +430,7 @@ def test_signals_that_this_process_ignores_stay_ignored():
         with group(lambda slot, task: signal.getsignal(signal.SIGINT) is signal.SIG_IGN) as workers:
             os.kill(os.getpid(), signal.SIGINT)
             assert dict(workers.run([1])) == {1: True}
-        assert workers.signal is None
+        assert not workers.signal
     finally:
         signal.signal(signal.SIGINT, previous)
 

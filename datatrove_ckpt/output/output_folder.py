@@ -21,9 +21,9 @@ from typing import TypeVar
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import recorded_output
-from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
@@ -115,7 +115,7 @@ class OutputFolder:
         Raises:
             OutputMismatch: committed files are not in this folder, or it belongs to another run.
         """
-        ranks = rank_numbers(self.root)
+        ranks = layout.rank_numbers(self.root)
         committed = self.by_name(RankCommits(self.root, rank) for rank in ranks)
         if committed:
             self.refuse_lost(committed, self.look(committed, contents=False))
@@ -170,9 +170,8 @@ class OutputFolder:
         if contents:
             for name in found.touched:
                 one = committed[name]
-                commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[
-                    one.chunk_index
-                ]
+                folder = layout.rank_folder(self.root / one.root, one.rank)
+                commit = read_commits(folder / layout.COMMITS)[one.chunk_index]
                 kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
                 if kept != self._hash(name):
                     found.altered.add(name)

@@ -36,8 +36,7 @@ import xxhash
 from datatrove.io import DataFolder
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import HOME, OWNER
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
@@ -84,7 +83,7 @@ class Homes(NamedTuple):
 
     @property
     def kept(self) -> OutputOwner | None:
-        path = self.root / HOME
+        path = self.root / layout.HOME
         if not path.exists():
             return None
         return OutputOwner(**orjson.loads(path.read_bytes()))
@@ -126,7 +125,7 @@ class Homes(NamedTuple):
 
     def keep(self, owner: OutputOwner) -> OutputOwner:
         """Records the run, unless another rank has, and returns the record."""
-        path = self.root / HOME
+        path = self.root / layout.HOME
         if not path.exists():
             files.keep_first(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
         return self.kept or owner
@@ -145,7 +144,7 @@ class OutputOwnership:
         self._template = template
         self._homes = homes
         self._record = _record(
-            folder, f"{OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}"
+            folder, f"{layout.OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}"
         )
 
     def check(self, is_unused: Callable[[], bool] = lambda: False) -> bool:
@@ -220,10 +219,10 @@ def owners_of(folder: DataFolder) -> list[OutputOwner]:
 
     Raises OSError.
     """
-    pattern = folder.fs._strip_protocol(_record(folder, f"{OWNER}*").place)
+    pattern = folder.fs._strip_protocol(_record(folder, f"{layout.OWNER}*").place)
     with file_system_call():
         names = folder.fs.glob(pattern)
-    records = (_record(folder, OWNER + name.rpartition(OWNER)[2]) for name in names)
+    records = (_record(folder, layout.OWNER + name.rpartition(layout.OWNER)[2]) for name in names)
     return [*filter(None, (record.read() for record in records))]
 
 

@@ -224,7 +224,7 @@ class Progress(_Record):
         if self.total.tiers:
             found |= {"tier": self.total.tiers, "own_tier": self.own.tiers}
         if self.skipped:
-            found["skip"] = list(self.skipped)
+            found["skip"] = self.skipped.numbers()
         return found
 
     @classmethod
@@ -242,7 +242,7 @@ class Progress(_Record):
             wait=Wait.from_json(data.get("w", ())),
             silence=Silence(*data["out"]),
             position=InputPosition(*data["pos"]),
-            skipped=SkippedLines.from_json(data.get("skip", ())),
+            skipped=SkippedLines.of_numbers(data.get("skip", ())),
         )
 
 

@@ -53,7 +53,7 @@ class ShardRecord:
         readers = [
             asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers
         ]
-        content: JsonObject = {"skipped": list(self.skipped), "readers": readers}
+        content: JsonObject = {"skipped": self.skipped.numbers(), "readers": readers}
         if self.pipeline is not None:
             content["pipeline"] = list(map(asdict, self.pipeline))
         return content
@@ -70,7 +70,7 @@ class ShardRecord:
             content = read_shard(path)
             if "readers" not in content or content.get("version") != SHARD_VERSION:
                 return None
-            record = cls(skipped=SkippedLines.from_json(content["skipped"]))
+            record = cls(skipped=SkippedLines.of_numbers(content["skipped"]))
             for reader in content["readers"]:
                 files = list(itertools.starmap(FileRecord, reader["files"]))
                 record.readers.append(ReaderRecord(**(reader | {"files": files})))

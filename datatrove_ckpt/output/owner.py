@@ -256,7 +256,7 @@ class _OwnerRecord:
     place: str
 
     def read(self) -> OutputOwner | None:
-        data = self._read()
+        data = self.content()
         if data is None:
             return None
         try:
@@ -271,7 +271,7 @@ class _OwnerRecord:
     def remove(self) -> None:
         raise NotImplementedError
 
-    def _read(self) -> bytes | None:
+    def content(self) -> bytes | None:
         raise NotImplementedError
 
 
@@ -280,7 +280,7 @@ class _LocalRecord(_OwnerRecord):
         self._path = path
         self.place = str(path)
 
-    def _read(self) -> bytes | None:
+    def content(self) -> bytes | None:
         with explained("read", self._path):
             if not self._path.exists():
                 return None
@@ -304,7 +304,7 @@ class _StoredRecord(_OwnerRecord):
         self._store = ObjectStore(url, options=options)
         self.place = place
 
-    def _read(self) -> bytes | None:
+    def content(self) -> bytes | None:
         return self._store.read(self._name, _MOST_BYTES)
 
     def create(self, data: bytes) -> None:
@@ -322,7 +322,7 @@ class _HubRecord(_OwnerRecord):
         self._path = path
         self.place = f"{self._hub.url}/{path}"
 
-    def _read(self) -> bytes | None:
+    def content(self) -> bytes | None:
         try:
             found = self._hub.look_up([self._path])
         except OSError as error:

@@ -109,7 +109,8 @@ class OutputTarget(Placement):
     """Where a rank's files are published. ``staging`` is the folder in which they are written
     first.
 
-    A file that is there is replaced only if the rank's intents name its content.
+    A file that is there is replaced only if the rank's intents name its content. Targets differ in
+    ``create``, ``replace``, ``settle_names``, ``stamp`` and ``hash_of``.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
@@ -129,7 +130,7 @@ class OutputTarget(Placement):
         intents.add({name: file.hexdigest() for name, file in finished})
         created = []
         for name, file in finished:
-            if self._create(file.path, name):
+            if self.create(file.path, name):
                 created.append(name)
                 continue
             there = self.hash_of(name)
@@ -138,26 +139,26 @@ class OutputTarget(Placement):
                     remove_file(self._folder, one)
                 raise other_content(self._folder.resolve_paths(""), [name])
             if there != file.hexdigest():
-                self._replace(file.path, name)
-        self._settle_names(staged.finished)
+                self.replace(file.path, name)
+        self.settle_names(staged.finished)
         published = [
-            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name), rows=file.rows)
+            OutputFile(name, file.size, file.hexdigest(), stamp=self.stamp(name), rows=file.rows)
             for name, file in finished
         ]
         files.disk.remove_tree(staged.folder)
         return published
 
-    def _create(self, staged: Path, name: str) -> bool:
+    def create(self, staged: Path, name: str) -> bool:
         """Publishes one file and returns True, unless a file has its name."""
         raise NotImplementedError
 
-    def _replace(self, staged: Path, name: str) -> None:
+    def replace(self, staged: Path, name: str) -> None:
         raise NotImplementedError
 
-    def _settle_names(self, names: Iterable[str]) -> None:
+    def settle_names(self, names: Iterable[str]) -> None:
         """Returns when the names of published files survive a power loss."""
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
@@ -187,13 +188,13 @@ class LocalTarget(OutputTarget):
         self._root = Path(folder.resolve_paths("")).absolute()
         self._beside = self._root / STAGING / name
 
-    def _create(self, staged: Path, name: str) -> bool:
+    def create(self, staged: Path, name: str) -> bool:
         final = self._root / name
         files.disk.make_dirs(final.parent)
         self._take_group(staged, final.parent)
         return self._named(files.disk.put_new, staged, final)
 
-    def _replace(self, staged: Path, name: str) -> None:
+    def replace(self, staged: Path, name: str) -> None:
         self._named(files.disk.rename, staged, self._root / name)
 
     def _named(self, name: Callable[[Path, Path], T], staged: Path, final: Path) -> T:
@@ -222,14 +223,14 @@ class LocalTarget(OutputTarget):
             with suppress(OSError):
                 os.chown(path, -1, status.st_gid)
 
-    def _settle_names(self, names: Iterable[str]) -> None:
+    def settle_names(self, names: Iterable[str]) -> None:
         sync_parents(self._root, names)
 
     def hash_of(self, name: str) -> str:
         with explained("read", self._root / name):
             return content_hash(self._folder, name)
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         with explained("look at", self._root / name):
             return local_stamp((self._root / name).stat())
 
@@ -254,14 +255,14 @@ class RemoteTarget(OutputTarget):
         """Calls until it works. ``sent``: in bytes."""
         return self._calls.retry(what, call, lease=self._lease)
 
-    def _create(self, staged: Path, name: str) -> bool:
+    def create(self, staged: Path, name: str) -> bool:
         if self._look_up(name):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
         return self.upload(staged, name)
 
-    def _replace(self, staged: Path, name: str) -> None:
+    def replace(self, staged: Path, name: str) -> None:
         self.upload(staged, name)
 
     def upload(self, local: Path, name: str, **options: object) -> bool:
@@ -297,7 +298,7 @@ class RemoteTarget(OutputTarget):
             return self._put(local, name, **options)
         return True
 
-    def _info(self, name: str) -> Info:
+    def info(self, name: str) -> Info:
         self._folder.invalidate_cache(name)
         info: Info = self._folder.info(name)
         return info
@@ -306,7 +307,7 @@ class RemoteTarget(OutputTarget):
         what = f"{self._folder.resolve_paths(name)} cannot be read"
         return self._retry(what, partial(content_hash, self._folder, name))
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
 
     def _look_up(self, name: str) -> Info:
@@ -314,7 +315,7 @@ class RemoteTarget(OutputTarget):
 
         def look() -> Info:
             try:
-                return self._info(name)
+                return self.info(name)
             except FileNotFoundError:
                 return {}
 
@@ -354,7 +355,7 @@ class S3Target(RemoteTarget):
             self._abort_open_uploads({name})  # of failed attempts
         return is_uploaded
 
-    def _info(self, name: str) -> Info:
+    def info(self, name: str) -> Info:
         head = self._call("head_object", name)  # ``info`` may answer from a cached listing
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
@@ -430,13 +431,13 @@ class BucketTarget(RemoteTarget):
         self._retry(f"{name} could not be uploaded", send, local.stat().st_size)
         return True
 
-    def _info(self, name: str) -> Info:
+    def info(self, name: str) -> Info:
         found = self._reads.folder.look_up([name])
         if name not in found:
             raise FileNotFoundError(name)
         return vars(found[name])
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         # A new file may not be listed yet.
         return int(self._look_up(name).get("stamp", 0))
 
@@ -492,7 +493,7 @@ class HubTarget(OutputTarget):
         self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt hub", daemon=True)
 
     # publisher's thread --------------------------------------------------------------------------
 
@@ -568,10 +569,7 @@ class HubTarget(OutputTarget):
             if not self._queue:
                 self._waiting_since = time.monotonic()
             self._queue += [(file, chunk) for file in uploaded]
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="datatrove-ckpt hub", daemon=True
-                )
+            if self._thread.ident is None:  # not started
                 self._thread.start()
             self._change.notify_all()
 

@@ -104,7 +104,7 @@ def test_temporary_errors_are_retried(files, folder, local, log):
     )
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
-    assert not folder._create(local, "a")
+    assert not folder.create(local, "a")
     assert len([line for line in log if "Next attempt in" in line]) == 4
     assert "a could not be uploaded: ConnectionResetError: reset. Next attempt in " in log[0]
     assert log[0].endswith(", for 5 min at most.\n")

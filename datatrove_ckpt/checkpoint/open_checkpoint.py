@@ -334,7 +334,7 @@ class OpenCheckpoint:
         self._chunks.end_of_input()
         content = {**(shard or {}), "documents": self._chunks.documents}
         # This is done before ``close`` returns.
-        self._storage.call(partial(self._files.write_shard, content))
+        self._storage.call(self._files.write_shard, content)
         self._storage.call(self._publisher.no_more)
 
     def hurry(self) -> None:
@@ -396,7 +396,7 @@ class OpenCheckpoint:
 
     def change(self, change: Callable[[RankFiles], T]) -> T:
         """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""
-        return self._storage.ask(partial(change, self._files))
+        return self._storage.ask(change, self._files)
 
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""
@@ -413,7 +413,7 @@ class OpenCheckpoint:
             if isinstance(record, Progress):
                 record.in_work = self._admitted - self._finished
         if records and self._storage.error is None:
-            self._storage.call(partial(self._files.note, records))
+            self._storage.call(self._files.note, records)
 
     def fill_in(self, progress: Progress) -> None:
         progress.in_work = self._admitted - self._finished
@@ -423,10 +423,10 @@ class OpenCheckpoint:
         """Describes the checkpoint now, with the answers put after number ``since``. Waits for the
         storage thread.
         """
-        return self._storage.ask(partial(self._files.snapshot, since))
+        return self._storage.ask(self._files.snapshot, since)
 
     def _commit(self, chunk: Chunk) -> None:
-        self._storage.call(partial(self._files.commit, chunk))
+        self._storage.call(self._files.commit, chunk)
 
 
 # how a rank is taken -----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from itertools import takewhile
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -98,7 +97,9 @@ class file_system_call:
         self._outer = sys.exception()  # belongs to the caller, and keeps its frames
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for cause in takewhile(lambda cause: cause is not self._outer, causes(error)):
+        for cause in causes(error):
+            if cause is self._outer:
+                break
             cause.__traceback__ = None
         if isinstance(error, Exception) and not isinstance(error, OSError | CkptError):
             raise FileSystemFailed(error_text(error)) from error

@@ -33,8 +33,7 @@ from typing import NamedTuple
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, read_run, settings_in
+from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
@@ -191,7 +190,7 @@ class BatchLog:
         run: digest of the run's identity.
     """
 
-    def __init__(self, folder: Path, fence: Fence, run: str = "") -> None:
+    def __init__(self, folder: Path, fence: identity.Fence, run: str = "") -> None:
         self._fence = fence
         self._run = run
         self._parked: list[_Parked] = []
@@ -287,8 +286,8 @@ def give_up(folder: Path, number: int) -> None:
     """
     lock = files.Lock(folder / layout.LOCK)
     try:
-        settings = settings_in(read_run(folder / layout.RUN))
-        log = BatchLog(folder, RunClaim(folder, RunIdentity(settings)).take())
+        settings = identity.settings_in(identity.read_run(folder / layout.RUN))
+        log = BatchLog(folder, identity.RunClaim(folder, identity.RunIdentity(settings)).take())
         log.note(number, "dropped")
     finally:
         lock.release()

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint import files, history, layout
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
-from datatrove_ckpt.checkpoint.history import End, HistoryLog, Progress, Record, Start
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
@@ -140,7 +139,7 @@ class RankFiles:
         """Number of chunks that this process committed."""
         self._journals = dict(point.journals)
         self._dead_letters = files.AppendFile(self.folder / layout.DEAD_LETTERS)
-        self._history = HistoryLog(self.folder / layout.HISTORY, self.fence.number)
+        self._history = history.HistoryLog(self.folder / layout.HISTORY, self.fence.number)
         self._chunks_before = len(self.log.commits)
         self._unbroken = point.next_chunk
         self._dirty: dict[Path, ChunkJournal] = {}
@@ -274,21 +273,25 @@ class RankFiles:
     # history -------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        start = Start(host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__)
-        self.note([start, Progress()])
+        start = history.Start(
+            host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__
+        )
+        self.note([start, history.Progress()])
 
-    def note(self, records: Sequence[Record]) -> None:
+    def note(self, records: Sequence[history.Record]) -> None:
         """Appends to the history, with the time and the documents of all attempts."""
         self.fence.check(thorough=True)
-        is_done = any(isinstance(record, End) and record.why == "done" for record in records)
+        is_done = any(
+            isinstance(record, history.End) and record.why == "done" for record in records
+        )
         for record in records:
             record.at = record.at or unix_seconds()
-            if isinstance(record, Progress):
+            if isinstance(record, history.Progress):
                 self.fill_in(record, is_done)
         self._plan_sync()
         self._history.append(records)
 
-    def fill_in(self, progress: Progress, is_done: bool = False) -> None:
+    def fill_in(self, progress: history.Progress, is_done: bool = False) -> None:
         """Sets the fields that only this side knows. In another thread, their moments may differ
         slightly.
 

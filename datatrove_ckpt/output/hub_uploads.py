@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_line
 from datatrove_ckpt.output.committed import FoundFiles
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.names import plain
@@ -95,7 +94,7 @@ class HubReads:
         self,
         what: str,
         call: Callable[[], T],
-        policy: RetryPolicy | None = None,
+        policy: retrying.RetryPolicy | None = None,
         at_most_seconds: float | None = None,
     ) -> T:
         """Calls until it works.
@@ -123,7 +122,7 @@ class HubReads:
         self,
         call: Callable[[], FoundFiles],
         files: Iterable[OutputFile],
-        policy: RetryPolicy | None = None,
+        policy: retrying.RetryPolicy | None = None,
     ) -> FoundFiles:
         """Lists the folder, and looks up missing files again."""
         found = self.looked("cannot be listed", call, policy)
@@ -167,6 +166,6 @@ def seconds_to_send(size: int) -> float:
 
 
 def hub_failure(error: BaseException) -> str:
-    if http_status(error) in (409, 412):
-        return f"another process committed at the same moment (HTTP {http_status(error)})"
-    return library_line(error)
+    if retrying.http_status(error) in (409, 412):
+        return f"another process committed at the same moment (HTTP {retrying.http_status(error)})"
+    return retrying.library_line(error)

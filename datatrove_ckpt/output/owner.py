@@ -38,8 +38,8 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
@@ -198,9 +198,9 @@ class OutputOwnership:
             self.check()
         except PermissionError as error:
             logger.warning(
-                f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows "
-                f"other runs that {self._folder.resolve_paths('')} belongs to this run: start no "
-                "other run into it."
+                f"{self._record.place} cannot be written ({retrying.failure_line(error)}), so "
+                f"nothing shows other runs that {self._folder.resolve_paths('')} belongs to this "
+                "run: start no other run into it."
             )
 
     def _refusal(self, owner: OutputOwner) -> OutputMismatch:
@@ -220,7 +220,7 @@ def owners_of(folder: DataFolder) -> list[OutputOwner]:
     Raises OSError.
     """
     pattern = folder.fs._strip_protocol(_record(folder, f"{layout.OWNER}*").place)
-    with file_system_call():
+    with retrying.file_system_call():
         names = folder.fs.glob(pattern)
     records = (_record(folder, layout.OWNER + name.rpartition(layout.OWNER)[2]) for name in names)
     return [*filter(None, (record.read() for record in records))]
@@ -351,7 +351,7 @@ class _HubRecord(_OwnerRecord):
         try:
             commit(head=head)
         except OSError as error:
-            status = http_status(error)
+            status = retrying.http_status(error)
             if status == 429 and not is_there:  # each commit of files compares, too
                 raise PermissionError(str(error)) from error
             if status != _MISMATCH:  # another rank or run was first

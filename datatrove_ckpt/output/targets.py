@@ -60,14 +60,6 @@ from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
-from datatrove_ckpt.common.retrying import (
-    Attempts,
-    failure_line,
-    file_system_call,
-    http_status,
-    is_taken,
-    s3_code,
-)
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import (
     FoundFiles,
@@ -290,9 +282,10 @@ class RemoteTarget(OutputTarget):
         try:
             self._folder.put_file(str(local), name, **options)
         except OSError as error:
-            if is_taken(error):
+            if retrying.is_taken(error):
                 return False
-            if http_status(error) != HTTPStatus.NOT_IMPLEMENTED or not options.pop("mode", None):
+            is_unknown = retrying.http_status(error) == HTTPStatus.NOT_IMPLEMENTED
+            if not is_unknown or not options.pop("mode", None):
                 raise
             self._creates_once = False  # a store that knows no conditions
             return self._put(local, name, **options)
@@ -394,7 +387,7 @@ class S3Target(RemoteTarget):
             try:
                 self._call("abort_multipart_upload", name, UploadId=upload)
             except FileNotFoundError as error:
-                if s3_code(error) != "NoSuchUpload":
+                if retrying.s3_code(error) != "NoSuchUpload":
                     raise
 
         self._retry(
@@ -588,7 +581,7 @@ class HubTarget(OutputTarget):
     # own thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        attempts = Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
+        attempts = retrying.Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
         try:
             while batch := self._next_batch():
                 self._commit(batch, attempts)
@@ -623,7 +616,9 @@ class HubTarget(OutputTarget):
             batch.append((file, chunk))
         return batch
 
-    def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
+    def _commit(
+        self, batch: list[tuple[UploadedFile, _Chunk]], attempts: retrying.Attempts
+    ) -> None:
         self._lease.check()
         try:
             history = self._calls.run(self._look_at_history, ANSWER_SECONDS)
@@ -743,14 +738,15 @@ def remove_file(folder: DataFolder, name: str) -> None:
         files.disk.remove(Path(folder.resolve_paths(name)))
         return
     try:
-        with file_system_call():
+        with retrying.file_system_call():
             folder.rm_file(name)
     except FileNotFoundError:
         return
     except OSError as error:
         where = folder.resolve_paths(name)
         raise OutputFailed(
-            f"{where} could not be removed: {failure_line(error)}. Run the same command again."
+            f"{where} could not be removed: {retrying.failure_line(error)}. Run the same command "
+            "again."
         ) from error
 
 

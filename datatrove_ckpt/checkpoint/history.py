@@ -46,6 +46,7 @@ from datatrove_ckpt.checkpoint.numbers import (
     Seconds,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import printable
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
@@ -107,11 +108,11 @@ class Wait(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         found = cls(*values)
-        return found._replace(document=_text(found.document))
+        return found._replace(document=printable(found.document))
 
 
 def _named_counts(counts: Json) -> Counter[str]:
-    return Counter({_text(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
+    return Counter({printable(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -349,13 +350,6 @@ def _latest_progress(lines: Sequence[bytes]) -> Iterator[Progress]:
             record = parse_line(line)
             if isinstance(record, Progress):
                 yield record
-
-
-def _text(text: str) -> str:
-    """Returns a text of a document or server without line breaks and control characters."""
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else " " for character in text)
 
 
 # the log -----------------------------------------------------------------------------------------

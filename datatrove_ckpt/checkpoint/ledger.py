@@ -42,7 +42,7 @@ from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.common.formatting import number_range
+from datatrove_ckpt.common.formatting import cut, number_range, printable
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
 OTHERS = "others"
@@ -437,18 +437,9 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
         for line in file.read(most).splitlines():
             with suppress(ValueError, TypeError, AttributeError):
                 letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
-                causes[_cause(str(letter.get("error", "")))] += 1
+                error, _, _ = str(letter.get("error", "")).partition("\n")
+                causes[cut(_DIGITS.sub("#", printable(error)), _MAX_CAUSE)] += 1
     return few(causes)
-
-
-def _cause(error: str) -> str:
-    first = "".join(
-        character if character.isprintable() else " " for character in error.partition("\n")[0]
-    )
-    text = _DIGITS.sub("#", first)
-    if len(text) <= _MAX_CAUSE:
-        return text
-    return f"{text[:_MAX_CAUSE]}..."
 
 
 def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:

@@ -29,7 +29,7 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
@@ -298,8 +298,7 @@ class CommittedFile(OutputFile):
 
     @property
     def place(self) -> str:
-        place = f"task {self.rank}, chunk {self.chunk_index}"
-        return f"{self.root}, {place}" if self.root else place
+        return name_place(self.root, self.rank, self.chunk_index)
 
 
 class RankCommits:

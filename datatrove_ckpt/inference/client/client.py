@@ -61,6 +61,7 @@ from dataclasses import dataclass
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import cut
 from datatrove_ckpt.common.redaction import Secret, note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -235,12 +236,11 @@ class Outage:
         first = ""
         if self.unreachable and not self.answers:
             first = " Nothing has answered there yet: is the address right, and the server started?"
-        if len(cause) > _SHOWN_CAUSE:
-            cause = f"{cause[:_SHOWN_CAUSE]}..."
         self._log(
             "WARNING",
-            f"The server {what} ({cause}); waiting, {self.seconds:.0f} s of {self.patience:g} s "
-            f"(server_patience_seconds). Then the task stops; finished work is saved.{first}",
+            f"The server {what} ({cut(cause, _SHOWN_CAUSE)}); waiting, {self.seconds:.0f} s of "
+            f"{self.patience:g} s (server_patience_seconds). Then the task stops; finished work is "
+            f"saved.{first}",
         )
 
     def _log(self, level: str, line: str) -> None:

@@ -31,6 +31,7 @@ from typing import NoReturn
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import cut, printable
 from datatrove_ckpt.common.redaction import (
     HIDDEN,
     Secret,
@@ -768,13 +769,9 @@ def last_line(log: str) -> str:
     state.
     """
     for line in reversed(log.replace("\r", "\n").split("\n")):
-        shown = "".join(
-            part if part.isprintable() else " " for part in _ESCAPE.sub("", line)
-        ).strip()
+        shown = printable(_ESCAPE.sub("", line)).strip()
         if shown:
-            if len(shown) <= _SHOWN_LINE:
-                return shown
-            return f"{shown[:_SHOWN_LINE]}..."
+            return cut(shown, _SHOWN_LINE)
     return ""
 
 

@@ -54,8 +54,8 @@ from datatrove_ckpt.checkpoint.lines import (
     sealed_json,
 )
 from datatrove_ckpt.checkpoint.request_cache import has_answers
+from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.formatting import number_range, plural
-from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -123,12 +123,12 @@ class RunIdentity:
 
 
 def fields_without_secrets(fields: Json) -> Json:
-    found = environment_secrets(is_surely_secret).values()
+    found = redaction.environment_secrets(redaction.is_surely_secret).values()
     clean = {**fields}
     for name, value in fields.items():
         is_users = of_model(name).partition(".")[0] in _USERS_FIELDS
         if is_users and not name.endswith(" code"):
-            clean[name] = without_secrets(name, value, found)
+            clean[name] = redaction.without_secrets(name, value, found)
     return clean
 
 

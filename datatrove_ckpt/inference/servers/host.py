@@ -34,13 +34,13 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     named,
 )
+from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import (
     CompletionClient,
     ModelServers,
     Outage,
     hang_after,
 )
-from datatrove_ckpt.inference.client.routing import Death, Router, Sender, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
@@ -123,7 +123,7 @@ class ExternalServers:
             self.outage.show(causes[0])
             await asyncio.sleep(delay)
 
-    async def follow(self, target: Target, router: Router) -> None:
+    async def follow(self, target: routing.Target, router: routing.Router) -> None:
         """Adapts a target's limit to its engine, if /metrics has the names of an engine.
 
         Some names come with the first request. So it is looked for until an answer has come.
@@ -358,7 +358,7 @@ class ServerHost:
         config: InferenceConfig,
         configs: Sequence[InferenceConfig],
         rank: int,
-        sender: Sender,
+        sender: routing.Sender,
         on_outage: Callable[[Outage], None],
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
         """Returns a rank's client of one model's servers, once they are ready.
@@ -570,7 +570,7 @@ class ServerSupervisor:
         self.target = self.model_servers.router.add(self.probe)
         self.restarts = 0
         self._name = f"{self.config.said}Server {self.index} of task {self.rank}"
-        self._death = Death("")
+        self._death = routing.Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recent_restarts = self.server.restarted_at
         self._probing: asyncio.Task[None] | None = None
@@ -671,7 +671,7 @@ class ServerSupervisor:
             self._recent_restarts.popleft()
         # The request is a dead letter now, so the next start should work.
         if self._death.attributed:
-            self._death = Death("")
+            self._death = routing.Death("")
             return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(

@@ -694,22 +694,18 @@ class ServerSupervisor:
 
     async def _watch_progress(self) -> None:
         interval = min(self.config.hang_timeout / _PROGRESS_CHECKS_PER_HANG, _MAX_PROGRESS_INTERVAL)
-        tokens: float | None = None
+        last: Metrics | None = None
         while True:
             await asyncio.sleep(interval)
-            tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
+            last = await self._check_progress(last, min(interval, _METRICS_TIMEOUT))
 
-    async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Marks the server dead if it hangs.
-
-        Returns the tokens it has counted; None without metrics or requests.
-        """
+    async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
+        """Marks the server dead if it hangs. Returns its metrics; None without any, or requests."""
+        metrics = None
         if self.target.attempts:
             metrics = await self._metrics(seconds)
-        else:
-            metrics = None
         quiet = time.monotonic() - self.target.alive_at
-        if metrics is not None and tokens is not None and metrics.tokens != tokens:
+        if metrics is not None and last is not None and metrics.tokens != last.tokens:
             self._longest = max(self._longest, quiet)
             quiet = 0.0
             self.target.mark_alive()
@@ -724,9 +720,7 @@ class ServerSupervisor:
                 f"hangs: it has {in_flight} requests, and answered none and counted no token for "
                 f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
             )
-        if metrics is not None:
-            return metrics.tokens
-        return None
+        return metrics
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         server = self.server

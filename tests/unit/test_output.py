@@ -310,21 +310,21 @@ def test_after_a_good_end_no_open_uploads_are_listed(tmp_path):
     assert uploads.open == [("output/a", "id-0")]
 
 
-@pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
-def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(tmp_path, refused):
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        ("create_multipart_upload", "s3://bucket/output cannot be written to: PermissionError"),
+        ("list_multipart_uploads", "s3:ListBucketMultipartUploads"),
+        ("abort_multipart_upload", "s3:ListBucketMultipartUploads"),
+    ],
+)
+def test_a_user_who_may_not_write_or_not_abort_gets_an_error_at_once(
+    tmp_path, log, refused, message
+):
     uploads = Uploads("output/a")
     uploads.refuses = refused
-    with pytest.raises(OutputFailed, match="s3:ListBucketMultipartUploads"):
+    with pytest.raises(OutputFailed, match=message):
         on_s3(uploads, tmp_path, "a").prepare()
-
-
-def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path, log):
-    uploads = Uploads()
-    uploads.refuses = "create_multipart_upload"
-    with pytest.raises(
-        OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"
-    ):
-        on_s3(uploads, tmp_path).prepare()
     assert log == []
 
 

@@ -46,7 +46,7 @@ from datatrove_ckpt.checkpoint.numbers import (
     Seconds,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.common.formatting import printable
+from datatrove_ckpt.common.formatting import as_line
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
@@ -108,11 +108,11 @@ class Wait(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         found = cls(*values)
-        return found._replace(document=printable(found.document))
+        return found._replace(document=as_line(found.document))
 
 
 def _named_counts(counts: Json) -> Counter[str]:
-    return Counter({printable(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
+    return Counter({as_line(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
 
 
 @dataclass(slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from datatrove_ckpt.checkpoint.journal import read_finished
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.common.formatting import cut, number_range, printable
+from datatrove_ckpt.common.formatting import as_line, cut, number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
 OTHERS = "others"
@@ -438,7 +438,7 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
             with suppress(ValueError, TypeError, AttributeError):
                 letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
                 error, _, _ = str(letter.get("error", "")).partition("\n")
-                causes[cut(_DIGITS.sub("#", printable(error)), _MAX_CAUSE)] += 1
+                causes[cut(_DIGITS.sub("#", as_line(error)), _MAX_CAUSE)] += 1
     return few(causes)
 
 

@@ -184,7 +184,7 @@ def cut(text: str, most: int) -> str:
     return f"{text[:most]}..."
 
 
-def printable(text: str) -> str:
+def as_line(text: str) -> str:
     """Returns a text of a document or server without line breaks and control characters."""
     if text.isprintable():
         return text

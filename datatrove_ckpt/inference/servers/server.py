@@ -31,7 +31,7 @@ from typing import NoReturn
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.formatting import cut, printable
+from datatrove_ckpt.common.formatting import as_line, cut
 from datatrove_ckpt.common.redaction import (
     HIDDEN,
     Secret,
@@ -762,7 +762,7 @@ def last_line(log: str) -> str:
     state.
     """
     for line in reversed(log.replace("\r", "\n").split("\n")):
-        shown = printable(_ESCAPE.sub("", line)).strip()
+        shown = as_line(_ESCAPE.sub("", line)).strip()
         if shown:
             return cut(shown, _SHOWN_LINE)
     return ""

@@ -45,7 +45,9 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
         return "Free some space and run the same command again; everything saved so far is kept."
-    if _was_removed(error, path):
+    # Of a removed file, SQLite reports a read-only database or an I/O error.
+    is_gone = code is None and not Path(path).parent.exists()
+    if is_gone or code in (errno.ENOENT, errno.ESTALE):
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only "
             "it held is lost. Put it back (a copy, the mount; a mirror comes back by itself) and "
@@ -58,13 +60,6 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
             "run the same command again."
         )
     return "Check the disk and run the same command again; everything saved so far is kept."
-
-
-def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
-    """Whether the file was removed: SQLite then reports a read-only database or an I/O error."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOENT, errno.ESTALE)
-    return not Path(path).parent.exists()
 
 
 Json = JsonObject

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -173,7 +174,10 @@ class OutputFolder:
                 folder = layout.rank_folder(self.root / one.root, one.rank)
                 commit = read_commits(folder / layout.COMMITS)[one.chunk_index]
                 kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
-                if kept != self._hash(name):
+                content = ""
+                with suppress(FileNotFoundError), file_system_call():
+                    content = content_hash(self.writer.output_folder, name)
+                if kept != content:
                     found.altered.add(name)
         checkpoint = None
         if self.root.is_relative_to(self.where):
@@ -195,13 +199,6 @@ class OutputFolder:
         return not any(
             self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
         )
-
-    def _hash(self, name: str) -> str:
-        try:
-            with file_system_call():
-                return content_hash(self.writer.output_folder, name)
-        except FileNotFoundError:
-            return ""
 
     def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
         wrong = [one for one in committed.values() if not found.is_right(one)]

@@ -106,7 +106,12 @@ class WriterTrial:
         for document in self._rows(decode(data)):
             if formats.PARQUET.is_written_by(copied):
                 row = copied.adapter(document)
-                for field in self._schema(row):
+                schema = self._writer.schema
+                if schema is None:
+                    types = ColumnTypes(self._given)
+                    types.add([row])
+                    schema = types.schema()
+                for field in schema:
                     arrow_types.to_arrow(field.type, [row.get(field.name)])
             elif formats.CSV.is_written_by(copied):
                 line([*copied.adapter(document).values()])
@@ -114,10 +119,3 @@ class WriterTrial:
                 copied._write(copied.adapter(document), io.BytesIO(), "")
             else:
                 copied.write(document, rank=0, chunk_index="00000")
-
-    def _schema(self, row: arrow_types.Row) -> arrow_types.Schema:
-        if self._writer.schema is not None:
-            return self._writer.schema
-        types = ColumnTypes(self._given)
-        types.add([row])
-        return types.schema()

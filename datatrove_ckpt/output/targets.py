@@ -243,8 +243,8 @@ class RemoteTarget(OutputTarget):
         self._url = folder.resolve_paths("")
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
-    def _retry(self, what: str, call: Callable[[], T], sent: int = 0) -> T:
-        """Calls until it works. ``sent``: in bytes."""
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        """Calls until it works."""
         return self._calls.retry(what, call, lease=self._lease)
 
     def create(self, staged: Path, name: str) -> bool:
@@ -266,7 +266,7 @@ class RemoteTarget(OutputTarget):
         size = local.stat().st_size
         remote = self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
-        if not self._retry(f"{remote} could not be uploaded", put, size):
+        if not self._retry(f"{remote} could not be uploaded", put):
             return False
         remote_size = int(self._look_up(name).get("size", 0))
         if remote_size != size:
@@ -415,13 +415,14 @@ class BucketTarget(RemoteTarget):
         self._creates_once = False
         self._reads = reads
 
-    def _retry(self, what: str, call: Callable[[], T], sent: int = 0) -> T:
-        return self._reads.looked(what, call, retrying.HUB, seconds_to_send(sent))
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        return self._reads.looked(what, call, retrying.HUB, ANSWER_SECONDS)
 
     def upload(self, local: Path, name: str, **options: object) -> bool:
         hub = self._reads.folder
         send = partial(hub.api().batch_bucket_files, hub.repo, add=[(local, hub.full_name(name))])
-        self._retry(f"{name} could not be uploaded", send, local.stat().st_size)
+        seconds = seconds_to_send(local.stat().st_size)
+        self._reads.looked(f"{name} could not be uploaded", send, retrying.HUB, seconds)
         return True
 
     def info(self, name: str) -> Info:

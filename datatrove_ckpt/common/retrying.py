@@ -350,6 +350,7 @@ class RetryPolicy:
         patience: how long calls may fail in a row.
         longest_advice: an advised wait counts up to this, and never extends the patience.
         spread: the share of an advised wait that is added by chance.
+        meanwhile: what a log line says about the time of a wait.
         clock, sleep: replaced by tests.
     """
 
@@ -364,6 +365,7 @@ class RetryPolicy:
     jitter: float = 0.0
     longest_advice: float = 0.0
     spread: float = 0.1
+    meanwhile: str = ""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
 
@@ -392,7 +394,6 @@ class RetryPolicy:
         call: Callable[[], T],
         what: str,
         explain: Callable[[BaseException], str] = failure_line,
-        meanwhile: str = "",
         sleep: Callable[[float], object] | None = None,
     ) -> T:
         """Repeats the call while its errors may pass; raises the last one.
@@ -401,7 +402,7 @@ class RetryPolicy:
             what: what failed, for a log line.
             sleep: instead of the policy's, for calls that can be stopped.
         """
-        attempts = Attempts(self, explain, meanwhile)
+        attempts = Attempts(self, explain)
         while True:
             try:
                 return call()
@@ -443,12 +444,11 @@ class Attempts:
     """Calls of one kind in a row, of which some fail.
 
     Args:
-        explain, meanwhile: what a log line says about an error, and about the time of a wait.
+        explain: what a log line says about an error.
     """
 
     _policy: RetryPolicy
     _explain: Callable[[BaseException], str] = failure_line
-    _meanwhile: str = ""
 
     def __post_init__(self) -> None:
         self.succeeded()
@@ -485,7 +485,7 @@ class Attempts:
         bounded = f", for {duration(left)} at most" if left < math.inf else ""
         logger.warning(
             f"{what}: {self._explain(error)}. Next attempt in "
-            f"{duration(seconds)}{advised}{bounded}{self._meanwhile}."
+            f"{duration(seconds)}{advised}{bounded}{policy.meanwhile}."
         )
         return seconds
 
@@ -549,9 +549,10 @@ HUB = HubPolicy(
     patience=3600.0,
     jitter=0.7,
     longest_advice=6 * 3600.0,
+    meanwhile="; generation goes on",
 )
-HUB_LOOK = replace(HUB, patience=300.0)
-HUB_PROBE = replace(HUB, patience=10.0, limited_patience=0.0)  # somebody waits for the doctor
+HUB_LOOK = replace(HUB, patience=300.0, meanwhile="")
+HUB_PROBE = replace(HUB_LOOK, patience=10.0, limited_patience=0.0)  # somebody waits for the doctor
 
 # Uploads to a mirror, in upload intervals.
 MIRROR = RetryPolicy(first=1.0, longest=16.0)

@@ -37,8 +37,6 @@ LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
 it was before its newest commits.
 """
 
-GENERATION_GOES_ON = "; generation goes on"
-
 
 class UploadedFile:
     """A file whose content is on the hub, or goes there inside its commit."""
@@ -108,14 +106,11 @@ class HubReads:
             Stopping: the calls were stopped.
         """
         policy = policy or retrying.HUB_LOOK
-        meanwhile = ""
-        if policy is retrying.HUB:
-            meanwhile = GENERATION_GOES_ON
         at_most_seconds = at_most_seconds or policy.patience
         folder = self.folder
         what = f"{folder.url}: {what}"
         return self.calls.retry(
-            what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease, meanwhile
+            what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease
         )
 
     def listed(

@@ -93,7 +93,6 @@ class StoppableCalls:
         advice: Callable[[BaseException], str] = storage_advice,
         at_most_seconds: float | None = None,
         lease: RankLease | None = None,
-        meanwhile: str = "",
     ) -> T:
         """Calls until the call works, fails permanently, or has failed for too long.
 
@@ -116,9 +115,7 @@ class StoppableCalls:
 
         policy = policy or retrying.STORAGE
         try:
-            return policy.run(
-                partial(self.run, call, at_most_seconds), what, explain, meanwhile, pause
-            )
+            return policy.run(partial(self.run, call, at_most_seconds), what, explain, pause)
         except OSError as error:
             raise given_up(what, error, explain, advice) from error
 

@@ -76,7 +76,6 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
 from datatrove_ckpt.output.hub_uploads import (
     ANSWER_SECONDS,
-    GENERATION_GOES_ON,
     HubReads,
     UploadedFile,
     hub_failure,
@@ -582,7 +581,7 @@ class HubTarget(OutputTarget):
     # own thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        attempts = retrying.Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
+        attempts = retrying.Attempts(retrying.HUB, hub_failure)
         try:
             while batch := self._next_batch():
                 self._commit(batch, attempts)

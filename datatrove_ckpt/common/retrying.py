@@ -351,7 +351,8 @@ class RetryPolicy:
         longest_advice: an advised wait counts up to this, and never extends the patience.
         spread: the share of an advised wait that is added by chance.
         meanwhile: what a log line says about the time of a wait.
-        clock, sleep: replaced by tests.
+        clock: replaced by tests.
+        sleep: replaced by tests, and where a wait can be stopped.
     """
 
     retried: frozenset[int] = frozenset()
@@ -394,13 +395,11 @@ class RetryPolicy:
         call: Callable[[], T],
         what: str,
         explain: Callable[[BaseException], str] = failure_line,
-        sleep: Callable[[float], object] | None = None,
     ) -> T:
         """Repeats the call while its errors may pass; raises the last one.
 
         Args:
             what: what failed, for a log line.
-            sleep: instead of the policy's, for calls that can be stopped.
         """
         attempts = Attempts(self, explain)
         while True:
@@ -410,7 +409,7 @@ class RetryPolicy:
                 raise
             except Exception as error:
                 seconds = attempts.failed(what, error)
-            (sleep or self.sleep)(seconds)
+            self.sleep(seconds)
 
 
 class ReadingPolicy(RetryPolicy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -113,9 +114,9 @@ class StoppableCalls:
             if lease is not None:
                 lease.check()
 
-        policy = policy or retrying.STORAGE
+        stoppable = replace(policy or retrying.STORAGE, sleep=pause)
         try:
-            return policy.run(partial(self.run, call, at_most_seconds), what, explain, pause)
+            return stoppable.run(partial(self.run, call, at_most_seconds), what, explain)
         except OSError as error:
             raise given_up(what, error, explain, advice) from error
 

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, explained, last_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, last_lines, seal, unseal
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
     DocumentCounts,
@@ -373,19 +373,11 @@ class HistoryLog:
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self._attempt = attempt
-        content = self._read()
-        whole = content.rfind(b"\n") + 1
-        lines = content[:whole].splitlines(keepends=True)
+        lines = last_lines(path, None)
         self.earlier = next(_latest_progress(lines), Progress())
-        self.file = files.AppendFile(path, whole)
+        self.file = files.AppendFile(path, sum(map(len, lines)))
         self._is_torn = False
         self.generation = 0
-
-    def _read(self) -> bytes:
-        if not self.path.exists():
-            return b""
-        with explained("read", self.path):
-            return self.path.read_bytes()
 
     def append(self, records: Iterable[Record]) -> None:
         """Appends the records with one write. Sets their attempt, and the totals of progress."""
@@ -397,7 +389,7 @@ class HistoryLog:
             lines.append(record.to_line())
         data = b"".join(lines)
         if self.file.size and self.file.size + len(data) > MAX_BYTES:
-            content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
+            content = thinned(last_lines(self.path, None), _THINNED_BYTES)
             self.generation += 1
             files.disk.replace(self.path, b"".join(content))
             files.disk.forget(self.path)  # the descriptor is that of the old file

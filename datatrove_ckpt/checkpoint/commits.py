@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -270,9 +269,7 @@ def read_last_chunk(path: Path) -> int | None:
     Raises:
         StorageFailed: the file cannot be read.
     """
-    text = b""
-    with lines.explained("read", path), suppress(FileNotFoundError):
-        text = path.read_bytes()
+    text = lines.content_of(path) or b""
     if text.strip().isdigit() and len(text) < 20:
         return int(text)
     return None

@@ -159,6 +159,13 @@ def last_lines(path: Path | str, most: int | None) -> list[bytes]:
     return whole_lines(data)
 
 
+def content_of(path: Path) -> bytes | None:
+    """Returns the content of a file; None if it is missing. Raises StorageFailed."""
+    with explained("read", path), suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
+
+
 def whole_lines(data: bytes) -> list[bytes]:
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
@@ -217,11 +224,11 @@ def read_shard(path: Path) -> Json:
         CheckpointCorrupt: it is damaged, or holds something else.
         StorageFailed: it cannot be read.
     """
+    data = content_of(path)
+    if data is None:
+        return {}
     try:
-        with explained("read", path):
-            if path.exists():
-                return read_sealed(path.read_bytes(), (SHARD_VERSION,))
-            return {}
+        return read_sealed(data, (SHARD_VERSION,))
     except ValueError as error:
         raise CheckpointCorrupt(
             path,

@@ -37,7 +37,7 @@ from datatrove.io import DataFolder
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint.lines import content_of
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
 from datatrove_ckpt.errors import OutputMismatch
@@ -281,10 +281,7 @@ class _LocalRecord(_OwnerRecord):
         self.place = str(path)
 
     def content(self) -> bytes | None:
-        with explained("read", self._path):
-            if not self._path.exists():
-                return None
-            return self._path.read_bytes()
+        return content_of(self._path)
 
     def create(self, data: bytes) -> None:
         folder = self._path.parent

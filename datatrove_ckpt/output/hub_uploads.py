@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -127,15 +127,8 @@ class HubReads:
                 break
             self.calls.sleep(seconds)
             names = [plain(file.path) for file in files]
-            found.show(self.looked("cannot be listed", partial(self._newest, names)))
+            found.show(self.looked("cannot be listed", partial(self.folder.newest, names)))
         return found
-
-    def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Looks the files up at the newest commit: a branch's name may lag."""
-        folder = self.folder
-        if folder.is_bucket:
-            return folder.look_up(names)
-        return folder.look_up(names, folder.head())
 
 
 def preupload(folder: HubFolder, paths: Mapping[str, Path]) -> list[UploadedFile]:

@@ -7,11 +7,22 @@ import time
 from contextlib import asynccontextmanager
 
 from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.host import ServerHost
 from datatrove_ckpt.process.shutdown import Shutdown
+
+
+def config(server_type="vllm", model_name_or_path="m", **settings):
+    return InferenceConfig(server_type, model_name_or_path, **settings)
+
+
+async def turns(number):
+    """What was sent until now is read by then."""
+    for _ in range(number):
+        await asyncio.sleep(0)
 
 
 class Sleeps(list[float]):

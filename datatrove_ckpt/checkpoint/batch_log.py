@@ -33,9 +33,7 @@ from typing import NamedTuple
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, read_run, settings_in
-from datatrove_ckpt.checkpoint.layout import BATCHES, BATCHES_FOLDER, LOCK, RUN
+from datatrove_ckpt.checkpoint import files, identity, layout
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import unix_seconds
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest
@@ -163,7 +161,7 @@ def read_batches(folder: Path) -> tuple[dict[int, Batch], int]:
     """
     batches: dict[int, Batch] = {}
     size = 0
-    for line in read_lines(folder / BATCHES):
+    for line in read_lines(folder / layout.BATCHES):
         content = orjson.loads(line.body)
         batch = batches.setdefault(content["number"], Batch(content["number"]))
         vars(batch).update(content)
@@ -192,14 +190,14 @@ class BatchLog:
         run: digest of the run's identity.
     """
 
-    def __init__(self, folder: Path, fence: Fence, run: str = "") -> None:
+    def __init__(self, folder: Path, fence: identity.Fence, run: str = "") -> None:
         self._fence = fence
         self._run = run
         self._parked: list[_Parked] = []
         self._filling: dict[tuple[str, str], _Parked] = {}
-        self._folder = folder / BATCHES_FOLDER
+        self._folder = folder / layout.BATCHES_FOLDER
         self.batches, size = read_batches(folder)
-        self.file = files.AppendFile(folder / BATCHES, size)
+        self.file = files.AppendFile(folder / layout.BATCHES, size)
         if self._folder.is_dir():
             for found in sorted(self._folder.iterdir()):
                 batch = self.batches.get(int(found.stem)) if found.stem.isdigit() else None
@@ -286,10 +284,10 @@ def give_up(folder: Path, number: int) -> None:
     Raises:
         CheckpointLocked: a process works on the rank.
     """
-    lock = files.Lock(folder / LOCK)
+    lock = files.Lock(folder / layout.LOCK)
     try:
-        settings = settings_in(read_run(folder / RUN))
-        log = BatchLog(folder, RunClaim(folder, RunIdentity(settings)).take())
+        settings = identity.settings_in(identity.read_run(folder / layout.RUN))
+        log = BatchLog(folder, identity.RunClaim(folder, identity.RunIdentity(settings)).take())
         log.note(number, "dropped")
     finally:
         lock.release()

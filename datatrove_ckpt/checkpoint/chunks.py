@@ -104,7 +104,14 @@ class ChunkTracker:
         Raises:
             CheckpointMismatch: an earlier attempt finished another document in this slot.
         """
-        chunk = self._current or self._begin_chunk()
+        chunk = self._current
+        if chunk is None:
+            index = self._next_chunk
+            first = self._next_ordinal
+            recovered = self._recovered.pop(index, {})
+            chunk = Chunk(index, first, next(self._ends) - first, recovered)
+            self._current = self._open[index] = chunk
+            self._next_chunk += 1
         ordinal = chunk.next_ordinal
         chunk.read += 1
         chunk.position = position
@@ -162,15 +169,6 @@ class ChunkTracker:
             or any(chunk.recovered for chunk in self._open.values())
             or self._last_cached >= self.documents
         )
-
-    def _begin_chunk(self) -> Chunk:
-        index = self._next_chunk
-        ordinal = self._next_ordinal
-        capacity = next(self._ends) - ordinal
-        chunk = Chunk(index, ordinal, capacity, self._recovered.pop(index, {}))
-        self._current = self._open[index] = chunk
-        self._next_chunk += 1
-        return chunk
 
     def _expect(self, known: str, fingerprint: str, ordinal: int) -> None:
         if known != fingerprint:

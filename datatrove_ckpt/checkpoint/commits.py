@@ -11,24 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, lines
 from datatrove_ckpt.checkpoint.layout import retry_number
-from datatrove_ckpt.checkpoint.lines import (
-    RESTORE,
-    Json,
-    Line,
-    explained,
-    may_be_torn,
-    scan_lines,
-    seal,
-)
 from datatrove_ckpt.checkpoint.numbers import NO_SECONDS, DocumentCounts, Done, Seconds, WorkStats
 from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -59,7 +49,7 @@ class CommitsDamaged(CheckpointCorrupt):
         else:
             checkpoints = root.parent
         super().__init__(
-            f"{what} Keep the task's output files: they may belong to lost commits. {RESTORE}"
+            f"{what} Keep the task's output files: they may belong to lost commits. {lines.RESTORE}"
             f"{repair_command(str(checkpoints), logging_dir=logging_dir)}, then run the same "
             "command again. Commits that can be proved are kept; the other chunks are processed "
             "again."
@@ -104,7 +94,7 @@ class OutputFile:
     stamp: int = 0
     rows: int = 0
 
-    def to_json(self) -> Json:
+    def to_json(self) -> lines.Json:
         """Omits unknown values, as earlier releases did."""
         return {
             name: value
@@ -130,10 +120,10 @@ class Commit:
     first_ordinal: int
     counts: DocumentCounts
     files: list[OutputFile] = field(default_factory=list)
-    position: Json | None = None
+    position: lines.Json | None = None
     last_input: str = ""
     dead_letters_size: int = 0
-    work: Json = field(default_factory=WorkStats().fields)
+    work: lines.Json = field(default_factory=WorkStats().fields)
     seconds: Seconds = NO_SECONDS
     at: float = 0.0
 
@@ -197,7 +187,9 @@ def read_commits(path: Path) -> dict[int, Commit]:
 
 def read_whole_commits(path: Path) -> list[Commit]:
     """Returns the commits of all whole lines, in order; skips damaged lines."""
-    return [_parse(path, number, line) for number, _, line in scan_lines(path) if line is not None]
+    return [
+        _parse(path, number, line) for number, _, line in lines.scan_lines(path) if line is not None
+    ]
 
 
 def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
@@ -219,9 +211,9 @@ def scan_commits(path: Path) -> tuple[dict[int, Commit], int]:
     return commits, size
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
+def _whole_lines(path: Path) -> Iterator[tuple[int, lines.Line]]:
     torn: tuple[int, bytes] | None = None
-    for number, raw, line in scan_lines(path):
+    for number, raw, line in lines.scan_lines(path):
         if torn is not None:
             if line is None:
                 follow = "lines follow it"
@@ -233,7 +225,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
             torn = number, raw
         else:
             yield number, line
-    if torn is not None and not may_be_torn(torn[1]):
+    if torn is not None and not lines.may_be_torn(torn[1]):
         raise CommitsDamaged(
             path,
             f"{path}, line {torn[0]}: the last line is damaged. It ends with a line break, so no "
@@ -241,7 +233,7 @@ def _whole_lines(path: Path) -> Iterator[tuple[int, Line]]:
         )
 
 
-def _parse(path: Path, number: int, line: Line) -> Commit:
+def _parse(path: Path, number: int, line: lines.Line) -> Commit:
     try:
         return Commit.from_json(line.body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -277,9 +269,7 @@ def read_last_chunk(path: Path) -> int | None:
     Raises:
         StorageFailed: the file cannot be read.
     """
-    text = b""
-    with explained("read", path), suppress(FileNotFoundError):
-        text = path.read_bytes()
+    text = lines.content_of(path) or b""
     if text.strip().isdigit() and len(text) < 20:
         return int(text)
     return None
@@ -306,7 +296,7 @@ class CommitLog:
 
         Once this returns, the chunk is done and survives power loss.
         """
-        self.file.append(seal(commit.to_json()))
+        self.file.append(lines.seal(commit.to_json()))
         self.file.sync()
         self.commits[commit.chunk_index] = commit
 

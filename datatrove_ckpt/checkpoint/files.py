@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import orjson
 import xxhash
 
-from datatrove_ckpt.checkpoint.lines import Json, explained
+from datatrove_ckpt.checkpoint.lines import Json, content_of, explained
 from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.errors import CheckpointLocked, StorageFailed
 
@@ -181,9 +181,8 @@ class Disk:
         """Replaces the file with a copy: a process that has the old file open then writes to no
         file of the rank.
         """
-        if path.exists():
-            with explained("read", path):
-                data = path.read_bytes()
+        data = content_of(path)
+        if data is not None:
             self.replace(path, data)
 
     def write_new(

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 import orjson
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, explained, last_lines, seal, unseal
+from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, last_lines, seal, unseal
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
     DocumentCounts,
@@ -46,6 +46,7 @@ from datatrove_ckpt.checkpoint.numbers import (
     Seconds,
 )
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.formatting import as_line
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 ServerWhat = Literal["start", "ready", "reused", "death", "restart"]
@@ -107,11 +108,11 @@ class Wait(NamedTuple):
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Self:
         found = cls(*values)
-        return found._replace(document=_text(found.document))
+        return found._replace(document=as_line(found.document))
 
 
 def _named_counts(counts: Json) -> Counter[str]:
-    return Counter({_text(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
+    return Counter({as_line(name): count for name, count in list(counts.items())[:_MAX_KINDS]})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,7 +225,7 @@ class Progress(_Record):
         if self.total.tiers:
             found |= {"tier": self.total.tiers, "own_tier": self.own.tiers}
         if self.skipped:
-            found["skip"] = list(self.skipped)
+            found["skip"] = self.skipped.numbers()
         return found
 
     @classmethod
@@ -242,7 +243,7 @@ class Progress(_Record):
             wait=Wait.from_json(data.get("w", ())),
             silence=Silence(*data["out"]),
             position=InputPosition(*data["pos"]),
-            skipped=SkippedLines.from_json(data.get("skip", ())),
+            skipped=SkippedLines.of_numbers(data.get("skip", ())),
         )
 
 
@@ -351,13 +352,6 @@ def _latest_progress(lines: Sequence[bytes]) -> Iterator[Progress]:
                 yield record
 
 
-def _text(text: str) -> str:
-    """Returns a text of a document or server without line breaks and control characters."""
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else " " for character in text)
-
-
 # the log -----------------------------------------------------------------------------------------
 
 MAX_BYTES = 900_000
@@ -379,19 +373,11 @@ class HistoryLog:
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self._attempt = attempt
-        content = self._read()
-        whole = content.rfind(b"\n") + 1
-        lines = content[:whole].splitlines(keepends=True)
+        lines = last_lines(path, None)
         self.earlier = next(_latest_progress(lines), Progress())
-        self.file = files.AppendFile(path, whole)
+        self.file = files.AppendFile(path, sum(map(len, lines)))
         self._is_torn = False
         self.generation = 0
-
-    def _read(self) -> bytes:
-        if not self.path.exists():
-            return b""
-        with explained("read", self.path):
-            return self.path.read_bytes()
 
     def append(self, records: Iterable[Record]) -> None:
         """Appends the records with one write. Sets their attempt, and the totals of progress."""
@@ -403,7 +389,7 @@ class HistoryLog:
             lines.append(record.to_line())
         data = b"".join(lines)
         if self.file.size and self.file.size + len(data) > MAX_BYTES:
-            content = thinned(self._read().splitlines(keepends=True), _THINNED_BYTES)
+            content = thinned(last_lines(self.path, None), _THINNED_BYTES)
             self.generation += 1
             files.disk.replace(self.path, b"".join(content))
             files.disk.forget(self.path)  # the descriptor is that of the old file

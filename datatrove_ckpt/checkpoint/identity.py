@@ -43,24 +43,7 @@ import xxhash
 from loguru import logger
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import (
-    BATCHES,
-    CACHE,
-    COMMITS,
-    JOB,
-    JOB_LOCK,
-    LOCK,
-    RUN,
-    SHARD,
-    RankListing,
-    is_finished,
-    journal_name,
-    rank_folder,
-    rank_numbers,
-    refuse_missing_run_json,
-    retry_folders,
-)
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.lines import (
     RESTORE,
     WITHOUT_SHARD,
@@ -71,8 +54,8 @@ from datatrove_ckpt.checkpoint.lines import (
     sealed_json,
 )
 from datatrove_ckpt.checkpoint.request_cache import has_answers
+from datatrove_ckpt.common import redaction
 from datatrove_ckpt.common.formatting import number_range, plural
-from datatrove_ckpt.common.redaction import environment_secrets, is_surely_secret, without_secrets
 from datatrove_ckpt.errors import (
     CheckpointCorrupt,
     CheckpointError,
@@ -140,12 +123,12 @@ class RunIdentity:
 
 
 def fields_without_secrets(fields: Json) -> Json:
-    found = environment_secrets(is_surely_secret).values()
+    found = redaction.environment_secrets(redaction.is_surely_secret).values()
     clean = {**fields}
     for name, value in fields.items():
         is_users = of_model(name).partition(".")[0] in _USERS_FIELDS
         if is_users and not name.endswith(" code"):
-            clean[name] = without_secrets(name, value, found)
+            clean[name] = redaction.without_secrets(name, value, found)
     return clean
 
 
@@ -370,7 +353,7 @@ class RunClaim:
     """
 
     def __init__(self, folder: Path, identity: RunIdentity, accept_changes: bool = False) -> None:
-        self._path = folder / RUN
+        self._path = folder / layout.RUN
         self._fields = identity.kept
         self._fence = 0
         self._earlier: dict[str, int | None] = {}
@@ -393,7 +376,7 @@ class RunClaim:
             self._accepted += old.get("accepted_changes", [])
             self._accepted += _accept(folder, changes, accept_changes)
         else:
-            refuse_missing_run_json(folder)
+            layout.refuse_missing_run_json(folder)
         self._accepted += new_records(self._accepted, identity)
 
     def take(self, commits: int | None = None) -> Fence:
@@ -420,9 +403,9 @@ def check_shard(folder: Path) -> None:
         CheckpointCorrupt: it is lost, so the input of the rank could change unnoticed.
         VersionMismatch: a version that wrote none has finished the rank.
     """
-    path = folder / SHARD
+    path = folder / layout.SHARD
     if not path.exists():
-        read_run(folder / RUN)
+        read_run(folder / layout.RUN)
         raise CheckpointCorrupt(path, f" is missing. {WITHOUT_SHARD}")
 
 
@@ -462,7 +445,7 @@ def parse_run(path: Path | str, data: bytes) -> Json:
         check_format(path, content)  # first: the rest may look otherwise in a newer one
         return check_run(content)
     except ValueError as error:
-        advice = _NO_JOB if str(path).endswith(JOB) else _NO_RUN
+        advice = _NO_JOB if str(path).endswith(layout.JOB) else _NO_RUN
         raise CheckpointCorrupt(path, f" does not hold a run ({error}). {advice}") from error
 
 
@@ -655,9 +638,10 @@ def _plain(name: str, value: object) -> object:
 
 def holds_work(folder: Path) -> bool:
     """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
-    found = RankListing(folder).check()
-    journals = map(journal_name, found.journals)
-    return found.size(COMMITS, BATCHES, *journals) > 0 or has_answers(folder / CACHE)
+    found = layout.RankListing(folder).check()
+    journals = map(layout.journal_name, found.journals)
+    is_written = found.size(layout.COMMITS, layout.BATCHES, *journals) > 0
+    return is_written or has_answers(folder / layout.CACHE)
 
 
 _GUARD_SECONDS = 60.0
@@ -725,14 +709,14 @@ def join_job(
     guard = None if _is_current(root, identity) else _guard(root, identity)
     try:
         if guard is not None and not _is_current(root, identity):
-            ranks = [other for other in rank_numbers(root) if other != rank]
+            ranks = [other for other in layout.rank_numbers(root) if other != rank]
             others = _compare_ranks(root, ranks, identity)
             if others.changes and (not accept_changes or others.is_layout):
                 raise _refusal(root, others)
             content = job_content(identity, _read(root), others)
             if _read(root).get(OUTPUT_FOLDER) != identity.fields.get(OUTPUT_FOLDER):
                 check_output()
-            files.disk.replace(root / JOB, content)
+            files.disk.replace(root / layout.JOB, content)
         yield
     finally:
         if guard is not None:
@@ -746,8 +730,9 @@ def recorded_runs(root: Path) -> Iterator[Json]:
     """Yields the content of ``job.json``, and of each rank's ``run.json``; the readers of other
     files report damaged ones.
     """
-    ranks = rank_numbers(root) if root.is_dir() else []
-    for path in [root / JOB, *(rank_folder(root, rank) / RUN for rank in ranks)]:
+    ranks = layout.rank_numbers(root) if root.is_dir() else []
+    runs = (layout.rank_folder(root, rank) / layout.RUN for rank in ranks)
+    for path in [root / layout.JOB, *runs]:
         with suppress(CheckpointError):
             if path.exists():
                 yield read_run(path)
@@ -768,10 +753,11 @@ def note_output(root: Path, folder: str) -> None:
     if _read(root).get(OUTPUT_FOLDER, folder) == folder:
         return
     with suppress(CheckpointLocked):  # a rank that starts writes it
-        guard = files.Lock(root / JOB_LOCK)
+        guard = files.Lock(root / layout.JOB_LOCK)
         try:
             job = _read(root)  # a rank may have written it since
-            files.disk.replace(root / JOB, sealed_json(stamped({**job, OUTPUT_FOLDER: folder})))
+            content = sealed_json(stamped({**job, OUTPUT_FOLDER: folder}))
+            files.disk.replace(root / layout.JOB, content)
         finally:
             guard.release(remove=True)
 
@@ -792,7 +778,7 @@ def compare_job(
     """
     job = _read(root)
     if ranks is None or not job or compare(job, identity):
-        ranks = rank_numbers(root) if root.exists() else []
+        ranks = layout.rank_numbers(root) if root.exists() else []
     return _compare_ranks(root, ranks, identity, only_tasks)
 
 
@@ -820,7 +806,7 @@ def recorded_settings(root: Path) -> Json:
 
 
 def _read(root: Path) -> Json:
-    path = root / JOB
+    path = root / layout.JOB
     if path.exists():
         return read_run(path)
     return {}
@@ -828,7 +814,7 @@ def _read(root: Path) -> Json:
 
 def _is_current(root: Path, identity: RunIdentity) -> bool:
     """Whether ``job.json`` agrees, code and output folder included, and holds no plain secret."""
-    if (path := root / JOB).exists():
+    if (path := root / layout.JOB).exists():
         job = run_with_secrets(path)
     else:
         job = {}
@@ -843,7 +829,7 @@ def _guard(root: Path, identity: RunIdentity) -> files.Lock | None:
     deadline = time.monotonic() + _GUARD_SECONDS
     while True:
         try:
-            return files.Lock(root / JOB_LOCK)
+            return files.Lock(root / layout.JOB_LOCK)
         except CheckpointLocked:
             if _is_current(root, identity):
                 return None
@@ -869,19 +855,19 @@ def _compare_ranks(
 ) -> JobChanges:
     runs = {}
     for rank in ranks:
-        path = rank_folder(root, rank) / RUN
+        path = layout.rank_folder(root, rank) / layout.RUN
         if path.exists():
             runs[rank] = read_run(path)
 
     def state_of(rank: int) -> RankBinding:
-        folder = rank_folder(root, rank)
-        holder = files.lock_holder(folder / LOCK)
+        folder = layout.rank_folder(root, rank)
+        holder = files.lock_holder(folder / layout.LOCK)
         owner = runs[rank].get("owner", {})
         # Whether another process that wrote ``run.json`` works on the rank.
         is_live = holder is not None and all(
             holder.get(name) == owner.get(name) for name in ("host", "pid")
         )
-        return RankBinding(holds_work(folder), is_finished(folder), is_live)
+        return RankBinding(holds_work(folder), layout.is_finished(folder), is_live)
 
     return compare_runs(runs, state_of, _read(root), identity, only_tasks)
 
@@ -934,12 +920,12 @@ def compare_runs(
 
 def removed_ranks(root: Path, missing: Iterable[int]) -> list[int]:
     """Returns the missing ranks that have a last_chunk file or a retry of dead letters."""
-    folders = (root / "last_chunk", *retry_folders(root))
+    folders = (root / "last_chunk", *layout.retry_folders(root))
     named = {path.stem for folder in folders for path in folder.glob("*")}
-    places = {rank: rank_folder(root, rank) for rank in missing}
+    places = {rank: layout.rank_folder(root, rank) for rank in missing}
     # Checked again: a rank may have started after the listing, and have finished a chunk.
     return [
         rank
         for rank, folder in places.items()
-        if folder.name in named and not (folder / RUN).exists()
+        if folder.name in named and not (folder / layout.RUN).exists()
     ]

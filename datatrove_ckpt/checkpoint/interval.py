@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from datatrove_ckpt.common.declared import Seconds
 
-"""A setting: a number of seconds, or "auto"."""
-
 RECENT = 5
 
 

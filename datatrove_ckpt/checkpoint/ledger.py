@@ -20,7 +20,7 @@ from typing import Literal
 
 import orjson
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -39,26 +39,10 @@ from datatrove_ckpt.checkpoint.identity import (
     without_its_secrets,
 )
 from datatrove_ckpt.checkpoint.journal import read_finished
-from datatrove_ckpt.checkpoint.layout import (
-    CACHE,
-    COMMITS,
-    DEAD_LETTERS,
-    HISTORY,
-    LOCK,
-    RUN,
-    SHARD,
-    RankListing,
-    journal_name,
-    last_chunk_of,
-    rank_folder,
-    rank_numbers,
-    refuse_missing_run_json,
-    retry_folders,
-)
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
-from datatrove_ckpt.common.formatting import number_range
+from datatrove_ckpt.common.formatting import as_line, cut, number_range
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigError, causes
 
 OTHERS = "others"
@@ -137,15 +121,15 @@ class RankLedger:
 
     @property
     def commits_file(self) -> Path:
-        return self.folder / COMMITS
+        return self.folder / layout.COMMITS
 
     @property
     def dead_letters_file(self) -> Path:
-        return self.folder / DEAD_LETTERS
+        return self.folder / layout.DEAD_LETTERS
 
     @property
     def last_chunk_file(self) -> Path:
-        return last_chunk_of(self.folder)
+        return layout.last_chunk_of(self.folder)
 
     @property
     def settings(self) -> Json:
@@ -261,10 +245,13 @@ def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
     found = []
     try:
         checkpoints.stat()
-        for root in (checkpoints, *retry_folders(checkpoints)):
+        for root in (checkpoints, *layout.retry_folders(checkpoints)):
             name = "" if root == checkpoints else root.name
             if root.is_dir():
-                found += [(name, rank, rank_folder(root, rank)) for rank in rank_numbers(root)]
+                found += [
+                    (name, rank, layout.rank_folder(root, rank))
+                    for rank in layout.rank_numbers(root)
+                ]
     except PermissionError as error:
         raise _not_permitted(checkpoints, error) from None
     except (FileNotFoundError, NotADirectoryError):
@@ -373,21 +360,21 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     """Raises:
     CheckpointError: a run would refuse the folder, too.
     """
-    found = RankListing(rank.folder)
-    if LOCK in found.entries:
-        rank.holder = files.lock_holder(found.path(LOCK))
-    if RUN in found.entries and found.entries[RUN].is_file():
-        run = run_with_secrets(found.path(RUN))
+    found = layout.RankListing(rank.folder)
+    if layout.LOCK in found.entries:
+        rank.holder = files.lock_holder(found.path(layout.LOCK))
+    if layout.RUN in found.entries and found.entries[layout.RUN].is_file():
+        run = run_with_secrets(found.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
         if Want.SETTINGS in want:
             rank.run = without_its_secrets(run)
     found.check()
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
-        refuse_missing_run_json(rank.folder)
+        layout.refuse_missing_run_json(rank.folder)
     expected = Expected.read(rank.folder, is_finished, rank.run)
-    if Want.HISTORY in want and HISTORY in found.entries:
-        rank.history = read_history(found.path(HISTORY))
+    if Want.HISTORY in want and layout.HISTORY in found.entries:
+        rank.history = read_history(found.path(layout.HISTORY))
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.
@@ -406,19 +393,19 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     expected.check(commits)
     rank.open_chunks = [index for index in found.journals if index not in commits]
     rank.is_finished = is_finished
-    names = [] if rank.history.attempts or Want.HISTORY not in want else [RUN, CACHE]
+    names = [] if rank.history.attempts or Want.HISTORY not in want else [layout.RUN, layout.CACHE]
     if not is_finished or rank.last_commit is None:
-        names += [COMMITS, *map(journal_name, found.journals)]
+        names += [layout.COMMITS, *map(layout.journal_name, found.journals)]
     rank.written = found.times(names)
     if Want.LETTERS in want and rank.committed.counts.dead:
         rank.causes = _causes(
-            found.path(DEAD_LETTERS), found.size(DEAD_LETTERS), most or _FEW_LETTERS
+            found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or _FEW_LETTERS
         )
 
 
 def _read_journals(
     rank: RankLedger,
-    found: RankListing,
+    found: layout.RankListing,
     most: int | None,
 ) -> dict[int, DocumentCounts] | None:
     """Returns the counts of each journal; None if the history has to give their sum.
@@ -427,12 +414,12 @@ def _read_journals(
         CheckpointCorrupt: a journal is damaged.
     """
     if most is not None and rank.history.last is not None and found.journals:
-        too_large = found.size(*map(journal_name, found.journals)) > most
+        too_large = found.size(*map(layout.journal_name, found.journals)) > most
         if too_large or rank.has_said_its_end:
             return None
     counted = {}
     for index in found.journals:
-        documents = read_finished(Path(found.path(journal_name(index))), {})
+        documents = read_finished(Path(found.path(layout.journal_name(index))), {})
         counted[index] = DocumentCounts.of([one.took for _, one in documents if one is not None])
     return counted
 
@@ -450,18 +437,9 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
         for line in file.read(most).splitlines():
             with suppress(ValueError, TypeError, AttributeError):
                 letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
-                causes[_cause(str(letter.get("error", "")))] += 1
+                error, _, _ = str(letter.get("error", "")).partition("\n")
+                causes[cut(_DIGITS.sub("#", as_line(error)), _MAX_CAUSE)] += 1
     return few(causes)
-
-
-def _cause(error: str) -> str:
-    first = "".join(
-        character if character.isprintable() else " " for character in error.partition("\n")[0]
-    )
-    text = _DIGITS.sub("#", first)
-    if len(text) <= _MAX_CAUSE:
-        return text
-    return f"{text[:_MAX_CAUSE]}..."
 
 
 def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
@@ -517,18 +495,18 @@ class Expected:
         """
         known = run.get("owner", {}).get("commits", 0)
         # It may be that of a removed folder.
-        last = read_last_chunk(last_chunk_of(folder)) if run else None
+        last = read_last_chunk(layout.last_chunk_of(folder)) if run else None
         documents = None
         if finished:
             check_shard(folder)
-            documents = read_shard(folder / SHARD).get("documents")
+            documents = read_shard(folder / layout.SHARD).get("documents")
         return cls(folder, known, last, documents if is_count(documents) else None)
 
     def check(self, commits: Mapping[int, Commit]) -> None:
         """Raises:
         CommitsDamaged: a commit is known to be lost.
         """
-        path = self.folder / COMMITS
+        path = self.folder / layout.COMMITS
         number = len(commits)
         unbroken = count_unbroken(commits)
         read = sum(commit.counts.read for commit in commits.values())
@@ -544,12 +522,13 @@ class Expected:
             raise CommitsDamaged(
                 path,
                 f"{found}, none of them for chunk {unbroken}, but "
-                f"{last_chunk_of(self.folder)} says that all chunks up to {self.last} are done.",
+                f"{layout.last_chunk_of(self.folder)} says that all chunks up to {self.last} are "
+                "done.",
             )
         if self.documents is not None and read < self.documents:
             raise CommitsDamaged(
                 path,
-                f"{found}, for {read} documents, but {self.folder / SHARD} says "
+                f"{found}, for {read} documents, but {self.folder / layout.SHARD} says "
                 f"that this finished task has read {self.documents}.",
             )
         last = max(commits, default=0)
@@ -569,12 +548,12 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
             each other.
     """
     expected = Expected.read(folder, finished, run)
-    commits, size = scan_commits(folder / COMMITS)
+    commits, size = scan_commits(folder / layout.COMMITS)
     expected.check(commits)
     for kind, what, _ in misplaced(commits):
         if kind != "gap":
-            raise CheckpointCorrupt(folder / COMMITS, f": {what}. {_START_OVER}")
-    _check_dead_letters(folder / DEAD_LETTERS, commits)
+            raise CheckpointCorrupt(folder / layout.COMMITS, f": {what}. {_START_OVER}")
+    _check_dead_letters(folder / layout.DEAD_LETTERS, commits)
     return commits, size
 
 

@@ -45,7 +45,9 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in str(error):
         return "Free some space and run the same command again; everything saved so far is kept."
-    if _was_removed(error, path):
+    # Of a removed file, SQLite reports a read-only database or an I/O error.
+    is_gone = code is None and not Path(path).parent.exists()
+    if is_gone or code in (errno.ENOENT, errno.ESTALE):
         return (
             "It was removed or moved during the run, or its file system was unmounted. What only "
             "it held is lost. Put it back (a copy, the mount; a mirror comes back by itself) and "
@@ -58,13 +60,6 @@ def _advice(error: Exception, path: str | os.PathLike[str]) -> str:
             "run the same command again."
         )
     return "Check the disk and run the same command again; everything saved so far is kept."
-
-
-def _was_removed(error: Exception, path: str | os.PathLike[str]) -> bool:
-    """Whether the file was removed: SQLite then reports a read-only database or an I/O error."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOENT, errno.ESTALE)
-    return not Path(path).parent.exists()
 
 
 Json = JsonObject
@@ -164,6 +159,13 @@ def last_lines(path: Path | str, most: int | None) -> list[bytes]:
     return whole_lines(data)
 
 
+def content_of(path: Path) -> bytes | None:
+    """Returns the content of a file; None if it is missing. Raises StorageFailed."""
+    with explained("read", path), suppress(FileNotFoundError):
+        return path.read_bytes()
+    return None
+
+
 def whole_lines(data: bytes) -> list[bytes]:
     lines = data.splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
@@ -222,11 +224,11 @@ def read_shard(path: Path) -> Json:
         CheckpointCorrupt: it is damaged, or holds something else.
         StorageFailed: it cannot be read.
     """
+    data = content_of(path)
+    if data is None:
+        return {}
     try:
-        with explained("read", path):
-            if path.exists():
-                return read_sealed(path.read_bytes(), (SHARD_VERSION,))
-            return {}
+        return read_sealed(data, (SHARD_VERSION,))
     except ValueError as error:
         raise CheckpointCorrupt(
             path,

@@ -21,17 +21,8 @@ from pathlib import Path
 
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, decides, read_run, refusal
-from datatrove_ckpt.checkpoint.layout import (
-    CACHE,
-    CACHE_FILES,
-    KEPT_ANSWERS,
-    LOCK,
-    RUN,
-    rank_folder,
-    rank_numbers,
-)
 from datatrove_ckpt.checkpoint.lines import Json, explained
 from datatrove_ckpt.checkpoint.request_cache import (
     RequestCache,
@@ -59,15 +50,15 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
     """
     if (root / "checkpoints").is_dir():
         root /= "checkpoints"
-    if not root.is_dir() or not rank_numbers(root):
+    if not root.is_dir() or not layout.rank_numbers(root):
         raise ConfigError(
             f"answers_from: {root} holds no checkpoint. Name the folder of a run that has begun."
         )
-    folder = rank_folder(root, rank)
-    if not (folder / RUN).exists():
+    folder = layout.rank_folder(root, rank)
+    if not (folder / layout.RUN).exists():
         logger.warning(f"answers_from: {folder} has no run.json, so it has no answers.")
         return None
-    kept = read_run(folder / RUN)
+    kept = read_run(folder / layout.RUN)
     _refuse_other_settings(root, kept, identity)
     # It is not known with which of two values an answer was received.
     mixed = [name for name in _accepted(kept) if decides(name)]
@@ -114,21 +105,21 @@ def _accepted(kept: Json) -> list[str]:
 
 
 def _copy(folder: Path) -> RequestCache:
-    lock = folder / LOCK
+    lock = folder / layout.LOCK
     was_there = lock.exists()
     with ExitStack() as stack:
         # A finished rank has neither, and stays finished.
-        if was_there or (folder / CACHE).exists():
+        if was_there or (folder / layout.CACHE).exists():
             stack.callback(files.Lock(lock).release, remove=not was_there)
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-")))
-        for name in CACHE_FILES:  # opening it in its place would change it
+        for name in layout.CACHE_FILES:  # opening it in its place would change it
             if (folder / name).exists():
                 with explained("copy", folder / name):
                     shutil.copy(folder / name, place)
         # The files lose their names when this block ends, and vanish when the connection closes.
-        cache = RequestCache(place / CACHE)
+        cache = RequestCache(place / layout.CACHE)
         cache.forget_errors()
-        answers = read_answers(folder / KEPT_ANSWERS)
+        answers = read_answers(folder / layout.KEPT_ANSWERS)
         while group := list(islice(answers, _ROWS_AT_ONCE)):
             cache.put(group)
         return cache

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.chunks import (
     Chunk,
     ChunkSlot,
@@ -38,21 +38,6 @@ from datatrove_ckpt.checkpoint.history import Progress, Record
 from datatrove_ckpt.checkpoint.identity import Fence, RunClaim, RunIdentity, join_job
 from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.layout import (
-    CACHE,
-    CACHE_FILES,
-    COMMITS,
-    HISTORY,
-    KEPT_ANSWERS,
-    LOCK,
-    STAGING,
-    RankListing,
-    journal_indices,
-    journal_name,
-    last_chunk_of,
-    rank_folder,
-    retry_number,
-)
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
 from datatrove_ckpt.checkpoint.lines import Json
@@ -349,7 +334,7 @@ class OpenCheckpoint:
         self._chunks.end_of_input()
         content = {**(shard or {}), "documents": self._chunks.documents}
         # This is done before ``close`` returns.
-        self._storage.call(partial(self._files.write_shard, content))
+        self._storage.call(self._files.write_shard, content)
         self._storage.call(self._publisher.no_more)
 
     def hurry(self) -> None:
@@ -411,7 +396,7 @@ class OpenCheckpoint:
 
     def change(self, change: Callable[[RankFiles], T]) -> T:
         """Changes the rank's batches. Waits for the storage thread. See ``RankFiles.batches``."""
-        return self._storage.ask(partial(change, self._files))
+        return self._storage.ask(change, self._files)
 
     def flush(self) -> None:
         """Returns when everything that was handed over is on the disk."""
@@ -428,7 +413,7 @@ class OpenCheckpoint:
             if isinstance(record, Progress):
                 record.in_work = self._admitted - self._finished
         if records and self._storage.error is None:
-            self._storage.call(partial(self._files.note, records))
+            self._storage.call(self._files.note, records)
 
     def fill_in(self, progress: Progress) -> None:
         progress.in_work = self._admitted - self._finished
@@ -438,10 +423,10 @@ class OpenCheckpoint:
         """Describes the checkpoint now, with the answers put after number ``since``. Waits for the
         storage thread.
         """
-        return self._storage.ask(partial(self._files.snapshot, since))
+        return self._storage.ask(self._files.snapshot, since)
 
     def _commit(self, chunk: Chunk) -> None:
-        self._storage.call(partial(self._files.commit, chunk))
+        self._storage.call(self._files.commit, chunk)
 
 
 # how a rank is taken -----------------------------------------------------------------------------
@@ -471,7 +456,7 @@ class CheckpointManager:
 
     @property
     def folder(self) -> Path:
-        return rank_folder(self.root, self.rank)
+        return layout.rank_folder(self.root, self.rank)
 
     @contextmanager
     def look(self) -> Iterator[LockedRank]:
@@ -484,14 +469,14 @@ class CheckpointManager:
             CheckpointError: locked, made by another run, damaged, or refused by the disk.
         """
         folder = self.folder
-        last_chunk = last_chunk_of(folder)
-        found = RankListing(folder).check()
+        last_chunk = layout.last_chunk_of(folder)
+        found = layout.RankListing(folder).check()
         is_new = not folder.exists()
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)
         finished = found.is_finished
-        unlocked = LOCK not in found.entries
-        lock = files.Lock(folder / LOCK)
+        unlocked = layout.LOCK not in found.entries
+        lock = files.Lock(folder / layout.LOCK)
         with ExitStack() as refused:
             if is_new:
                 refused.callback(files.disk.remove_dir, folder)
@@ -540,7 +525,7 @@ class LockedRank:
         folder = settings.folder
         # A retry of dead letters is no job: ranks retry when they like, with their own settings.
         job: AbstractContextManager[None] = nullcontext()
-        if retry_number(settings.root.name) is None:
+        if layout.retry_number(settings.root.name) is None:
             job = join_job(
                 settings.root,
                 settings.rank,
@@ -554,9 +539,10 @@ class LockedRank:
             with job:
                 self.refused.pop_all()
                 undo.callback(self.lock.release)
-                interrupted = (folder / CACHE).exists()  # a rank that completes removes its cache
+                # A rank that completes removes its cache.
+                interrupted = (folder / layout.CACHE).exists()
                 fence, cache = self._take_over(undo)
-            log = CommitLog(folder / COMMITS, self.scanned if self.lock.works else None)
+            log = CommitLog(folder / layout.COMMITS, self.scanned if self.lock.works else None)
             if settings.retry_errors:
                 cache.forget_errors()
             point = recover(folder, log, cache, settings.records_per_chunk)
@@ -574,7 +560,7 @@ class LockedRank:
         commits = 0
         if self.scanned is not None:
             commits = len(self.scanned[0])
-        if self.is_first and (last_chunk := last_chunk_of(folder)).exists():
+        if self.is_first and (last_chunk := layout.last_chunk_of(folder)).exists():
             # The file of a removed folder would name chunks that are not committed.
             files.disk.remove(last_chunk)
             files.disk.sync_dir(last_chunk.parent)
@@ -584,19 +570,19 @@ class LockedRank:
             if self.settings.placed_later:
                 # On a full disk run.json needs this room. Staged files are made again from the
                 # journals.
-                files.disk.remove_tree(folder / STAGING)
+                files.disk.remove_tree(folder / layout.STAGING)
             return claim.take(commits), cache
         fence = claim.take(commits)
         # An earlier owner may still have these files open, until it checks the fence.
         if not self.lock.works:
-            journals = [journal_name(index) for index in journal_indices(folder)]
-            for name in (*journals, *CACHE_FILES, COMMITS, HISTORY):
+            journals = [layout.journal_name(index) for index in layout.journal_indices(folder)]
+            for name in (*journals, *layout.CACHE_FILES, layout.COMMITS, layout.HISTORY):
                 files.disk.detach(folder / name)
         return fence, self._open_cache(undo)
 
     def _open_cache(self, undo: ExitStack) -> RequestCache:
         folder = self.settings.folder
-        kept = folder / KEPT_ANSWERS if self.settings.keep_answers else None
-        cache = RequestCache(folder / CACHE, kept)
+        kept = folder / layout.KEPT_ANSWERS if self.settings.keep_answers else None
+        cache = RequestCache(folder / layout.CACHE, kept)
         undo.callback(cache.close)
         return cache

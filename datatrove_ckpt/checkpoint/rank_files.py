@@ -16,25 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, history, layout
 from datatrove_ckpt.checkpoint.chunks import Chunk, ChunkSlot
 from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
-from datatrove_ckpt.checkpoint.history import End, HistoryLog, Progress, Record, Start
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.layout import (
-    BATCHES,
-    COLUMNS,
-    COMMITS,
-    DEAD_LETTERS,
-    HISTORY,
-    RETRY_INPUT,
-    RUN,
-    SHARD,
-    journal_path,
-    last_chunk_of,
-)
 from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
@@ -151,8 +138,8 @@ class RankFiles:
         self.committed = 0
         """Number of chunks that this process committed."""
         self._journals = dict(point.journals)
-        self._dead_letters = files.AppendFile(self.folder / DEAD_LETTERS)
-        self._history = HistoryLog(self.folder / HISTORY, self.fence.number)
+        self._dead_letters = files.AppendFile(self.folder / layout.DEAD_LETTERS)
+        self._history = history.HistoryLog(self.folder / layout.HISTORY, self.fence.number)
         self._chunks_before = len(self.log.commits)
         self._unbroken = point.next_chunk
         self._dirty: dict[Path, ChunkJournal] = {}
@@ -228,7 +215,7 @@ class RankFiles:
     def _journal(self, chunk: Chunk) -> ChunkJournal:
         journal = self._journals.get(chunk.index)
         if journal is None:
-            path = journal_path(self.folder, chunk.index)
+            path = layout.journal_path(self.folder, chunk.index)
             journal = self._journals[chunk.index] = ChunkJournal(path, chunk.first_ordinal)
         return journal
 
@@ -270,7 +257,7 @@ class RankFiles:
         while self._unbroken in self.log.commits:
             self._unbroken += 1
         if self._unbroken > before:
-            write_last_chunk(last_chunk_of(self.folder), self._unbroken - 1)
+            write_last_chunk(layout.last_chunk_of(self.folder), self._unbroken - 1)
         journal = self._journal(chunk)
         journal.remove()
         del self._journals[chunk.index]
@@ -280,27 +267,31 @@ class RankFiles:
     def write_shard(self, shard: Json) -> None:
         """Keeps what the rank has read."""
         self.fence.check(thorough=True)
-        files.disk.replace(self.folder / SHARD, sealed_shard(shard))
+        files.disk.replace(self.folder / layout.SHARD, sealed_shard(shard))
         self._shard_written = True
 
     # history -------------------------------------------------------------------------------------
 
     def start_history(self) -> None:
-        start = Start(host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__)
-        self.note([start, Progress()])
+        start = history.Start(
+            host=socket.gethostname(), pid=os.getpid(), job=job_id(), v=__version__
+        )
+        self.note([start, history.Progress()])
 
-    def note(self, records: Sequence[Record]) -> None:
+    def note(self, records: Sequence[history.Record]) -> None:
         """Appends to the history, with the time and the documents of all attempts."""
         self.fence.check(thorough=True)
-        is_done = any(isinstance(record, End) and record.why == "done" for record in records)
+        is_done = any(
+            isinstance(record, history.End) and record.why == "done" for record in records
+        )
         for record in records:
             record.at = record.at or unix_seconds()
-            if isinstance(record, Progress):
+            if isinstance(record, history.Progress):
                 self.fill_in(record, is_done)
         self._plan_sync()
         self._history.append(records)
 
-    def fill_in(self, progress: Progress, is_done: bool = False) -> None:
+    def fill_in(self, progress: history.Progress, is_done: bool = False) -> None:
         """Sets the fields that only this side knows. In another thread, their moments may differ
         slightly.
 
@@ -325,23 +316,23 @@ class RankFiles:
         self.fence.check(thorough=True)
         sizes = {journal.path.name: journal.file.size for journal in self._journals.values()}
         sizes |= {
-            COMMITS: self.log.file.size,
-            DEAD_LETTERS: self._dead_letters.size,
-            HISTORY: self._history.file.size,
+            layout.COMMITS: self.log.file.size,
+            layout.DEAD_LETTERS: self._dead_letters.size,
+            layout.HISTORY: self._history.file.size,
         }
-        for path in (self.folder / RETRY_INPUT, self.folder / COLUMNS):
+        for path in (self.folder / layout.RETRY_INPUT, self.folder / layout.COLUMNS):
             if path.exists():
                 sizes[path.name] = path.stat().st_size
-        if (self.folder / BATCHES).exists():
-            sizes[BATCHES] = self.batches.file.size
+        if (self.folder / layout.BATCHES).exists():
+            sizes[layout.BATCHES] = self.batches.file.size
         # Not earlier: files of a snapshot only grow, and this file is replaced once.
         if self._shard_written:
-            sizes[SHARD] = (self.folder / SHARD).stat().st_size
+            sizes[layout.SHARD] = (self.folder / layout.SHARD).stat().st_size
         unfinished = frozenset(ordinal for ordinal, _ in self.cache.answer_counts())
         unfinished = unfinished.difference(*(one.ordinals for one in self._journals.values()))
         generation = self._history.generation
         return Snapshot(
-            run=(self.folder / RUN).read_bytes(),
+            run=(self.folder / layout.RUN).read_bytes(),
             sizes={name: size for name, size in sizes.items() if size},
             unfinished=unfinished,
             answers=self.cache.answers_since(since, unfinished),

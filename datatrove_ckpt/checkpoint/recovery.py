@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.commits import (
     MAX_GAP,
     Commit,
@@ -35,12 +35,6 @@ from datatrove_ckpt.checkpoint.commits import (
     sum_commits,
 )
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.layout import (
-    DEAD_LETTERS,
-    journal_indices,
-    journal_path,
-    last_chunk_of,
-)
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Done
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
@@ -117,7 +111,7 @@ def recover(
     for chunk_index, first_ordinal, end in uncommitted_journals(
         folder, log.commits, records_per_chunk
     ):
-        journal = ChunkJournal(journal_path(folder, chunk_index), first_ordinal, end)
+        journal = ChunkJournal(layout.journal_path(folder, chunk_index), first_ordinal, end)
         if journal.file.size:
             point.journals[chunk_index] = journal
             point.finished += journal.counts
@@ -161,14 +155,14 @@ def _finish_commits(folder: Path, log: CommitLog, cache: RequestCache, point: Re
     """Does step 5 after a crash between steps 4 and 5, and cuts off dead letters of uncommitted
     chunks.
     """
-    for chunk_index in journal_indices(folder):
+    for chunk_index in layout.journal_indices(folder):
         if chunk_index in log.commits:
-            files.disk.remove(journal_path(folder, chunk_index))
+            files.disk.remove(layout.journal_path(folder, chunk_index))
     for chunk_index in cache.chunks() & log.commits.keys():
         cache.drop_chunk(chunk_index)
-    if point.next_chunk and read_last_chunk(last_chunk_of(folder)) != point.next_chunk - 1:
-        write_last_chunk(last_chunk_of(folder), point.next_chunk - 1)
-    dead_letters = folder / DEAD_LETTERS
+    if point.next_chunk and read_last_chunk(layout.last_chunk_of(folder)) != point.next_chunk - 1:
+        write_last_chunk(layout.last_chunk_of(folder), point.next_chunk - 1)
+    dead_letters = folder / layout.DEAD_LETTERS
     size = max((commit.dead_letters_size for commit in log.commits.values()), default=0)
     if dead_letters.exists() and dead_letters.stat().st_size > size:
         files.disk.truncate(dead_letters, size)
@@ -185,7 +179,7 @@ def uncommitted_journals(
     before = 0
     ordinal = 0
     done = sorted(commits, reverse=True)
-    for chunk_index in journal_indices(folder):
+    for chunk_index in layout.journal_indices(folder):
         if chunk_index in commits:
             continue
         while done and done[-1] < chunk_index:
@@ -193,7 +187,7 @@ def uncommitted_journals(
             ordinal = commits[before - 1].next_ordinal
         if chunk_index - before > MAX_GAP:
             raise CheckpointCorrupt(
-                journal_path(folder, chunk_index),
+                layout.journal_path(folder, chunk_index),
                 f" is the journal of a chunk that this run cannot have begun: the "
                 f"chunks from {before} on are not done. Move the file out of the task's folder.",
             )

@@ -2,45 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.work_counts import Added
 
 
-class Skipped(Enum):
-    """Why a line or row became no document. A format yields it in place of the document."""
-
-    DAMAGED = "damaged"
-    WITHOUT_TEXT = "without_text"
-
-
-class SkippedLines(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class SkippedLines(Added):
     """How many input lines or rows became no document, up to a position, without blank lines.
 
-    ``damaged``: not a JSON object. ``without_text``: no text under ``text_key``, or none from the
-    adapter.
+    A reader yields ``DAMAGED`` or ``WITHOUT_TEXT`` in place of a document. ``numbers()`` is what
+    positions and the history keep; an earlier build wrote file names after it.
+
+    Attributes:
+        damaged: not a JSON object.
+        without_text: no text under ``text_key``, or none from the adapter.
     """
 
     damaged: int = 0
     without_text: int = 0
 
-    @classmethod
-    def from_json(cls, content: Sequence[int]) -> SkippedLines:
-        """Reads the numbers; an earlier build wrote file names after them."""
-        return cls(*content[:2])
-
     def __bool__(self) -> bool:
         return self.damaged + self.without_text > 0
-
-    def plus(self, reason: Skipped) -> SkippedLines:
-        return self._replace(**{reason.value: getattr(self, reason.value) + 1})
-
-    def __add__(self, other: object) -> SkippedLines:
-        if not isinstance(other, SkippedLines):
-            return NotImplemented
-        return SkippedLines(self.damaged + other.damaged, self.without_text + other.without_text)
 
     @property
     def text(self) -> str:
@@ -56,3 +40,7 @@ class SkippedLines(NamedTuple):
         if self:
             return f" Skipped: {self.text}."
         return ""
+
+
+DAMAGED = SkippedLines(damaged=1)
+WITHOUT_TEXT = SkippedLines(without_text=1)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar, Union
 
 from datatrove_ckpt.checkpoint.chunks import Chunk
@@ -33,13 +34,12 @@ _ITEM_BYTES = 500
 # Keeps a group's transaction short: a lookup behind it is answered in milliseconds.
 MAX_GROUP = 2000
 
-Call = Callable[[], None]
 T = TypeVar("T")
 
 
 _Item = Union[Finished, CachedRequest, "ParkedRequest"]
 """A finished document, an answer, or a request for a batch."""
-_Queued = tuple[int, Chunk | None, _Item] | Call | None
+_Queued = tuple[int, Chunk | None, _Item] | Callable[[], object] | None
 """An item, with the bytes handed over so far. None ends the thread."""
 
 
@@ -89,12 +89,12 @@ class StorageThread:
 
     # any thread ----------------------------------------------------------------------------------
 
-    def call(self, function: Call) -> None:
+    def call(self, function: Callable[..., object], *arguments: object) -> None:
         if self.error is not None:
             raise self.error
-        self._queue.put(function)
+        self._queue.put(partial(function, *arguments))
 
-    def ask(self, function: Callable[[], T]) -> T:
+    def ask(self, function: Callable[..., T], *arguments: object) -> T:
         """Runs ``function`` like ``call`` and returns its result. Blocks: not for the event loop.
 
         Once the storage thread has ended, ``function`` runs in the calling thread.
@@ -103,14 +103,14 @@ class StorageThread:
 
         def answer() -> None:
             try:
-                future.set_result(function())
+                future.set_result(function(*arguments))
             except BaseException as error:  # belongs to the caller, not to this thread
                 future.set_exception(error)
 
         self._queue.put(answer)
         while not wait([future], timeout=0.05).done:
             if not self._thread.is_alive() and not future.done():
-                return function()
+                return function(*arguments)
         return future.result()
 
     # storage thread ------------------------------------------------------------------------------

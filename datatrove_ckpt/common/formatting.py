@@ -165,10 +165,7 @@ def forgotten_await(error: BaseException) -> str:
 
 def safe_repr(value: object) -> str:
     """Returns ``repr(value)``, cut to 200 characters, for error messages. Never raises."""
-    text = _safe(repr, value)
-    if len(text) <= 200:
-        return text
-    return f"{text[:200]}..."
+    return cut(_safe(repr, value), 200)
 
 
 def _safe(convert: Callable[[object], str], value: object) -> str:
@@ -179,6 +176,19 @@ def _safe(convert: Callable[[object], str], value: object) -> str:
         return text.encode("utf-8", "backslashreplace").decode()
     except Exception as error:
         return f"<{type(value).__name__}, whose {convert.__name__}() raises {type(error).__name__}>"
+
+
+def cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}..."
+
+
+def as_line(text: str) -> str:
+    """Returns a text of a document or server without line breaks and control characters."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def error_text(error: BaseException) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from itertools import takewhile
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
 
@@ -98,7 +97,9 @@ class file_system_call:
         self._outer = sys.exception()  # belongs to the caller, and keeps its frames
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for cause in takewhile(lambda cause: cause is not self._outer, causes(error)):
+        for cause in causes(error):
+            if cause is self._outer:
+                break
             cause.__traceback__ = None
         if isinstance(error, Exception) and not isinstance(error, OSError | CkptError):
             raise FileSystemFailed(error_text(error)) from error
@@ -335,46 +336,6 @@ def _unwrapped(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _of_reading(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    """Judges reading: an unknown error is permanent, because a damaged file would be read for
-    minutes.
-    """
-    for one in causes(error):
-        status = http_status(one)
-        if status is not None:
-            return status in retried
-        if type(one).__name__ == "OfflineModeIsEnabled":
-            return False
-    kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
-    return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
-
-
-def _of_writing(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    """Judges writing: an unknown error may pass, because libraries have many names for a lost
-    connection.
-    """
-    # Aborted, or completed by an attempt without an answer.
-    if s3_code(error) == "NoSuchUpload":
-        return True
-    status = http_status(error)
-    return not is_permanent(error) and (status is None or status in retried)
-
-
-def _of_hub(error: BaseException, retried: frozenset[int], failures: int) -> bool:
-    if _PASSING.search(library_line(error)):
-        return True
-    url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
-    if (
-        http_status(error) in (400, 401, 403)
-        and url
-        and "/api/" not in url
-        and ".git/info/lfs" not in url
-    ):
-        # The storage, not the hub, refused content: signed URLs expire.
-        return failures <= _STORAGE_ATTEMPTS
-    return isinstance(error, OSError) and _of_writing(error, retried, failures)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     """Which failures are worth another attempt, and how long to wait for it. Times are in seconds.
@@ -386,16 +347,17 @@ class RetryPolicy:
     Attributes:
         retried: the HTTP statuses that another attempt may change.
         limited: those that mean "not now". They use up ``limited_patience``, not ``patience``.
-        judge: whether an error may pass, from ``retried`` and the number of failures in a row.
         patience: how long calls may fail in a row.
         longest_advice: an advised wait counts up to this, and never extends the patience.
         spread: the share of an advised wait that is added by chance.
-        clock, sleep: replaced by tests.
+        meanwhile: what a log line says about the time of a wait.
+        clock: replaced by tests.
+        sleep: replaced by tests, and where a wait can be stopped.
     """
 
     retried: frozenset[int] = frozenset()
     limited: frozenset[int] = frozenset()
-    judge: Callable[[BaseException, frozenset[int], int], bool] = _of_writing
+
     patience: float = math.inf
     limited_patience: float = math.inf
     first: float = 1.0
@@ -404,6 +366,7 @@ class RetryPolicy:
     jitter: float = 0.0
     longest_advice: float = 0.0
     spread: float = 0.1
+    meanwhile: str = ""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
 
@@ -417,23 +380,28 @@ class RetryPolicy:
         return max(grown, min(advice, self.longest_advice) * random.uniform(1, 1 + self.spread))
 
     def passes(self, error: BaseException, failures: int = 1) -> bool:
-        return self.judge(error, self.retried, failures)
+        """Whether an error may pass. ``failures``: in a row.
+
+        An unknown error may, because libraries have many names for a lost connection.
+        """
+        # Aborted, or completed by an attempt without an answer.
+        if s3_code(error) == "NoSuchUpload":
+            return True
+        status = http_status(error)
+        return not is_permanent(error) and (status is None or status in self.retried)
 
     def run(
         self,
         call: Callable[[], T],
         what: str,
         explain: Callable[[BaseException], str] = failure_line,
-        meanwhile: str = "",
-        sleep: Callable[[float], object] | None = None,
     ) -> T:
         """Repeats the call while its errors may pass; raises the last one.
 
         Args:
             what: what failed, for a log line.
-            sleep: instead of the policy's, for calls that can be stopped.
         """
-        attempts = Attempts(self, explain, meanwhile)
+        attempts = Attempts(self, explain)
         while True:
             try:
                 return call()
@@ -441,7 +409,33 @@ class RetryPolicy:
                 raise
             except Exception as error:
                 seconds = attempts.failed(what, error)
-            (sleep or self.sleep)(seconds)
+            self.sleep(seconds)
+
+
+class ReadingPolicy(RetryPolicy):
+    """An unknown error is permanent, because a damaged file would be read for minutes."""
+
+    def passes(self, error: BaseException, failures: int = 1) -> bool:
+        for one in causes(error):
+            status = http_status(one)
+            if status is not None:
+                return status in self.retried
+            if type(one).__name__ == "OfflineModeIsEnabled":
+                return False
+        kinds = {kind.__name__ for one in causes(error) for kind in type(one).__mro__}
+        return not is_permanent(error) and bool(kinds & _LOST_CONNECTION)
+
+
+class HubPolicy(RetryPolicy):
+    def passes(self, error: BaseException, failures: int = 1) -> bool:
+        if _PASSING.search(library_line(error)):
+            return True
+        url = str(getattr(getattr(_unwrapped(error), "response", None), "url", ""))
+        is_of_storage = url and "/api/" not in url and ".git/info/lfs" not in url
+        if is_of_storage and http_status(error) in (400, 401, 403):
+            # The storage, not the hub, refused content: signed URLs expire.
+            return failures <= _STORAGE_ATTEMPTS
+        return isinstance(error, OSError) and super().passes(error)
 
 
 @dataclass(eq=False)
@@ -449,12 +443,11 @@ class Attempts:
     """Calls of one kind in a row, of which some fail.
 
     Args:
-        explain, meanwhile: what a log line says about an error, and about the time of a wait.
+        explain: what a log line says about an error.
     """
 
     _policy: RetryPolicy
     _explain: Callable[[BaseException], str] = failure_line
-    _meanwhile: str = ""
 
     def __post_init__(self) -> None:
         self.succeeded()
@@ -462,7 +455,7 @@ class Attempts:
     def succeeded(self) -> None:
         self._failures = 0
         self._limited = 0.0
-        self._since: float | None = None
+        self._since = 0.0
 
     def failed(self, what: str, error: Exception) -> float:
         """Logs the failure. Returns the seconds to wait before the next attempt.
@@ -472,7 +465,7 @@ class Attempts:
         """
         policy = self._policy
         now = policy.clock()
-        if self._since is None:
+        if not self._failures:
             self._since = now
         self._failures += 1
         status = next(
@@ -491,7 +484,7 @@ class Attempts:
         bounded = f", for {duration(left)} at most" if left < math.inf else ""
         logger.warning(
             f"{what}: {self._explain(error)}. Next attempt in "
-            f"{duration(seconds)}{advised}{bounded}{self._meanwhile}."
+            f"{duration(seconds)}{advised}{bounded}{policy.meanwhile}."
         )
         return seconds
 
@@ -524,10 +517,9 @@ RELAUNCH = RetryPolicy(first=1.0, longest=1.0)
 RESTART = RetryPolicy(first=1.0, longest=60.0)
 
 # Input on S3, the hub and others. A rank that ends gives its GPU back.
-READING = RetryPolicy(
+READING = ReadingPolicy(
     retried=frozenset({408, 425, 429, 500, 502, 503, 504, *range(520, 525)}),
     limited=frozenset({429}),
-    judge=_of_reading,
     patience=600.0,
     limited_patience=3600.0,
     jitter=0.5,
@@ -550,16 +542,16 @@ STORAGE = RetryPolicy(
 )
 
 # Output on the hub, and requests before and after generation.
-HUB = RetryPolicy(
+HUB = HubPolicy(
     retried=STORAGE.retried - {400, 410, 413, 422},
     limited=frozenset({429}),
-    judge=_of_hub,
     patience=3600.0,
     jitter=0.7,
     longest_advice=6 * 3600.0,
+    meanwhile="; generation goes on",
 )
-HUB_LOOK = replace(HUB, patience=300.0)
-HUB_PROBE = replace(HUB, patience=10.0, limited_patience=0.0)  # somebody waits for the doctor
+HUB_LOOK = replace(HUB, patience=300.0, meanwhile="")
+HUB_PROBE = replace(HUB_LOOK, patience=10.0, limited_patience=0.0)  # somebody waits for the doctor
 
 # Uploads to a mirror, in upload intervals.
 MIRROR = RetryPolicy(first=1.0, longest=16.0)

@@ -13,8 +13,7 @@ from typing import Any
 import orjson
 from loguru import logger
 
-from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Count, NotNegative, Share, check_value
+from datatrove_ckpt.common import JsonObject, declared
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
@@ -23,10 +22,10 @@ PAYLOAD_JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 # All servers refuse others. Upper limits of the temperature differ.
 _KINDS: dict[str, Any] = {
-    "max_tokens": Count | None,
-    "max_completion_tokens": Count | None,
-    "temperature": NotNegative | None,
-    "top_p": Share | None,
+    "max_tokens": declared.Count | None,
+    "max_completion_tokens": declared.Count | None,
+    "temperature": declared.NotNegative | None,
+    "top_p": declared.Share | None,
     "service_tier": str | list[str] | None,
 }
 _SHORTEST = 4  # letters of a name that may be mistyped
@@ -189,4 +188,4 @@ def check_generation_params(key: str, params: JsonObject) -> None:
     if params.get("stream"):
         raise ConfigError("answers are read as a whole; remove it.", setting=f"{key}.stream")
     for name, kind in _KINDS.items():
-        check_value(f"{key}.{name}", kind, params.get(name))
+        declared.check_value(f"{key}.{name}", kind, params.get(name))

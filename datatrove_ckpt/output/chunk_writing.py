@@ -55,6 +55,7 @@ from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
+from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import (
     NO_TYPES,
     DataType,
@@ -77,7 +78,6 @@ from datatrove_ckpt.output.committed import (
 )
 from datatrove_ckpt.output.documents import RowsOf, decode, decode_for, one_row, write_for
 from datatrove_ckpt.output.file_managers import StagedFiles
-from datatrove_ckpt.output.formats import CSV, PARQUET
 from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
@@ -124,7 +124,7 @@ class ChunkWriting:
         """
         before = self.columns.known
         try:
-            if CSV.is_written_by(self._writer):
+            if formats.CSV.is_written_by(self._writer):
                 self._write_csv(staged, chunk_index, documents)
             elif infers_schema(self._writer):
                 self._write_united(staged, chunk_index, documents)
@@ -277,7 +277,7 @@ class ChunkWriting:
                 return {name: getattr(document, name) for name in own} | row
 
             fresh.adapter = with_empty_fields
-        if staged is None or not PARQUET.is_written_by(fresh):
+        if staged is None or not formats.PARQUET.is_written_by(fresh):
             return fresh
         if schema is not None:
             fresh.schema = schema
@@ -388,7 +388,7 @@ _NO_VALUE = {b"datatrove_ckpt": b"no value"}
 
 
 def infers_schema(writer: DiskWriter) -> bool:
-    return PARQUET.is_written_by(writer) and writer.schema is None
+    return formats.PARQUET.is_written_by(writer) and writer.schema is None
 
 
 class ColumnTypes:

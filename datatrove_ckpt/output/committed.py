@@ -26,10 +26,10 @@ import xxhash
 from datatrove.io import DataFolder
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, stamp_of
 from datatrove_ckpt.checkpoint.intents import Intents
-from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, retry_folders
-from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, read_rank
+from datatrove_ckpt.checkpoint.ledger import RankLedger, Want, name_place, read_rank
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.hub import HubFile, HubFolder, is_missing_repository
@@ -298,8 +298,7 @@ class CommittedFile(OutputFile):
 
     @property
     def place(self) -> str:
-        place = f"task {self.rank}, chunk {self.chunk_index}"
-        return f"{self.root}, {place}" if self.root else place
+        return name_place(self.root, self.rank, self.chunk_index)
 
 
 class RankCommits:
@@ -328,10 +327,10 @@ class RankCommits:
         self.is_finished = False
         self.unfinished: set[tuple[str, int]] = set()
         if retries is None:
-            retries = retry_folders(root)
+            retries = layout.retry_folders(root)
         names = {root: ""} | {retry: retry.name for retry in retries}
         for checkpoint, name in names.items():
-            folder = rank_folder(checkpoint, rank)
+            folder = layout.rank_folder(checkpoint, rank)
             if folder.is_dir():
                 self._add(read(name, rank, folder, Want.COMMITS))
 
@@ -363,7 +362,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
     Commits are read after the intents, so the rank may be at work.
     """
-    folders = [rank_folder(one, rank) for one in (root, *retry_folders(root))]
+    folders = [layout.rank_folder(one, rank) for one in (root, *layout.retry_folders(root))]
     intents = [Intents(folder) for folder in folders if folder.is_dir()]
     if not all(one.is_kept for one in intents):
         return None
@@ -373,7 +372,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
 def has_commits(root: Path) -> bool:
     """Whether a task has committed a chunk."""
-    logs = root.glob(f"*/{COMMITS}")
+    logs = root.glob(f"*/{layout.COMMITS}")
     return any(log.stat().st_size for log in logs)
 
 

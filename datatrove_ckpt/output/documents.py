@@ -41,9 +41,9 @@ from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import forgotten_await, safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.file_managers import OutputStream
-from datatrove_ckpt.output.formats import JSONL, PARQUET
 from datatrove_ckpt.output.names import FileNames, OurTemplate
 
 _NAMES = frozenset({"text", "id", "media"})
@@ -596,14 +596,14 @@ def decode_for(writer: DiskWriter) -> Callable[[bytes], Document]:
     datatrove's JsonlWriter takes no arrays, and gets them as JSON; its ParquetWriter takes those of
     one dimension.
     """
-    is_json = JSONL.is_written_by(writer)
+    is_json = formats.JSONL.is_written_by(writer)
     if is_json:
         writer._write = partial(_write_row, writer._write)
     if is_usual(writer):
         writer.adapter = MethodType(_plain_adapter, writer)
         if is_json:
             return decode_json
-        if PARQUET.is_written_by(writer):
+        if formats.PARQUET.is_written_by(writer):
             return decode_rows
         return decode_plain
     return decode

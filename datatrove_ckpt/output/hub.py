@@ -307,6 +307,12 @@ class HubFolder:
             url = response.links.get("next", {}).get("url")
         return CommitHistory(now, tuple(made))
 
+    def newest(self, names: Sequence[str]) -> dict[str, HubFile]:
+        """Looks the files up at the newest commit: a branch's name may lag."""
+        if self.is_bucket:
+            return self.look_up(names)
+        return self.look_up(names, self.head())
+
     def look_up(self, names: Sequence[str], revision: str | None = None) -> dict[str, HubFile]:
         """Returns the existing files, without listing the folder. Raises OSError."""
         found: dict[str, HubFile] = {}

@@ -18,7 +18,6 @@ from loguru import logger
 
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import redact, remember
-from datatrove_ckpt.common.retrying import failure_line, http_status
 from datatrove_ckpt.errors import OutputFailed
 from datatrove_ckpt.output.hub import HubFolder, get
 from datatrove_ckpt.output.stoppable import StoppableCalls
@@ -115,9 +114,9 @@ def _shown(error: BaseException) -> str:
     """Returns one line without the token, which a proxy may have quoted."""
     from huggingface_hub import get_token
 
-    status = http_status(error)
+    status = retrying.http_status(error)
     if status is None:
-        text = failure_line(error)
+        text = retrying.failure_line(error)
     else:
         said = getattr(error, "server_message", None) or ""
         text = f"the hub answers {status}, {said}".rstrip(", ")

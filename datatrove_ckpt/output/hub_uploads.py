@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, TypeVar
 from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.retrying import RetryPolicy, http_status, library_line
 from datatrove_ckpt.output.committed import FoundFiles
 from datatrove_ckpt.output.hub import HubFile, HubFolder
 from datatrove_ckpt.output.names import plain
@@ -37,8 +36,6 @@ LAG_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0)
 """Seconds before each further look at files that the hub does not show yet: it may list a folder as
 it was before its newest commits.
 """
-
-GENERATION_GOES_ON = "; generation goes on"
 
 
 class UploadedFile:
@@ -95,7 +92,7 @@ class HubReads:
         self,
         what: str,
         call: Callable[[], T],
-        policy: RetryPolicy | None = None,
+        policy: retrying.RetryPolicy | None = None,
         at_most_seconds: float | None = None,
     ) -> T:
         """Calls until it works.
@@ -109,21 +106,18 @@ class HubReads:
             Stopping: the calls were stopped.
         """
         policy = policy or retrying.HUB_LOOK
-        meanwhile = ""
-        if policy is retrying.HUB:
-            meanwhile = GENERATION_GOES_ON
         at_most_seconds = at_most_seconds or policy.patience
         folder = self.folder
         what = f"{folder.url}: {what}"
         return self.calls.retry(
-            what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease, meanwhile
+            what, call, policy, hub_failure, folder.advice, at_most_seconds, self.lease
         )
 
     def listed(
         self,
         call: Callable[[], FoundFiles],
         files: Iterable[OutputFile],
-        policy: RetryPolicy | None = None,
+        policy: retrying.RetryPolicy | None = None,
     ) -> FoundFiles:
         """Lists the folder, and looks up missing files again."""
         found = self.looked("cannot be listed", call, policy)
@@ -133,15 +127,8 @@ class HubReads:
                 break
             self.calls.sleep(seconds)
             names = [plain(file.path) for file in files]
-            found.show(self.looked("cannot be listed", partial(self._newest, names)))
+            found.show(self.looked("cannot be listed", partial(self.folder.newest, names)))
         return found
-
-    def _newest(self, names: Sequence[str]) -> dict[str, HubFile]:
-        """Looks the files up at the newest commit: a branch's name may lag."""
-        folder = self.folder
-        if folder.is_bucket:
-            return folder.look_up(names)
-        return folder.look_up(names, folder.head())
 
 
 def preupload(folder: HubFolder, paths: Mapping[str, Path]) -> list[UploadedFile]:
@@ -167,6 +154,6 @@ def seconds_to_send(size: int) -> float:
 
 
 def hub_failure(error: BaseException) -> str:
-    if http_status(error) in (409, 412):
-        return f"another process committed at the same moment (HTTP {http_status(error)})"
-    return library_line(error)
+    if retrying.http_status(error) in (409, 412):
+        return f"another process committed at the same moment (HTTP {retrying.http_status(error)})"
+    return retrying.library_line(error)

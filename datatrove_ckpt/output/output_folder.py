@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,9 +22,9 @@ from typing import TypeVar
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import read_commits
 from datatrove_ckpt.checkpoint.identity import recorded_output
-from datatrove_ckpt.checkpoint.layout import COMMITS, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import RetryPolicy, file_system_call
@@ -115,7 +116,7 @@ class OutputFolder:
         Raises:
             OutputMismatch: committed files are not in this folder, or it belongs to another run.
         """
-        ranks = rank_numbers(self.root)
+        ranks = layout.rank_numbers(self.root)
         committed = self.by_name(RankCommits(self.root, rank) for rank in ranks)
         if committed:
             self.refuse_lost(committed, self.look(committed, contents=False))
@@ -170,11 +171,13 @@ class OutputFolder:
         if contents:
             for name in found.touched:
                 one = committed[name]
-                commit = read_commits(rank_folder(self.root / one.root, one.rank) / COMMITS)[
-                    one.chunk_index
-                ]
+                folder = layout.rank_folder(self.root / one.root, one.rank)
+                commit = read_commits(folder / layout.COMMITS)[one.chunk_index]
                 kept = next(file.xxh128 for file in commit.files if plain(file.path) == one.path)
-                if kept != self._hash(name):
+                content = ""
+                with suppress(FileNotFoundError), file_system_call():
+                    content = content_hash(self.writer.output_folder, name)
+                if kept != content:
                     found.altered.add(name)
         checkpoint = None
         if self.root.is_relative_to(self.where):
@@ -196,13 +199,6 @@ class OutputFolder:
         return not any(
             self._any_writer.fullmatch(name) for name in list_output(self.writer, {}).sizes
         )
-
-    def _hash(self, name: str) -> str:
-        try:
-            with file_system_call():
-                return content_hash(self.writer.output_folder, name)
-        except FileNotFoundError:
-            return ""
 
     def refuse_lost(self, committed: Mapping[str, CommittedFile], found: FoundFiles) -> None:
         wrong = [one for one in committed.values() if not found.is_right(one)]

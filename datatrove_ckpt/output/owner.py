@@ -36,11 +36,10 @@ import xxhash
 from datatrove.io import DataFolder
 from loguru import logger
 
-from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.checkpoint.layout import HOME, OWNER
-from datatrove_ckpt.checkpoint.lines import explained
+from datatrove_ckpt.checkpoint import files, layout
+from datatrove_ckpt.checkpoint.lines import content_of
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.object_store import ObjectStore
-from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import OutputMismatch
 from datatrove_ckpt.output.hub import HubFolder, is_missing_repository
 from datatrove_ckpt.output.names import stem
@@ -84,7 +83,7 @@ class Homes(NamedTuple):
 
     @property
     def kept(self) -> OutputOwner | None:
-        path = self.root / HOME
+        path = self.root / layout.HOME
         if not path.exists():
             return None
         return OutputOwner(**orjson.loads(path.read_bytes()))
@@ -126,7 +125,7 @@ class Homes(NamedTuple):
 
     def keep(self, owner: OutputOwner) -> OutputOwner:
         """Records the run, unless another rank has, and returns the record."""
-        path = self.root / HOME
+        path = self.root / layout.HOME
         if not path.exists():
             files.keep_first(path, orjson.dumps(owner._asdict()), files.PRIVATE_FILE)
         return self.kept or owner
@@ -145,7 +144,7 @@ class OutputOwnership:
         self._template = template
         self._homes = homes
         self._record = _record(
-            folder, f"{OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}"
+            folder, f"{layout.OWNER}{xxhash.xxh3_64_hexdigest(stem(template).encode())}"
         )
 
     def check(self, is_unused: Callable[[], bool] = lambda: False) -> bool:
@@ -199,9 +198,9 @@ class OutputOwnership:
             self.check()
         except PermissionError as error:
             logger.warning(
-                f"{self._record.place} cannot be written ({failure_line(error)}), so nothing shows "
-                f"other runs that {self._folder.resolve_paths('')} belongs to this run: start no "
-                "other run into it."
+                f"{self._record.place} cannot be written ({retrying.failure_line(error)}), so "
+                f"nothing shows other runs that {self._folder.resolve_paths('')} belongs to this "
+                "run: start no other run into it."
             )
 
     def _refusal(self, owner: OutputOwner) -> OutputMismatch:
@@ -220,10 +219,10 @@ def owners_of(folder: DataFolder) -> list[OutputOwner]:
 
     Raises OSError.
     """
-    pattern = folder.fs._strip_protocol(_record(folder, f"{OWNER}*").place)
-    with file_system_call():
+    pattern = folder.fs._strip_protocol(_record(folder, f"{layout.OWNER}*").place)
+    with retrying.file_system_call():
         names = folder.fs.glob(pattern)
-    records = (_record(folder, OWNER + name.rpartition(OWNER)[2]) for name in names)
+    records = (_record(folder, layout.OWNER + name.rpartition(layout.OWNER)[2]) for name in names)
     return [*filter(None, (record.read() for record in records))]
 
 
@@ -257,7 +256,7 @@ class _OwnerRecord:
     place: str
 
     def read(self) -> OutputOwner | None:
-        data = self._read()
+        data = self.content()
         if data is None:
             return None
         try:
@@ -272,7 +271,7 @@ class _OwnerRecord:
     def remove(self) -> None:
         raise NotImplementedError
 
-    def _read(self) -> bytes | None:
+    def content(self) -> bytes | None:
         raise NotImplementedError
 
 
@@ -281,11 +280,8 @@ class _LocalRecord(_OwnerRecord):
         self._path = path
         self.place = str(path)
 
-    def _read(self) -> bytes | None:
-        with explained("read", self._path):
-            if not self._path.exists():
-                return None
-            return self._path.read_bytes()
+    def content(self) -> bytes | None:
+        return content_of(self._path)
 
     def create(self, data: bytes) -> None:
         folder = self._path.parent
@@ -305,7 +301,7 @@ class _StoredRecord(_OwnerRecord):
         self._store = ObjectStore(url, options=options)
         self.place = place
 
-    def _read(self) -> bytes | None:
+    def content(self) -> bytes | None:
         return self._store.read(self._name, _MOST_BYTES)
 
     def create(self, data: bytes) -> None:
@@ -323,7 +319,7 @@ class _HubRecord(_OwnerRecord):
         self._path = path
         self.place = f"{self._hub.url}/{path}"
 
-    def _read(self) -> bytes | None:
+    def content(self) -> bytes | None:
         try:
             found = self._hub.look_up([self._path])
         except OSError as error:
@@ -352,7 +348,7 @@ class _HubRecord(_OwnerRecord):
         try:
             commit(head=head)
         except OSError as error:
-            status = http_status(error)
+            status = retrying.http_status(error)
             if status == 429 and not is_there:  # each commit of files compares, too
                 raise PermissionError(str(error)) from error
             if status != _MISMATCH:  # another rank or run was first

@@ -5,19 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.retrying import (
-    RetryPolicy,
-    failure_line,
-    file_system_call,
-    http_status,
-    lacks_credentials,
-)
 from datatrove_ckpt.errors import OutputFailed
 
 T = TypeVar("T")
@@ -38,14 +32,14 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
 
 
 def storage_advice(error: BaseException) -> str:
-    if lacks_credentials(error):
+    if retrying.lacks_credentials(error):
         return "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE."
-    if isinstance(error, PermissionError) or http_status(error) in (401, 403):
+    if isinstance(error, PermissionError) or retrying.http_status(error) in (401, 403):
         return (
             "Check the credentials, and what they allow. On S3 they need s3:PutObject, "
             "s3:GetObject, s3:ListBucket, s3:AbortMultipartUpload, s3:ListBucketMultipartUploads."
         )
-    if isinstance(error, FileNotFoundError) or http_status(error) == 404:
+    if isinstance(error, FileNotFoundError) or retrying.http_status(error) == 404:
         return "Make the bucket, or correct the output folder (on S3 also AWS_ENDPOINT_URL)."
     return "Check the network and the server."
 
@@ -78,7 +72,7 @@ class StoppableCalls:
         """
 
         def run() -> T:
-            with file_system_call():
+            with retrying.file_system_call():
                 return call()
 
         if self.stopped:
@@ -95,12 +89,11 @@ class StoppableCalls:
         self,
         what: str,
         call: Callable[[], T],
-        policy: RetryPolicy | None = None,
-        explain: Callable[[BaseException], str] = failure_line,
+        policy: retrying.RetryPolicy | None = None,
+        explain: Callable[[BaseException], str] = retrying.failure_line,
         advice: Callable[[BaseException], str] = storage_advice,
         at_most_seconds: float | None = None,
         lease: RankLease | None = None,
-        meanwhile: str = "",
     ) -> T:
         """Calls until the call works, fails permanently, or has failed for too long.
 
@@ -121,11 +114,9 @@ class StoppableCalls:
             if lease is not None:
                 lease.check()
 
-        policy = policy or retrying.STORAGE
+        stoppable = replace(policy or retrying.STORAGE, sleep=pause)
         try:
-            return policy.run(
-                partial(self.run, call, at_most_seconds), what, explain, meanwhile, pause
-            )
+            return stoppable.run(partial(self.run, call, at_most_seconds), what, explain)
         except OSError as error:
             raise given_up(what, error, explain, advice) from error
 

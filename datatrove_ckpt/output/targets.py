@@ -60,14 +60,6 @@ from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.placement import Placement, Stopping, WaitingChunk
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import duration, no_bars_in_logs, plural, ranges
-from datatrove_ckpt.common.retrying import (
-    Attempts,
-    failure_line,
-    file_system_call,
-    http_status,
-    is_taken,
-    s3_code,
-)
 from datatrove_ckpt.errors import OutputFailed, StorageFailed
 from datatrove_ckpt.output.committed import (
     FoundFiles,
@@ -84,7 +76,6 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitHistory, CommitPace, commit_title
 from datatrove_ckpt.output.hub_uploads import (
     ANSWER_SECONDS,
-    GENERATION_GOES_ON,
     HubReads,
     UploadedFile,
     hub_failure,
@@ -109,7 +100,8 @@ class OutputTarget(Placement):
     """Where a rank's files are published. ``staging`` is the folder in which they are written
     first.
 
-    A file that is there is replaced only if the rank's intents name its content.
+    A file that is there is replaced only if the rank's intents name its content. Targets differ in
+    ``create``, ``replace``, ``settle_names``, ``stamp`` and ``hash_of``.
     """
 
     def __init__(self, folder: DataFolder, scratch: Path) -> None:
@@ -129,7 +121,7 @@ class OutputTarget(Placement):
         intents.add({name: file.hexdigest() for name, file in finished})
         created = []
         for name, file in finished:
-            if self._create(file.path, name):
+            if self.create(file.path, name):
                 created.append(name)
                 continue
             there = self.hash_of(name)
@@ -138,26 +130,26 @@ class OutputTarget(Placement):
                     remove_file(self._folder, one)
                 raise other_content(self._folder.resolve_paths(""), [name])
             if there != file.hexdigest():
-                self._replace(file.path, name)
-        self._settle_names(staged.finished)
+                self.replace(file.path, name)
+        self.settle_names(staged.finished)
         published = [
-            OutputFile(name, file.size, file.hexdigest(), stamp=self._stamp(name), rows=file.rows)
+            OutputFile(name, file.size, file.hexdigest(), stamp=self.stamp(name), rows=file.rows)
             for name, file in finished
         ]
         files.disk.remove_tree(staged.folder)
         return published
 
-    def _create(self, staged: Path, name: str) -> bool:
+    def create(self, staged: Path, name: str) -> bool:
         """Publishes one file and returns True, unless a file has its name."""
         raise NotImplementedError
 
-    def _replace(self, staged: Path, name: str) -> None:
+    def replace(self, staged: Path, name: str) -> None:
         raise NotImplementedError
 
-    def _settle_names(self, names: Iterable[str]) -> None:
+    def settle_names(self, names: Iterable[str]) -> None:
         """Returns when the names of published files survive a power loss."""
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         raise NotImplementedError
 
     def hash_of(self, name: str) -> str:
@@ -187,13 +179,13 @@ class LocalTarget(OutputTarget):
         self._root = Path(folder.resolve_paths("")).absolute()
         self._beside = self._root / STAGING / name
 
-    def _create(self, staged: Path, name: str) -> bool:
+    def create(self, staged: Path, name: str) -> bool:
         final = self._root / name
         files.disk.make_dirs(final.parent)
         self._take_group(staged, final.parent)
         return self._named(files.disk.put_new, staged, final)
 
-    def _replace(self, staged: Path, name: str) -> None:
+    def replace(self, staged: Path, name: str) -> None:
         self._named(files.disk.rename, staged, self._root / name)
 
     def _named(self, name: Callable[[Path, Path], T], staged: Path, final: Path) -> T:
@@ -222,14 +214,14 @@ class LocalTarget(OutputTarget):
             with suppress(OSError):
                 os.chown(path, -1, status.st_gid)
 
-    def _settle_names(self, names: Iterable[str]) -> None:
+    def settle_names(self, names: Iterable[str]) -> None:
         sync_parents(self._root, names)
 
     def hash_of(self, name: str) -> str:
         with explained("read", self._root / name):
             return content_hash(self._folder, name)
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         with explained("look at", self._root / name):
             return local_stamp((self._root / name).stat())
 
@@ -250,18 +242,18 @@ class RemoteTarget(OutputTarget):
         self._url = folder.resolve_paths("")
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
-    def _retry(self, what: str, call: Callable[[], T], sent: int = 0) -> T:
-        """Calls until it works. ``sent``: in bytes."""
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        """Calls until it works."""
         return self._calls.retry(what, call, lease=self._lease)
 
-    def _create(self, staged: Path, name: str) -> bool:
+    def create(self, staged: Path, name: str) -> bool:
         if self._look_up(name):
             return False
         if self._creates_once:
             return self.upload(staged, name, mode="create")
         return self.upload(staged, name)
 
-    def _replace(self, staged: Path, name: str) -> None:
+    def replace(self, staged: Path, name: str) -> None:
         self.upload(staged, name)
 
     def upload(self, local: Path, name: str, **options: object) -> bool:
@@ -273,7 +265,7 @@ class RemoteTarget(OutputTarget):
         size = local.stat().st_size
         remote = self._folder.resolve_paths(name)
         put = partial(self._put, local, name, **options)
-        if not self._retry(f"{remote} could not be uploaded", put, size):
+        if not self._retry(f"{remote} could not be uploaded", put):
             return False
         remote_size = int(self._look_up(name).get("size", 0))
         if remote_size != size:
@@ -289,15 +281,16 @@ class RemoteTarget(OutputTarget):
         try:
             self._folder.put_file(str(local), name, **options)
         except OSError as error:
-            if is_taken(error):
+            if retrying.is_taken(error):
                 return False
-            if http_status(error) != HTTPStatus.NOT_IMPLEMENTED or not options.pop("mode", None):
+            is_unknown = retrying.http_status(error) == HTTPStatus.NOT_IMPLEMENTED
+            if not is_unknown or not options.pop("mode", None):
                 raise
             self._creates_once = False  # a store that knows no conditions
             return self._put(local, name, **options)
         return True
 
-    def _info(self, name: str) -> Info:
+    def info(self, name: str) -> Info:
         self._folder.invalidate_cache(name)
         info: Info = self._folder.info(name)
         return info
@@ -306,7 +299,7 @@ class RemoteTarget(OutputTarget):
         what = f"{self._folder.resolve_paths(name)} cannot be read"
         return self._retry(what, partial(content_hash, self._folder, name))
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         return remote_stamp(self._look_up(name))
 
     def _look_up(self, name: str) -> Info:
@@ -314,7 +307,7 @@ class RemoteTarget(OutputTarget):
 
         def look() -> Info:
             try:
-                return self._info(name)
+                return self.info(name)
             except FileNotFoundError:
                 return {}
 
@@ -354,7 +347,7 @@ class S3Target(RemoteTarget):
             self._abort_open_uploads({name})  # of failed attempts
         return is_uploaded
 
-    def _info(self, name: str) -> Info:
+    def info(self, name: str) -> Info:
         head = self._call("head_object", name)  # ``info`` may answer from a cached listing
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
@@ -393,7 +386,7 @@ class S3Target(RemoteTarget):
             try:
                 self._call("abort_multipart_upload", name, UploadId=upload)
             except FileNotFoundError as error:
-                if s3_code(error) != "NoSuchUpload":
+                if retrying.s3_code(error) != "NoSuchUpload":
                     raise
 
         self._retry(
@@ -421,22 +414,23 @@ class BucketTarget(RemoteTarget):
         self._creates_once = False
         self._reads = reads
 
-    def _retry(self, what: str, call: Callable[[], T], sent: int = 0) -> T:
-        return self._reads.looked(what, call, retrying.HUB, seconds_to_send(sent))
+    def _retry(self, what: str, call: Callable[[], T]) -> T:
+        return self._reads.looked(what, call, retrying.HUB, ANSWER_SECONDS)
 
     def upload(self, local: Path, name: str, **options: object) -> bool:
         hub = self._reads.folder
         send = partial(hub.api().batch_bucket_files, hub.repo, add=[(local, hub.full_name(name))])
-        self._retry(f"{name} could not be uploaded", send, local.stat().st_size)
+        seconds = seconds_to_send(local.stat().st_size)
+        self._reads.looked(f"{name} could not be uploaded", send, retrying.HUB, seconds)
         return True
 
-    def _info(self, name: str) -> Info:
+    def info(self, name: str) -> Info:
         found = self._reads.folder.look_up([name])
         if name not in found:
             raise FileNotFoundError(name)
         return vars(found[name])
 
-    def _stamp(self, name: str) -> int:
+    def stamp(self, name: str) -> int:
         # A new file may not be listed yet.
         return int(self._look_up(name).get("stamp", 0))
 
@@ -492,7 +486,7 @@ class HubTarget(OutputTarget):
         self._waiting_since = 0.0
         self._change = threading.Condition()
         self._hurried = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="datatrove-ckpt hub", daemon=True)
 
     # publisher's thread --------------------------------------------------------------------------
 
@@ -568,10 +562,7 @@ class HubTarget(OutputTarget):
             if not self._queue:
                 self._waiting_since = time.monotonic()
             self._queue += [(file, chunk) for file in uploaded]
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="datatrove-ckpt hub", daemon=True
-                )
+            if self._thread.ident is None:  # not started
                 self._thread.start()
             self._change.notify_all()
 
@@ -590,7 +581,7 @@ class HubTarget(OutputTarget):
     # own thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        attempts = Attempts(retrying.HUB, hub_failure, GENERATION_GOES_ON)
+        attempts = retrying.Attempts(retrying.HUB, hub_failure)
         try:
             while batch := self._next_batch():
                 self._commit(batch, attempts)
@@ -625,7 +616,9 @@ class HubTarget(OutputTarget):
             batch.append((file, chunk))
         return batch
 
-    def _commit(self, batch: list[tuple[UploadedFile, _Chunk]], attempts: Attempts) -> None:
+    def _commit(
+        self, batch: list[tuple[UploadedFile, _Chunk]], attempts: retrying.Attempts
+    ) -> None:
         self._lease.check()
         try:
             history = self._calls.run(self._look_at_history, ANSWER_SECONDS)
@@ -745,14 +738,15 @@ def remove_file(folder: DataFolder, name: str) -> None:
         files.disk.remove(Path(folder.resolve_paths(name)))
         return
     try:
-        with file_system_call():
+        with retrying.file_system_call():
             folder.rm_file(name)
     except FileNotFoundError:
         return
     except OSError as error:
         where = folder.resolve_paths(name)
         raise OutputFailed(
-            f"{where} could not be removed: {failure_line(error)}. Run the same command again."
+            f"{where} could not be removed: {retrying.failure_line(error)}. Run the same command "
+            "again."
         ) from error
 
 

@@ -17,11 +17,10 @@ from datatrove.pipeline.writers.parquet import ParquetWriter
 
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
 from datatrove_ckpt.errors import DocumentNotSerializable
-from datatrove_ckpt.output.arrow_types import Row, Schema, Types, to_arrow
+from datatrove_ckpt.output import arrow_types, formats
 from datatrove_ckpt.output.chunk_writing import ColumnTypes
 from datatrove_ckpt.output.csv_writer import line
 from datatrove_ckpt.output.documents import RowsOf, decode_for, is_usual, one_row
-from datatrove_ckpt.output.formats import CSV, FORMATS, JSONL, PARQUET
 
 
 class _InMemory:
@@ -58,11 +57,15 @@ class WriterTrial:
         is_quick: whether a trial may run in the event loop.
     """
 
-    def __init__(self, writer: DiskWriter, given: Types, rows: RowsOf = one_row) -> None:
+    def __init__(
+        self, writer: DiskWriter, given: arrow_types.Types, rows: RowsOf = one_row
+    ) -> None:
         self._writer = writer
         self._rows = rows
         self._given = given
-        self.is_quick = is_usual(writer) and any(one.is_written_by(writer) for one in FORMATS)
+        self.is_quick = is_usual(writer) and any(
+            one.is_written_by(writer) for one in formats.FORMATS
+        )
         self._copied = self._copy()
 
     def __call__(self, data: bytes, doc_id: str) -> bool:
@@ -87,7 +90,7 @@ class WriterTrial:
                 f"write: {type(error).__name__}: {safe_text(error)}. Let the rollout return and "
                 "set JSON values, or give the writer an adapter."
             ) from error
-        return JSONL.is_written_by(writer) or (
+        return formats.JSONL.is_written_by(writer) or (
             type(writer) is ParquetWriter and writer.schema is None
         )
 
@@ -101,20 +104,18 @@ class WriterTrial:
         if not self.is_quick:
             copied, decode = self._copy()
         for document in self._rows(decode(data)):
-            if PARQUET.is_written_by(copied):
+            if formats.PARQUET.is_written_by(copied):
                 row = copied.adapter(document)
-                for field in self._schema(row):
-                    to_arrow(field.type, [row.get(field.name)])
-            elif CSV.is_written_by(copied):
+                schema = self._writer.schema
+                if schema is None:
+                    types = ColumnTypes(self._given)
+                    types.add([row])
+                    schema = types.schema()
+                for field in schema:
+                    arrow_types.to_arrow(field.type, [row.get(field.name)])
+            elif formats.CSV.is_written_by(copied):
                 line([*copied.adapter(document).values()])
             elif self.is_quick:
                 copied._write(copied.adapter(document), io.BytesIO(), "")
             else:
                 copied.write(document, rank=0, chunk_index="00000")
-
-    def _schema(self, row: Row) -> Schema:
-        if self._writer.schema is not None:
-            return self._writer.schema
-        types = ColumnTypes(self._given)
-        types.add([row])
-        return types.schema()

@@ -20,7 +20,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from loguru import logger
 from tqdm import tqdm
 
-from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.checkpoint.skipped import DAMAGED, WITHOUT_TEXT, SkippedLines
 from datatrove_ckpt.common.redaction import check_no_secrets, check_options, refuse_variables
 from datatrove_ckpt.errors import (
     ConfigError,
@@ -257,16 +257,16 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def document_of(
         self, data: Row, file: str, id_in_file: int | str, where: str
-    ) -> Document | Skipped:
+    ) -> Document | SkippedLines:
         """Returns the document of a row, or why it has none. ``where``: the row, for people."""
         try:
-            return self.get_document_from_dict(data, file, id_in_file) or Skipped.WITHOUT_TEXT
+            return self.get_document_from_dict(data, file, id_in_file) or WITHOUT_TEXT
         except DocumentNotSerializable as error:
             return self.skip_damaged(file, where, error, self.max_skipped)
 
     def skip_damaged(
         self, file: str, where: str, error: object, most: int | None, begin: str = ""
-    ) -> Skipped:
+    ) -> SkippedLines:
         """Counts a line or row that cannot be read.
 
         Args:
@@ -293,11 +293,11 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
             advice += "; others are only counted"
         if count <= _LOGGED:
             logger.warning(f"Error when reading `{file}`, {where}: {error}{advice}")
-        return Skipped.DAMAGED
+        return DAMAGED
 
     def read_file(self, filepath: str) -> Iterator[Document]:
         for document, _ in self._read(filepath, ()):
-            if not isinstance(document, Skipped):
+            if not isinstance(document, SkippedLines):
                 yield document
 
     def schemas(self) -> Iterable[tuple[str, Any]]:
@@ -371,8 +371,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                 in_file = file_position != ()
                 place = (int(shard[0]), documents + passed)
                 for document, after in self._read_input(inputs, index, file_position, place):
-                    if isinstance(document, Skipped):
-                        start.skipped = start.skipped.plus(document)
+                    if isinstance(document, SkippedLines):
+                        start.skipped = start.skipped + document
                         continue
                     found = in_file = True
                     if passed < self.skip:

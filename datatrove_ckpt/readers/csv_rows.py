@@ -19,7 +19,7 @@ from datatrove.io import DataFolderLike
 from datatrove.pipeline.readers import csv as datatrove_csv
 from xxhash import xxh3_64
 
-from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.declared_types import declared_types
@@ -96,7 +96,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
 
     def _document(
         self, name: str, names: list[str], cells: list[str], number: int, line: int
-    ) -> Document | Skipped:
+    ) -> Document | SkippedLines:
         where = f"the row that begins in line {line}"
         if len(cells) != len(names):
             more_or_fewer = "more" if len(cells) > len(names) else "fewer"

@@ -19,7 +19,7 @@ import orjson
 from datatrove.data import Document
 from datatrove.pipeline.readers import huggingface
 
-from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.errors import CkptError, ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
@@ -193,7 +193,7 @@ class HuggingFaceDatasetReader(SeekingReader, huggingface.HuggingFaceDatasetRead
                         document = self.document_of(
                             line, self.dataset, f"{rank:05d}/{documents}", f"row {row}"
                         )
-                        documents += not isinstance(document, Skipped)
+                        documents += not isinstance(document, SkippedLines)
                         made.append((document, (row,)))
                 yield from made
 

@@ -89,7 +89,7 @@ class Inputs:
         """
         name = self.names[index]
         if name not in self._infos:
-            self._infos[name] = info = self._remote(lambda: self.folder.info(name))
+            self._infos[name] = info = self._remote(self.folder.info, name)
             if info.get("type") == "other":
                 raise InputError(
                     f"The input file {name!r} in {self.folder.path} is a FIFO, a socket or a "
@@ -104,7 +104,7 @@ class Inputs:
     def size_for_people(self, index: int) -> int:
         """Returns the size without keeping it, in any thread."""
         name = self.names[index]
-        info = self._infos.get(name) or self._remote(lambda: self.folder.info(name))
+        info = self._infos.get(name) or self._remote(self.folder.info, name)
         return int(info["size"] or 0)
 
     def note_size(self, index: int, size: int | None) -> None:
@@ -124,11 +124,11 @@ class Inputs:
             if known:
                 return str(known)
         size = self.size(index)
-        return self._remote(lambda: fingerprint(self.folder, self.names[index], size))
+        return self._remote(fingerprint, self.folder, self.names[index], size)
 
-    def _remote(self, call: Callable[[], _Result]) -> _Result:
+    def _remote(self, call: Callable[..., _Result], *arguments: object) -> _Result:
         with naming_hub_input(self.folder, missing=False):
-            return retrying.READING.run(call, self.folder.path)
+            return retrying.READING.run(partial(call, *arguments), self.folder.path)
 
     def sample(self, index: int) -> str:
         """Returns a value that changes with the content; empty without such a value or file."""

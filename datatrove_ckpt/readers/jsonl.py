@@ -30,7 +30,7 @@ from datatrove.pipeline.readers import jsonl as datatrove_jsonl
 from loguru import logger
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT, SkippedLines
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import (
     DocumentNotSerializable,
@@ -123,7 +123,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def parse_row(
         self, line: bytes, name: str, id_in_file: int | str
-    ) -> Row | Document | Skipped | None:
+    ) -> Row | Document | SkippedLines | None:
         """Returns the object of a line, or what stands for a damaged line, which is counted; None
         for a blank line.
         """
@@ -150,13 +150,13 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
             return self._damaged(name, id_in_file, error)
         return data
 
-    def _parse(self, line: bytes, name: str, id_in_file: int) -> Document | Skipped | None:
+    def _parse(self, line: bytes, name: str, id_in_file: int) -> Document | SkippedLines | None:
         began = time.perf_counter()
         try:
             row = self.parse_row(line, name, id_in_file)
             if not isinstance(row, dict):
                 return row
-            return self.get_document_from_dict(row, name, id_in_file) or Skipped.WITHOUT_TEXT
+            return self.get_document_from_dict(row, name, id_in_file) or WITHOUT_TEXT
         except DocumentNotSerializable as error:  # a number as text, a text as media
             return self._damaged(name, id_in_file, error)
         finally:
@@ -175,7 +175,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def _damaged(
         self, name: str, id_in_file: int | str, error: object, begin: str = ""
-    ) -> Document | Skipped:
+    ) -> Document | SkippedLines:
         """Counts a damaged line, and returns its replacement."""
         if isinstance(id_in_file, int):
             where = f"line {id_in_file + 1}"

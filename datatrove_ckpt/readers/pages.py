@@ -15,7 +15,7 @@ from datatrove.data import MediaType
 from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
 
-from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
@@ -73,7 +73,7 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
             for number, page in enumerate(pages, first + 1):
                 with self.track_time():
                     document = self.get_document_from_dict(page, name, number)
-                yield document or Skipped.WITHOUT_TEXT, (number,)
+                yield document or WITHOUT_TEXT, (number,)
 
     def _pages(self, file: io.IOBase, name: str, first: int) -> Iterator[Row]:
         if missing := missing_package("pypdfium2 PIL"):

@@ -18,7 +18,7 @@ from typing import Any
 from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.checkpoint.skipped import Skipped, SkippedLines
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.errors import CheckpointMismatch
@@ -52,7 +52,7 @@ class FileState:
     def state(self, position: Position) -> State:
         _, documents, _, file_position, skipped = position
         at = [number & PLAIN_INTEGER for number in file_position]
-        return self.shared | {"documents": documents, "at": at, "skipped": list(skipped)}
+        return self.shared | {"documents": documents, "at": at, "skipped": skipped.numbers()}
 
     def reached(self, position: Position) -> InputPosition:
         if self.input is None or self.file is None:
@@ -228,7 +228,7 @@ def in_pipeline() -> bool:
 def saved_skipped(state: State | None) -> SkippedLines:
     if state is None or "file" not in state:  # the state before the first document
         return SkippedLines()
-    return SkippedLines.from_json(state.get("skipped", ()))
+    return SkippedLines.of_numbers(state.get("skipped", ()))
 
 
 class _ThreadReadings(threading.local):
@@ -245,7 +245,7 @@ Row = dict[str, Any]
 Adapter = Callable[..., Row]
 """datatrove's adapter: (reader, row, path, id_in_file) -> the fields of a document."""
 
-ReadResult = tuple[Document | Skipped, FilePosition]
+ReadResult = tuple[Document | SkippedLines, FilePosition]
 """A document, or why a line or row is none, and the place in the file right after it."""
 
 FileRead = Generator[ReadResult, None, None]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from datatrove_ckpt.checkpoint.lines import SHARD_VERSION, WITHOUT_SHARD, read_shard
+from datatrove_ckpt.checkpoint import lines
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.errors import CheckpointCorrupt
@@ -53,7 +53,7 @@ class ShardRecord:
         readers = [
             asdict(reader) | {"files": list(map(list, reader.files))} for reader in self.readers
         ]
-        content: JsonObject = {"skipped": list(self.skipped), "readers": readers}
+        content: JsonObject = {"skipped": self.skipped.numbers(), "readers": readers}
         if self.pipeline is not None:
             content["pipeline"] = list(map(asdict, self.pipeline))
         return content
@@ -67,10 +67,10 @@ class ShardRecord:
             CheckpointCorrupt: the file cannot be read.
         """
         try:
-            content = read_shard(path)
-            if "readers" not in content or content.get("version") != SHARD_VERSION:
+            content = lines.read_shard(path)
+            if "readers" not in content or content.get("version") != lines.SHARD_VERSION:
                 return None
-            record = cls(skipped=SkippedLines.from_json(content["skipped"]))
+            record = cls(skipped=SkippedLines.of_numbers(content["skipped"]))
             for reader in content["readers"]:
                 files = list(itertools.starmap(FileRecord, reader["files"]))
                 record.readers.append(ReaderRecord(**(reader | {"files": files})))
@@ -80,5 +80,5 @@ class ShardRecord:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointCorrupt(
                 path,
-                f" cannot be read ({error!r}). {WITHOUT_SHARD}",
+                f" cannot be read ({error!r}). {lines.WITHOUT_SHARD}",
             ) from error

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from datatrove.pipeline.readers import ipc, parquet
 
-from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.compressed import naming_damage
@@ -76,7 +76,7 @@ class _TableReader(SeekingReader):
                     row += 1
                     where = f"row {row} of group {group + 1}"
                     document = self.document_of(data, name, number, where)
-                    number += not isinstance(document, Skipped)
+                    number += not isinstance(document, SkippedLines)
                     documents.append((document, (group, row, number)))
             yield from documents
 

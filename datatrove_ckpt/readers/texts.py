@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from datatrove.pipeline.readers.base import BaseDiskReader
 
-from datatrove_ckpt.checkpoint.skipped import Skipped
+from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.jsonl import JsonlReader
@@ -51,4 +51,4 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
         document = None
         if text:
             document = self.get_document_from_dict({"text": text, "id": name}, name, 0)
-        yield document or Skipped.WITHOUT_TEXT, (1,)
+        yield document or WITHOUT_TEXT, (1,)

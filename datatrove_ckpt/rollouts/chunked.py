@@ -21,7 +21,6 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import is_cut_off
 from datatrove_ckpt.rollouts.interface import Generate, Payload, chat_payload, generate_all
 from datatrove_ckpt.rollouts.settings import ReadyMade
-from datatrove_ckpt.rollouts.source import prompt_source
 
 # Where a text may be split, best first: after a blank line, a sentence, a word.
 _BOUNDARIES = (
@@ -140,13 +139,7 @@ class ChunkedRollout(ReadyMade):
     async def __call__(
         self, document: Document, generate: Generate, **shared: object
     ) -> InferenceResult:
-        source = prompt_source(document, self.prompt_column)
-        if isinstance(source, list):
-            raise ConfigError(
-                f"prompt_column: document {document.id!r} holds a list of messages, which cannot "
-                "be split; use PromptRollout."
-            )
-        parts = await self._parts(source)
+        parts = await self._parts(self._text_of(document))
         if self.carry is not None:
             return self._join(await self._in_turn(document, generate, parts))
         payloads = [self._payload(document, part) for part in parts]

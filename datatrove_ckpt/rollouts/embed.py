@@ -14,7 +14,6 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.templates import check_template
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.interface import FIELDS, Generate, Payload
-from datatrove_ckpt.rollouts.prompt import filled_text
 from datatrove_ckpt.rollouts.settings import WholeText
 
 
@@ -97,7 +96,7 @@ class EmbedRollout(_NoText):
                 "would be lost. Give another name."
             )
         vector = await generate.embed(
-            await filled_text(self, self.prompt, document), **(self.params or {})
+            await self._filled_text(self.prompt, document), **(self.params or {})
         )
         if self.dimensions is not None:
             if len(vector) < self.dimensions:
@@ -176,7 +175,7 @@ class ClassifyRollout(_NoText):
             raise ConfigError(f"threshold: is {self.threshold!r}, and scores are from 0 to 1.")
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        text = await filled_text(self, self.prompt, document)
+        text = await self._filled_text(self.prompt, document)
         found = await generate.classify(text, self.labels, **(self.params or {}))
         label = found.label
         score = found.score

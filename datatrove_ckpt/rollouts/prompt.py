@@ -2,12 +2,10 @@
 
 # No postponed annotations: the YAML loader evaluates them.
 
-import asyncio
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Self
 
 from datatrove.data import Document
@@ -22,7 +20,7 @@ from datatrove_ckpt.config.templates import (
     times_text,
 )
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.rollouts.cutting import cut_to_chars, cut_to_tokens, fits_for_sure
+from datatrove_ckpt.rollouts.cutting import cut_to_chars
 from datatrove_ckpt.rollouts.interface import Generate, Payload, Rollout, chat, chat_payload
 from datatrove_ckpt.rollouts.media import (
     MEDIA,
@@ -33,7 +31,7 @@ from datatrove_ckpt.rollouts.media import (
     with_media,
     without_bytes,
 )
-from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade, WholeText
+from datatrove_ckpt.rollouts.settings import OneRequest, ReadyMade
 from datatrove_ckpt.rollouts.source import chat_in, prompt_source, with_system
 
 
@@ -176,7 +174,7 @@ class PromptRollout(OneRequest):
 
         if self.max_chars is not None:
             text = cut_to_chars(filled, text, times_text(template), self.max_chars)
-        return filled(await cut_to_limit(self, template, filled, text, system_prompt))
+        return filled(await self._cut(template, filled, text, system_prompt))
 
 
 @dataclass
@@ -204,7 +202,7 @@ class CompletionRollout(OneRequest):
         super().__post_init__()
 
     async def __call__(self, document: Document, generate: Generate, **shared: object) -> object:
-        content = await filled_text(self, self.prompt, document)
+        content = await self._filled_text(self.prompt, document)
         return await self._ask(generate, {"prompt": content} | self._params())
 
 
@@ -230,45 +228,3 @@ def for_config(rollout_fn: Rollout, config: InferenceConfig) -> Rollout:
     if isinstance(rollout_fn, ReadyMade):
         return rollout_fn.for_config(config)
     return rollout_fn
-
-
-async def filled_text(rollout: WholeText, template: str, document: Document) -> str:
-    """Returns the template with the document's values, for a request that takes one text.
-
-    Raises:
-        ConfigError: the document has a list of messages instead of a text, or lacks a value.
-    """
-    source = prompt_source(document, rollout.prompt_column)
-    if isinstance(source, list):
-        raise ConfigError(
-            f"prompt_column: document {document.id!r} holds a list of messages, which "
-            f"{type(rollout).__name__} has no place for; use PromptRollout."
-        )
-    filled = partial(fill, template, document)
-    return filled(await cut_to_limit(rollout, template, filled, source, ""))
-
-
-async def cut_to_limit(
-    rollout: WholeText, template: str, filled: Callable[[str], str], text: str, system_prompt: str
-) -> str:
-    """Returns the text, cut to the rollout's limit in tokens, if it has one.
-
-    Args:
-        filled: fills the template with the text.
-    """
-    limit = rollout._limit()
-    if limit is None:
-        return text
-    times = times_text(template)
-    if rollout.chars_per_token is not None:
-        chars = int(limit * rollout.chars_per_token) - len(system_prompt)
-        return cut_to_chars(filled, text, times, chars)
-    if fits_for_sure(system_prompt + filled(text), limit):
-        return text
-
-    def cut() -> str:
-        counter = rollout._counter()
-        return cut_to_tokens(filled, text, times, limit - counter.count(system_prompt), counter)
-
-    # Counting takes milliseconds, loading a tokenizer a second.
-    return await asyncio.to_thread(cut)

@@ -2,19 +2,23 @@
 
 # No postponed annotations: the YAML loader evaluates them.
 
+import asyncio
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Literal, Self
 
 import orjson
+from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceResult
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import Count, Positive, check
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
+from datatrove_ckpt.config.templates import fill, times_text
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts.answers import (
     CANNED,
@@ -24,8 +28,10 @@ from datatrove_ckpt.rollouts.answers import (
     engine_of,
     is_cut_off,
 )
+from datatrove_ckpt.rollouts.cutting import cut_to_chars, cut_to_tokens, fits_for_sure
 from datatrove_ckpt.rollouts.interface import Generate, Payload
 from datatrove_ckpt.rollouts.model_files import TokenCounter, load_counter
+from datatrove_ckpt.rollouts.source import prompt_source
 
 _CHAT_TEMPLATE_TOKENS = 64
 _SPECIAL_TOKENS = 8  # around a text, such as [CLS]
@@ -152,6 +158,16 @@ class ReadyMade:
         name, revision = self.counted_by
         return load_counter(str(name), revision, self.tokenizer_hash)
 
+    def _text_of(self, document: Document) -> str:
+        """Raises ConfigError if the document has messages instead of a text."""
+        source = prompt_source(document, self.prompt_column)
+        if isinstance(source, list):
+            raise ConfigError(
+                f"prompt_column: document {document.id!r} holds a list of messages, which "
+                f"{type(self).__name__} has no place for; use PromptRollout."
+            )
+        return source
+
     def _params(self) -> Payload:
         return {**(self._own_params() or {})}
 
@@ -179,12 +195,38 @@ class WholeText(ReadyMade):
         """Returns the tokens for the prompt, if the answer takes none."""
         return max(1, config.model_max_context - _SPECIAL_TOKENS)
 
-    def _limit(self) -> int | None:
-        if self.max_prompt_tokens != "auto":
-            return self.max_prompt_tokens
-        if self.prompt_tokens is None:
-            raise ConfigError("max_prompt_tokens: auto needs the config; call for_config(config).")
-        return self.prompt_tokens
+    async def _filled_text(self, template: str, document: Document) -> str:
+        """Returns the template with the document's values, for a request that takes one text."""
+        filled = partial(fill, template, document)
+        return filled(await self._cut(template, filled, self._text_of(document)))
+
+    async def _cut(
+        self, template: str, filled: Callable[[str], str], text: str, system_prompt: str = ""
+    ) -> str:
+        """Returns the text, cut to ``max_prompt_tokens``. ``filled`` fills it into the template."""
+        limit = self.max_prompt_tokens
+        if limit == "auto":
+            limit = self.prompt_tokens
+            if limit is None:
+                raise ConfigError(
+                    "max_prompt_tokens: auto needs the config; call for_config(config)."
+                )
+        if limit is None:
+            return text
+        times = times_text(template)
+        if self.chars_per_token is not None:
+            chars = int(limit * self.chars_per_token) - len(system_prompt)
+            return cut_to_chars(filled, text, times, chars)
+        if fits_for_sure(system_prompt + filled(text), limit):
+            return text
+
+        def cut() -> str:
+            counter = self._counter()
+            room = limit - counter.count(system_prompt)
+            return cut_to_tokens(filled, text, times, room, counter)
+
+        # Counting takes milliseconds, loading a tokenizer a second.
+        return await asyncio.to_thread(cut)
 
 
 @dataclass(kw_only=True)

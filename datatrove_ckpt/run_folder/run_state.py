@@ -35,7 +35,6 @@ from datatrove_ckpt.checkpoint.numbers import (
     Rates,
     RunNumbers,
 )
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.claims.claims import Claimant
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import duration, plural
@@ -295,7 +294,7 @@ def to_json(state: RunState) -> bytes:
 def _plain(value: object) -> object:
     if isinstance(value, InputPosition):
         return {**value._asdict(), "share": value.share}
-    if isinstance(value, Wait | SkippedLines | Claimant):
+    if isinstance(value, Wait | Claimant):
         return value._asdict()
     return str(value)  # a path
 

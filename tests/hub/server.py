@@ -11,7 +11,7 @@ from email.utils import format_datetime
 
 from aiohttp import web
 
-from datatrove_ckpt.output.owner import OWNER
+from datatrove_ckpt.checkpoint.layout import OWNER
 from tests.hub.api import Answers, Problem, moment
 from tests.hub.buckets import Buckets
 from tests.hub.faults import Clock, Fault

@@ -16,7 +16,7 @@ from datatrove.pipeline.writers import ParquetWriter
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.readers import CSVReader, JsonlReader, ParquetReader
-from tests.jobs import runner
+from tests.jobs import rows, runner
 from tests.unit.tables import reader_of, write_table
 
 pa = pytest.importorskip("pyarrow")
@@ -24,12 +24,6 @@ pandas = pytest.importorskip("pandas")
 pq = pytest.importorskip("pyarrow.parquet")
 
 MARK = b"\xef\xbb\xbf"
-
-
-def rows(folder):
-    """Python's own parser reads numbers of any size."""
-    files = sorted((folder / "output").glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
 
 
 def read(reader, folder):

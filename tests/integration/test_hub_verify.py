@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.checkpoint.commits import read_commits
+from datatrove_ckpt.checkpoint.layout import OWNER
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.output.owner import OWNER
 from tests.hub.job import hub_job
 
 FILES = ["part/00000_00000.jsonl", "part/00000_00001.jsonl", "part/00001_00000.jsonl"]

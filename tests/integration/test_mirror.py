@@ -18,6 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt import LocalPipelineExecutor
+from datatrove_ckpt.checkpoint.layout import OWNER
 from datatrove_ckpt.checkpoint.lines import seal, unseal
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
@@ -37,7 +38,6 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.mirror import mirror
 from datatrove_ckpt.mirror.manifests import Damaged, Part, Seal, Versions
 from datatrove_ckpt.mirror.restore import restore
-from datatrove_ckpt.output.owner import OWNER
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.run_folder.findings import check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan

@@ -12,7 +12,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers import CSVReader, JsonlReader
 from datatrove_ckpt.torch import ReaderDataset
-from tests.jobs import runner
+from tests.jobs import rows, runner
 from tests.unit.tables import reader_of, write_table
 from tests.yaml_jobs import endpoint, job_yaml
 
@@ -28,12 +28,6 @@ FILES = [
     "sub/c.jsonl",
 ]
 VISIBLE = ["_b.jsonl", "_temporary.jsonl", "a.jsonl", "sub/c.jsonl"]
-
-
-def rows(folder):
-    """Python's own parser reads integers of any size."""
-    files = sorted((folder / "output").glob("*.jsonl"))
-    return [json.loads(line) for path in files for line in path.read_text().splitlines()]
 
 
 def write(folder, name, content=None):

@@ -330,9 +330,9 @@ async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
         watched = started.servers.supervisors[0]
         answer = started.ask("a long text")
         await engine.asked.wait()
-        tokens = None
+        metrics = None
         for _ in range(10):
-            tokens = await watched._check_progress(tokens, 600)
+            metrics = await watched._check_progress(metrics, 600)
             clock.now += 15
             engine.tokens += counted
         assert watched.target.up == (restarts == 0)

@@ -9,7 +9,6 @@ from itertools import cycle
 import pytest
 
 from datatrove_ckpt.common.memory import ByteBudget
-from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.plain import Response
@@ -21,6 +20,7 @@ from datatrove_ckpt.inference.servers.server import (
     adapt_admission,
     read_metrics,
 )
+from tests.clients import config, turns
 from tests.simulated_engine import Engine, Simulation
 
 ENGINES = {
@@ -213,10 +213,6 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
 # Documents in work: enough for the requests in flight, and few more ------------------------------
 
 
-def config(**settings):
-    return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "m", **settings})
-
-
 class Work:
     """Documents without end, whose requests take one turn of the event loop or a few.
 
@@ -238,17 +234,17 @@ class Work:
         self._settings = settings
         self._rollout = rollout
 
-    async def run(self, turns):
+    async def run(self, number):
         self._admitting = asyncio.create_task(self._admit())
-        await _turns(3)  # the server starts
+        await turns(3)  # the server starts
         self.target.up = True
         self.router.admit()
         self.limit.follow(self._settings, self.router, self.sender)
-        await self.go_on(turns)
+        await self.go_on(number)
 
-    async def go_on(self, turns):
+    async def go_on(self, number):
         self.most = 0
-        for _ in range(turns):
+        for _ in range(number):
             self.most = max(self.most, self.router.in_flight)
             await asyncio.sleep(0)
 
@@ -267,13 +263,8 @@ class Work:
     async def _ask(self):
         request = Request(self.sender)
         target = await self.router.acquire(request)
-        await _turns(4)
+        await turns(4)
         self.router.release(target, request)
-
-
-async def _turns(number):
-    for _ in range(number):
-        await asyncio.sleep(0)
 
 
 async def plain(ask):
@@ -281,9 +272,9 @@ async def plain(ask):
 
 
 async def with_other_work(ask):
-    await _turns(10)
+    await turns(10)
     await ask()
-    await _turns(10)
+    await turns(10)
 
 
 async def test_documents_that_wait_for_each_other_before_they_ask_are_started(monkeypatch):
@@ -357,7 +348,7 @@ async def test_a_document_with_more_rollouts_than_places_is_in_work_alone():
     for _ in range(2):
         await asyncio.wait_for(limit.acquire(0), 60)
         waiting = asyncio.create_task(limit.acquire(0))
-        await _turns(3)
+        await turns(3)
         assert not waiting.done()
         waiting.cancel()
         limit.release(0)
@@ -373,10 +364,10 @@ async def test_a_document_that_ends_while_no_request_is_in_flight_makes_room_for
             admitted.append(True)
 
     admitting = asyncio.create_task(admit())
-    await _turns(3)
+    await turns(3)
     before = len(admitted)
     limit.release(0)
-    await _turns(9)
+    await turns(9)
     assert len(admitted) == before + 1
     admitting.cancel()
 

@@ -36,7 +36,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, Outage, Req
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from tests.clients import Sleeps, client_of
+from tests.clients import Sleeps, client_of, turns
 
 UNFINISHED_REASONS = [
     "",
@@ -772,12 +772,6 @@ async def test_answers_without_a_request_close_their_connection_and_stop_the_run
         assert server.connections == 4
 
 
-async def turns():
-    """What was sent until now is read by then."""
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("first", ["own", "extra"])
 @pytest.mark.parametrize("moment", ["with it", "after it", "after the next request"])
 async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
@@ -803,7 +797,7 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
         else:
             monkeypatch.setattr(plain_transport, "QUIET", for_ever)
             writer.write(own if first == "own" else extra)
-            await turns()
+            await turns(10)
             writer.write(extra if first == "own" else own)
             await until_noted(for_ever)
 
@@ -886,13 +880,13 @@ async def test_a_blank_line_behind_an_answer_is_no_answer(short, log, monkeypatc
 
     async def reply(server, writer):
         writer.write(http(200, chat()))
-        await turns()
+        await turns(10)
         writer.write(b"\r\n")
 
     async with talking(reply) as (server, client, _):
         for _ in range(3):
             assert await client.complete(BODY) == HI
-            await turns()
+            await turns(10)
         assert len(server.requests) == 3
     assert not log
 

@@ -17,7 +17,7 @@ from datatrove_ckpt.common.retrying import (
 )
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import HOUR, CommitHistory, CommitPace, MadeCommit, commit_title
-from datatrove_ckpt.output.hub_uploads import GENERATION_GOES_ON, hub_failure
+from datatrove_ckpt.output.hub_uploads import hub_failure
 from datatrove_ckpt.output.stoppable import given_up
 
 
@@ -109,15 +109,13 @@ def test_messages_show_no_signatures_and_say_what_comes_next(log):
     error = answer(403, url="https://storage/abc?X-Amz-Signature=secret&X=1")
     assert "secret" not in failure_line(error)
     assert "https://storage/abc?***" in failure_line(error)
-    policy = replace(HUB, jitter=0.0, spread=0.0)
-    Attempts(policy, hub_failure).failed("a commit", answer(412))
+    attempts = Attempts(replace(HUB, jitter=0.0, spread=0.0), hub_failure)
+    attempts.failed("a commit", answer(412))
     assert log[0] == (
         "WARNING a commit: another process committed at the same moment (HTTP 412). Next attempt in 1 s, for 1 h at "
-        "most.\n"
+        "most; generation goes on.\n"
     )
-    Attempts(policy, hub_failure, GENERATION_GOES_ON).failed(
-        "a commit", answer(429, Retry_After="3600")
-    )
+    attempts.failed("a commit", answer(429, Retry_After="3600"))
     assert log[1].endswith("Next attempt in 1 h, as the server advises; generation goes on.\n")
 
 

@@ -6,12 +6,10 @@ The errors name the file.
 import bz2
 import codecs
 import gzip
-import json
 import lzma
 from contextlib import nullcontext, suppress
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -74,8 +72,14 @@ def resumed(reader, read):
             {"adapter": lambda self, data, path, at: {"text": ""}},
             r"adapter found no text",
         ),
+        (
+            b'{"lang": "en", "messages": [{"role": "user", "content": "Why?"}]}',
+            {},
+            "'messages' holds chats: set prompt_column to it",
+        ),
+        (b"PAR1\x15\x04\xff", {}, r"'a\.jsonl' .* begins with 'PAR1.*, choose another reader"),
     ],
-    ids=["Latin-1", "gzip by another name", "adapter"],
+    ids=["Latin-1", "gzip by another name", "adapter", "chats", "a table"],
 )
 def test_lines_that_are_no_documents_are_an_error_that_shows_them(
     tmp_path, content, options, message
@@ -83,21 +87,6 @@ def test_lines_that_are_no_documents_are_an_error_that_shows_them(
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(InputError, match=message):
         list(JsonlReader(tmp_path.as_posix(), max_skipped=None, **options).run())
-
-
-def test_a_column_of_chats_is_named_with_the_setting_that_sends_it(tmp_path):
-    row = {"lang": "en", "messages": [{"role": "user", "content": "Why?"}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    with pytest.raises(InputError, match="'messages' holds chats: set prompt_column to it"):
-        list(JsonlReader(tmp_path.as_posix()).run())
-
-
-def test_a_table_for_a_reader_of_lines_is_named(tmp_path):
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(
-        InputError, match=r"'a.parquet' .* begins with 'PAR1.*, choose another reader"
-    ):
-        texts(JsonlReader(str(tmp_path), max_skipped=None))
 
 
 @pytest.mark.parametrize(

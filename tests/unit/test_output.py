@@ -104,7 +104,7 @@ def test_temporary_errors_are_retried(files, folder, local, log):
     )
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
-    assert not folder._create(local, "a")
+    assert not folder.create(local, "a")
     assert len([line for line in log if "Next attempt in" in line]) == 4
     assert "a could not be uploaded: ConnectionResetError: reset. Next attempt in " in log[0]
     assert log[0].endswith(", for 5 min at most.\n")
@@ -310,21 +310,21 @@ def test_after_a_good_end_no_open_uploads_are_listed(tmp_path):
     assert uploads.open == [("output/a", "id-0")]
 
 
-@pytest.mark.parametrize("refused", ["list_multipart_uploads", "abort_multipart_upload"])
-def test_a_user_who_may_write_but_not_abort_gets_an_error_at_once(tmp_path, refused):
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        ("create_multipart_upload", "s3://bucket/output cannot be written to: PermissionError"),
+        ("list_multipart_uploads", "s3:ListBucketMultipartUploads"),
+        ("abort_multipart_upload", "s3:ListBucketMultipartUploads"),
+    ],
+)
+def test_a_user_who_may_not_write_or_not_abort_gets_an_error_at_once(
+    tmp_path, log, refused, message
+):
     uploads = Uploads("output/a")
     uploads.refuses = refused
-    with pytest.raises(OutputFailed, match="s3:ListBucketMultipartUploads"):
+    with pytest.raises(OutputFailed, match=message):
         on_s3(uploads, tmp_path, "a").prepare()
-
-
-def test_a_user_who_may_not_write_gets_an_error_at_once(tmp_path, log):
-    uploads = Uploads()
-    uploads.refuses = "create_multipart_upload"
-    with pytest.raises(
-        OutputFailed, match="s3://bucket/output cannot be written to: PermissionError"
-    ):
-        on_s3(uploads, tmp_path).prepare()
     assert log == []
 
 

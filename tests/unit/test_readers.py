@@ -618,22 +618,19 @@ def test_a_state_of_another_reader_or_rank_is_refused(six):
         resume(six, state | {"version": 2})
 
 
-def test_other_default_metadata_are_refused(six):
-    german, french = {"lang": "de"}, {"lang": "fr"}
-    resume(six, stop(six, default_metadata=german), default_metadata=german)
-    for old, new in ((german, french), (german, None), (None, french)):
-        state = stop(six, default_metadata=old)
-        with pytest.raises(CheckpointMismatch, match=f"other default_metadata, now {new}"):
-            resume(six, state, default_metadata=new)
-
-
-def test_other_types_are_refused(six):
-    ours = {"number": "int64"}
-    resume(six, stop(six, types=ours), types=ours)
-    for old, new in ((None, ours), (ours, None), (ours, {"number": "string"})):
-        state = stop(six, types=old)
-        with pytest.raises(CheckpointMismatch, match=f"other types, now {new}"):
-            resume(six, state, types=new)
+@pytest.mark.parametrize(
+    ("option", "ours", "others"),
+    [
+        ("default_metadata", {"lang": "de"}, {"lang": "fr"}),
+        ("types", {"number": "int64"}, {"number": "string"}),
+    ],
+)
+def test_other_default_metadata_and_types_are_refused(six, option, ours, others):
+    resume(six, stop(six, **{option: ours}), **{option: ours})
+    for old, new in ((ours, others), (ours, None), (None, ours)):
+        state = stop(six, **{option: old})
+        with pytest.raises(CheckpointMismatch, match=f"other {option}, now {new}"):
+            resume(six, state, **{option: new})
 
 
 def test_a_limit_below_what_is_done_is_refused(six):

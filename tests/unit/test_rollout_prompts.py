@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.checkpoint.identity import FORMAT
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import ConfigError, ServerRefused
@@ -24,6 +23,7 @@ from datatrove_ckpt.rollouts import (
     for_config,
 )
 from datatrove_ckpt.rollouts.model_files import load_counter
+from tests.clients import config
 from tests.jobs import rejects, rows, runner
 from tests.unit.test_rollouts import asked, document
 from tests.words import write_tokenizer
@@ -32,10 +32,6 @@ from tests.words import write_tokenizer
 def content(rollout, given):
     """The user message."""
     return str(asked(rollout, given)["messages"][-1]["content"])
-
-
-def config(**changes):
-    return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "a-model", **changes})
 
 
 # fields and columns ------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from datatrove.pipeline.inference.types import InferenceResult
 
-from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.rollouts import (
@@ -22,6 +21,7 @@ from datatrove_ckpt.rollouts import (
     PromptRollout,
     for_config,
 )
+from tests.clients import config
 from tests.pages import ROOT
 from tests.unit.test_rollouts import document
 
@@ -62,10 +62,6 @@ class Model:
         return Classified(
             "fiction", self.score, dict(zip(labels or "012", SCORES.values(), strict=True))
         )
-
-
-def config(server_type="vllm", **changes):
-    return InferenceConfig(**{"server_type": server_type, "model_name_or_path": "m", **changes})
 
 
 def result(rollout, model, given=None):

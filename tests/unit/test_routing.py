@@ -18,6 +18,7 @@ from datatrove_ckpt.inference.client.routing import (
     Router,
     Sender,
 )
+from tests.clients import turns
 
 
 def router(servers, places):
@@ -37,17 +38,12 @@ def request(text="", order=0):
     return Request(order=order, body=body(text) if text else b"")
 
 
-async def settle():
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
 async def waiting(made, *requests):
     """Tasks that have come to the router, in this order."""
     tasks = []
     for one in requests:
         tasks.append(asyncio.create_task(made.acquire(one)))
-        await settle()
+        await turns(5)
     return tasks
 
 
@@ -125,10 +121,10 @@ async def test_requests_wait_while_the_caches_are_full_and_open_documents_go_fir
     new, later = await waiting(made, request(order=9), request(order=3))
     assert (new.done(), later.done()) == (False, False)
     made.release(target, Request())
-    await settle()
+    await turns(5)
     assert (new.done(), later.done()) == (False, True)
     made.release(target, Request())
-    await settle()
+    await turns(5)
     assert new.done()
 
 
@@ -158,7 +154,7 @@ async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_s
     (third,) = await waiting(made, request(order=3))
     assert not third.done()
     made.release(first, Request())
-    await settle()
+    await turns(5)
     assert third.done()
 
 
@@ -192,13 +188,13 @@ async def test_no_more_than_the_window_goes_ahead_of_a_request():
     made, home, other, held = await with_a_full_window()
     (late,) = await waiting(made, request("two", WINDOW + 1))
     made.release(other, Request())
-    await settle()
+    await turns(5)
     assert not late.done()
     assert made.take(request("three", WINDOW + 2)) is None
     assert made.take(request("two", 0)) is other
     made.release(other, Request())
     made.release(home, Request())
-    await settle()
+    await turns(5)
     assert held[0].done()
     assert late.done()
 
@@ -216,7 +212,7 @@ async def test_waiting_requests_are_looked_at_only_if_one_may_go(monkeypatch):
     made.release(other, Request())
     assert len(looked_up) == 1
     made.release(home, Request())
-    await settle()
+    await turns(5)
     assert held[0].done()
 
 

@@ -27,12 +27,8 @@ from datatrove_ckpt.inference.servers.server import (
 )
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown
+from tests.clients import config, turns
 from tests.jobs import leased_gpus
-
-
-def config(**settings):
-    return InferenceConfig(**{"server_type": "vllm", "model_name_or_path": "m", **settings})
-
 
 # routing -----------------------------------------------------------------------------------------
 
@@ -51,11 +47,6 @@ def quarantined(age=0.0):
     for _ in range(2):
         request.record_death(Death("bang"), age)
     return request
-
-
-async def settle():
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 def acquire(made, request=None):
@@ -77,10 +68,10 @@ async def test_a_request_that_is_cancelled_as_it_gets_its_place_gives_it_back():
     made = router(limit=1)
     target = await made.acquire(Request())
     cancelled, next_one = acquire(made), acquire(made)
-    await settle()
+    await turns(5)
     made.release(target, Request())  # which gives the place on
     cancelled.cancel()
-    await settle()
+    await turns(5)
     assert (cancelled.cancelled(), next_one.done(), made.in_flight) == (True, True, 1)
 
 
@@ -90,7 +81,7 @@ async def test_a_rank_that_stops_gets_no_place_even_if_one_is_free():
     sender.shutdown.request("test")
     assert made.take(Request(sender)) is None
     waiting = acquire(made, Request(sender))
-    await settle()
+    await turns(5)
     assert (waiting.done(), made.in_flight) == (False, 0)
     waiting.cancel()
 
@@ -99,13 +90,13 @@ async def test_a_quarantined_request_is_alone_and_the_youngest_goes_first():
     made = router()
     target = await made.acquire(Request())
     old, young, normal = acquire(made, quarantined(9)), acquire(made, quarantined(1)), acquire(made)
-    await settle()
+    await turns(5)
     assert not any(task.done() for task in (old, young, normal))
     made.release(target, Request())
-    await settle()
+    await turns(5)
     assert (young.done(), old.done(), normal.done()) == (True, False, False)
     made.release(target, Request())
-    await settle()
+    await turns(5)
     assert (old.done(), normal.done()) == (True, False)
     made.release(target, Request())
     await normal
@@ -116,7 +107,7 @@ async def test_the_members_of_a_group_whose_server_died_run_alone():
     requests = [quarantined(n) for n in range(100)]
     waiting = {request: acquire(made, request) for request in requests}
     for expected in (1, 2, 4):
-        await settle()
+        await turns(5)
         group = [request for request, task in waiting.items() if task.done()]
         assert len(group) == expected
         if expected < 4:
@@ -130,10 +121,10 @@ async def test_the_members_of_a_group_whose_server_died_run_alone():
     again = [acquire(made, request) for request in group]
     made.targets[0].up = True
     for task in again:
-        await settle()
+        await turns(5)
         assert made.targets[0].in_flight == 1
         made.release(await task, Request())
-    await settle()
+    await turns(5)
     assert made.targets[0].in_flight > 1  # the others continue in groups
 
 
@@ -146,7 +137,7 @@ async def test_attributed_deaths_quarantine_no_other_request():
         innocent.record_death(death, 0)
     await made.acquire(guilty)
     waiting = [acquire(made, innocent), acquire(made)]
-    await settle()
+    await turns(5)
     assert not any(task.done() for task in waiting)
     made.attribute_deaths(guilty)
     made.release(made.targets[0], Request())

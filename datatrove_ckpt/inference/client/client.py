@@ -61,6 +61,7 @@ from dataclasses import dataclass
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import cut
 from datatrove_ckpt.common.redaction import Secret, note_sent
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
@@ -156,18 +157,20 @@ class Outage:
         self._said = f"{model}: " if model else ""
         # Log lines belong to all ranks that share the servers.
         self._context = contextvars.copy_context()
-        self._since: float | None = None
-        self._said_at: float | None = None
+        # Infinite while requests are answered.
+        self._since = self._next_line_at = math.inf
+        self._is_shown = False
 
     def answered(self) -> None:
         self.answers += 1
-        if self._since is not None:
+        if self._since < math.inf:
             self.ended()
 
     def ended(self) -> None:
-        if self._said_at is not None:
+        if self._is_shown:
             self._log("INFO", f"The server answers, after {self.seconds:.0f} s.")
-        self._since = self._said_at = None
+        self._since = self._next_line_at = math.inf
+        self._is_shown = False
 
     def look(self, busy: float, timeout: float) -> None:
         """Warns of an unusual silence. A slow endpoint looks the same, and may be paid, so nothing
@@ -186,7 +189,7 @@ class Outage:
         self._quiet = min(busy, now - self._seen_at)
         had_hung = self.hangs > 0
         self.hangs = 0.0
-        if self._since is None and self._quiet >= hang_after(self._longest):
+        if self._since == math.inf and self._quiet >= hang_after(self._longest):
             self.hangs = self._quiet
             if not had_hung:
                 self._log(
@@ -200,8 +203,9 @@ class Outage:
     def begun(self, unreachable: bool, since: float) -> None:
         """``since``: when the outage began, unless it has begun already."""
         self.unreachable = unreachable
-        if self._since is None:
+        if self._since == math.inf:
             self._since = since
+            self._next_line_at = since + _SAY_AFTER
 
     def failed(self, failure: RetryableError, oldest: Callable[[], float]) -> None:
         """Counts a failure; raises ServerUnavailable if no request was answered for ``patience``
@@ -226,17 +230,17 @@ class Outage:
     def show(self, cause: str) -> None:
         if self.next_line() > 0:
             return
-        self._said_at = self.clock()
+        self._next_line_at = self.clock() + _SAY_AGAIN
+        self._is_shown = True
         what = "is unreachable" if self.unreachable else "gives no answers"
         first = ""
         if self.unreachable and not self.answers:
             first = " Nothing has answered there yet: is the address right, and the server started?"
-        if len(cause) > _SHOWN_CAUSE:
-            cause = f"{cause[:_SHOWN_CAUSE]}..."
         self._log(
             "WARNING",
-            f"The server {what} ({cause}); waiting, {self.seconds:.0f} s of {self.patience:g} s "
-            f"(server_patience_seconds). Then the task stops; finished work is saved.{first}",
+            f"The server {what} ({cut(cause, _SHOWN_CAUSE)}); waiting, {self.seconds:.0f} s of "
+            f"{self.patience:g} s (server_patience_seconds). Then the task stops; finished work is "
+            f"saved.{first}",
         )
 
     def _log(self, level: str, line: str) -> None:
@@ -244,23 +248,15 @@ class Outage:
 
     def next_line(self) -> float:
         """Returns seconds until the next line is due; infinite while requests are answered."""
-        if self._since is None:
-            return math.inf
-        if self._said_at is None:
-            return _SAY_AFTER - self.seconds
-        return _SAY_AGAIN - (self.clock() - self._said_at)
+        return self._next_line_at - self.clock()
 
     def left(self) -> float:
         """Returns seconds until the patience ends; infinite while requests are answered."""
-        if self._since is None:
-            return math.inf
-        return self.patience - self.seconds
+        return self._since + self.patience - self.clock()
 
     @property
     def seconds(self) -> float:
-        if self._since is None:
-            return 0.0
-        return self.clock() - self._since
+        return max(0.0, self.clock() - self._since)
 
 
 @dataclass(eq=False)

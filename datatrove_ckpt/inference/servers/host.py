@@ -34,13 +34,13 @@ from datatrove_ckpt.errors import (
     ServerStartFailed,
     named,
 )
+from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import (
     CompletionClient,
     ModelServers,
     Outage,
     hang_after,
 )
-from datatrove_ckpt.inference.client.routing import Death, Router, Sender, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.multi_node import HeadNode
@@ -123,7 +123,7 @@ class ExternalServers:
             self.outage.show(causes[0])
             await asyncio.sleep(delay)
 
-    async def follow(self, target: Target, router: Router) -> None:
+    async def follow(self, target: routing.Target, router: routing.Router) -> None:
         """Adapts a target's limit to its engine, if /metrics has the names of an engine.
 
         Some names come with the first request. So it is looked for until an answer has come.
@@ -358,7 +358,7 @@ class ServerHost:
         config: InferenceConfig,
         configs: Sequence[InferenceConfig],
         rank: int,
-        sender: Sender,
+        sender: routing.Sender,
         on_outage: Callable[[Outage], None],
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
         """Returns a rank's client of one model's servers, once they are ready.
@@ -570,7 +570,7 @@ class ServerSupervisor:
         self.target = self.model_servers.router.add(self.probe)
         self.restarts = 0
         self._name = f"{self.config.said}Server {self.index} of task {self.rank}"
-        self._death = Death("")
+        self._death = routing.Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recent_restarts = self.server.restarted_at
         self._probing: asyncio.Task[None] | None = None
@@ -671,7 +671,7 @@ class ServerSupervisor:
             self._recent_restarts.popleft()
         # The request is a dead letter now, so the next start should work.
         if self._death.attributed:
-            self._death = Death("")
+            self._death = routing.Death("")
             return retrying.RESTART.first
         if len(self._recent_restarts) >= allowed:
             raise ServerDied(
@@ -694,22 +694,18 @@ class ServerSupervisor:
 
     async def _watch_progress(self) -> None:
         interval = min(self.config.hang_timeout / _PROGRESS_CHECKS_PER_HANG, _MAX_PROGRESS_INTERVAL)
-        tokens: float | None = None
+        last: Metrics | None = None
         while True:
             await asyncio.sleep(interval)
-            tokens = await self._check_progress(tokens, min(interval, _METRICS_TIMEOUT))
+            last = await self._check_progress(last, min(interval, _METRICS_TIMEOUT))
 
-    async def _check_progress(self, tokens: float | None, seconds: float) -> float | None:
-        """Marks the server dead if it hangs.
-
-        Returns the tokens it has counted; None without metrics or requests.
-        """
+    async def _check_progress(self, last: Metrics | None, seconds: float) -> Metrics | None:
+        """Marks the server dead if it hangs. Returns its metrics; None without any, or requests."""
+        metrics = None
         if self.target.attempts:
             metrics = await self._metrics(seconds)
-        else:
-            metrics = None
         quiet = time.monotonic() - self.target.alive_at
-        if metrics is not None and tokens is not None and metrics.tokens != tokens:
+        if metrics is not None and last is not None and metrics.tokens != last.tokens:
             self._longest = max(self._longest, quiet)
             quiet = 0.0
             self.target.mark_alive()
@@ -724,9 +720,7 @@ class ServerSupervisor:
                 f"hangs: it has {in_flight} requests, and answered none and counted no token for "
                 f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
             )
-        if metrics is not None:
-            return metrics.tokens
-        return None
+        return metrics
 
     async def _metrics(self, seconds: float) -> Metrics | None:
         server = self.server

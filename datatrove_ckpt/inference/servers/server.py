@@ -31,6 +31,7 @@ from typing import NoReturn
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import as_line, cut
 from datatrove_ckpt.common.redaction import (
     HIDDEN,
     Secret,
@@ -58,14 +59,7 @@ from datatrove_ckpt.errors import ServerStartFailed, TooManyOpenFiles
 from datatrove_ckpt.inference.client.routing import Pace, Router, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers import guardian
-from datatrove_ckpt.inference.servers.node import (
-    GpuLease,
-    ServerRecord,
-    close_descriptor,
-    kill_session,
-    own_descriptor,
-)
+from datatrove_ckpt.inference.servers import guardian, node
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
@@ -326,7 +320,7 @@ class InferenceServer:
     config: InferenceConfig
     rank: int
     replica: int = 0
-    lease: GpuLease = field(default_factory=GpuLease)
+    lease: node.GpuLease = field(default_factory=node.GpuLease)
     nodes: Nodes = SINGLE_NODE
     on_launch: Callable[[], None] = lambda: None
 
@@ -337,7 +331,7 @@ class InferenceServer:
         self.api_key: Secret | None = None
         self._process: GuardedProcess | None = None
         self._command = EngineCommand((), {})
-        self._record: ServerRecord | None = None
+        self._record: node.ServerRecord | None = None
         self._log_path: Path | None = None
         self._log_start = 0
 
@@ -414,7 +408,7 @@ class InferenceServer:
             self._process = self._spawn(log)
             self.started_by = self.rank
             self._record = await asyncio.to_thread(
-                ServerRecord.create, self.name, self._process.pid, log
+                node.ServerRecord.create, self.name, self._process.pid, log
             )
         finally:
             os.close(log)
@@ -548,7 +542,7 @@ class InferenceServer:
         if self._process is None or self._process.wait_until_stopped() >= 0:
             return
         # The guardian itself was killed (it reports its server's signal n as 128 + n).
-        kill_session(self._process.pid, self.name)
+        node.kill_session(self._process.pid, self.name)
 
     def request_stop(self) -> None:
         """``stop`` or ``stop_blocking`` should follow."""
@@ -622,7 +616,7 @@ class GuardedProcess:
         self._stop_timeout = stop_timeout
         lifeline_end, lifeline = os.pipe()
         # The guardian stops the server when this end closes, even by kill -9.
-        self.lifeline: int | None = own_descriptor(lifeline)
+        self.lifeline: int | None = node.own_descriptor(lifeline)
         guarded = ("--stop-timeout", str(stop_timeout), "--", *argv)
         try:
             self._process = subprocess.Popen(
@@ -655,7 +649,7 @@ class GuardedProcess:
     def request_stop(self) -> None:
         """Sends SIGTERM, and SIGKILL to what is left after the timeout."""
         if self.lifeline is not None:
-            close_descriptor(self.lifeline)
+            node.close_descriptor(self.lifeline)
             self.lifeline = None
 
     def request_kill(self) -> None:
@@ -768,13 +762,9 @@ def last_line(log: str) -> str:
     state.
     """
     for line in reversed(log.replace("\r", "\n").split("\n")):
-        shown = "".join(
-            part if part.isprintable() else " " for part in _ESCAPE.sub("", line)
-        ).strip()
+        shown = as_line(_ESCAPE.sub("", line)).strip()
         if shown:
-            if len(shown) <= _SHOWN_LINE:
-                return shown
-            return f"{shown[:_SHOWN_LINE]}..."
+            return cut(shown, _SHOWN_LINE)
     return ""
 
 

@@ -96,10 +96,46 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
         run_job(tmp_path, server, 8, config=ONE_BY_ONE)
     place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
     counts = read_run_state(place).together.done
-    assert counts.reasons == {"looping": 1, "refusing": 1, "repeating": 1}
+    assert counts.reasons == {"stop": 8, "looping": 1, "refusing": 1, "repeating": 1}
+    assert counts.lengths.total() == 8
     assert counts.odd_answers == (
         " Of 8 answers at least 1 looping, 1 refusing, 1 repeating another answer."
     )
+
+
+COLUMNS = {
+    "text 0": ("stop", "looping", "a word " * 90),
+    "text 1": ("stop", "refusing", "I'm sorry, but I can't assist with that."),
+    "text 2": ("stop", "", "A long answer of another kind. " * 3 + "A hundred characters more."),
+    "text 3": ("stop", "", "A long answer of another kind. " * 3 + "A hundred characters more."),
+    "text 4": ("stop", "empty", " "),
+}
+
+
+@pytest.mark.parametrize("answer", [None, "summary"])
+def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path, answer):
+    def answers(payload, times):
+        return COLUMNS.get(payload["messages"][-1]["content"], ("", "", "fine"))[2]
+
+    settings = {"answer": answer, "quality": True}
+    whole = tmp_path / "whole"
+    name = answer or "rollout_results"
+    with FakeServer(answers) as server:
+        run_job(whole, server, 8, **settings)
+    with FakeServer(answers, rejects(["text 1"], 401)) as server:
+        with pytest.raises(ServerRefused):
+            run_job(tmp_path, server, 8, **settings)
+        with pytest.raises(CheckpointMismatch, match="quality"):
+            run_job(tmp_path, server, 8, answer=answer)
+    with FakeServer(answers) as server:
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE, **settings)
+    assert rows(tmp_path) == rows(whole)
+    for row in rows(tmp_path):
+        reason, faults, text = COLUMNS.get(row["text"], ("stop", "", "fine"))
+        columns = [
+            row["metadata"][f"{name}_{end}"] for end in ("finish_reason", "faults", "tokens")
+        ]
+        assert columns == [reason, faults, len(text.split())]
 
 
 def test_a_run_whose_first_answers_are_bad_says_so_once(tmp_path, log):

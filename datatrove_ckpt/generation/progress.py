@@ -58,7 +58,7 @@ _SILENCE_SECONDS = 60.0
 _MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
 _EXAMPLES = 3  # of each fault
-_SHOWN_ANSWER = 400  # characters of its beginning, and as many of its end
+_SHOWN_ANSWER = 200  # characters of its beginning, and as many of its end
 
 
 class RankReporter:

@@ -27,7 +27,7 @@ from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint.history import History, Progress, Spread, read_history
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.checkpoint.numbers import FAULTS, Buckets, DocumentCounts
+from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
@@ -116,19 +116,20 @@ def _charts(ranks: Iterable[Sequence[Progress]]) -> Iterator[Markup]:
     yield chart("Tokens per second", edges, tokens)
     places = _held(begun, edges, "places")
     if places.any():
-        busy = np.minimum(_share(_held(begun, edges, "in_flight"), places), 100.0)
+        busy = _share(_held(begun, edges, "in_flight"), places)
         yield chart("Busy places at the servers, %", edges, {"places with a request": busy})
     cost = grown(lambda line: line.total.cost) / 1e9
     if cost.any():
         yield chart("Cost per hour", edges, {"cost per hour": 3600 * cost / seconds})
     answers = grown(lambda line: line.documents.answers)
-    bad = {
-        kind: _share(grown(lambda line, kind=kind: line.documents.bad[kind]), answers)  # type: ignore[misc]
-        for kind in DocumentCounts().bad
-    }
-    bad = {kind: share for kind, share in bad.items() if share.any()}
-    if bad:
-        yield chart("Bad answers, %", edges, bad)
+
+    def bad(kind: str) -> Values:
+        return _share(grown(lambda line: line.documents.bad[kind]), answers)
+
+    shares = {_named(kind): bad(kind) for kind in DocumentCounts().bad}
+    shares = {kind: share for kind, share in shares.items() if share.any()}
+    if shares:
+        yield chart("Bad answers, %", edges, shares)
 
 
 def _held(ranks: Iterable[Sequence[Progress]], edges: Values, name: str) -> Values:
@@ -149,8 +150,11 @@ def _held(ranks: Iterable[Sequence[Progress]], edges: Values, name: str) -> Valu
 
 
 def _share(part: Values, whole: Values) -> Values:
-    """Returns per cent; 0 where there is nothing."""
-    return np.divide(100 * part, whole, out=np.zeros(len(whole)), where=whole > 0)
+    """Returns per cent; 0 where there is nothing. Numbers that are not of one moment may give
+    more than 100.
+    """
+    shares = np.divide(100 * part, whole, out=np.zeros(len(whole)), where=whole > 0)
+    return np.minimum(shares, 100.0)
 
 
 _EXAMPLES = 3  # of each fault
@@ -158,11 +162,7 @@ _EXAMPLES = 3  # of each fault
 
 def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup]:
     counts = {f"finish_reason {reason}": number for reason, number in done.endings.items()}
-    counts |= {
-        FAULTS.get(kind, kind.replace("_", " ")): number
-        for kind, number in done.bad.items()
-        if number
-    }
+    counts |= {_named(kind): number for kind, number in done.bad.items() if number}
     rows = [
         [kind, figure(number), percent(number / max(done.answers, number))]
         for kind, number in [*counts.items()][:_MAX_KINDS]
@@ -180,13 +180,17 @@ def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup
         for kind, found in spread.examples.items():
             examples.setdefault(kind, []).extend(found)
     rows = [
-        [FAULTS.get(kind, kind.replace("_", " ")), document, text]
+        [_named(kind), shortened(document, _MAX_ID), text]
         for kind in done.bad
         for document, text in examples.get(kind, [])[:_EXAMPLES]
     ]
     if rows:
         note = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
         yield table("Bad answers", ("what", "document", "answer"), rows, note)
+
+
+def _named(kind: str) -> str:
+    return kind.replace("_", " ")
 
 
 def _attempts(ranks: Iterable[RankStatus]) -> Iterator[Markup]:
@@ -246,6 +250,7 @@ def _spreads(spreads: Sequence[Spread], requests: int) -> Iterator[Markup]:
 
 
 _MAX_NAME = 160
+_MAX_ID = 40
 _MAX_CELL = 4000
 
 

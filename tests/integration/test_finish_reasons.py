@@ -3,12 +3,14 @@
 """
 
 import pytest
+from datatrove.data import Document
 
-from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import rejects, rows, run_job
+from tests.jobs import rejects, rows, run_job, runner
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -91,10 +93,14 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
 
     refuses = rejects(["text 5"], 401)
     with FakeServer(answer, refuses) as server, pytest.raises(ServerRefused):
-        run_job(tmp_path, server, 8, config=ONE_BY_ONE)
-    with FakeServer(answer) as server:
-        run_job(tmp_path, server, 8, config=ONE_BY_ONE)
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
     place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    counts = read_run_state(place).together.done
+    assert counts.answers == 5, "no chunk is complete"
+    assert counts.reasons == {"stop": 5, "looping": 1, "refusing": 1, "repeating": 1}
+    assert counts.lengths.total() == 5
+    with FakeServer(answer) as server:
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
     counts = read_run_state(place).together.done
     assert counts.reasons == {"stop": 8, "looping": 1, "refusing": 1, "repeating": 1}
     assert counts.lengths.total() == 8
@@ -136,6 +142,32 @@ def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path
             row["metadata"][f"{name}_{end}"] for end in ("finish_reason", "faults", "tokens")
         ]
         assert columns == [reason, faults, len(text.split())]
+
+
+def test_an_answer_in_another_form_is_invalid_also_if_a_later_one_is_valid(tmp_path):
+    rollout = PromptRollout("{text}", choice=["yes", "no"], engine="none", invalid_answer="drop")
+
+    def answer(payload, times):
+        return "perhaps" if payload["messages"][-1]["content"] == "text 1" or not times else "yes"
+
+    with FakeServer(answer) as server:
+        run_job(tmp_path, server, 2, rollout, quality=True)
+    (row,) = rows(tmp_path)
+    assert row["metadata"]["rollout_results_faults"] == "invalid"
+    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    counts = read_run_state(place).together.done
+    assert (counts.answers, counts.dropped) == (5, 1)
+    assert counts.bad["invalid"] == 4
+
+
+def test_columns_of_quality_replace_nothing(tmp_path):
+    document = Document("text", "id", metadata={"rollout_results_faults": 1})
+    with (
+        FakeServer() as server,
+        pytest.raises(ConfigError, match="_faults' in its metadata already"),
+    ):
+        runner(tmp_path, server, quality=True).run([document])
+    assert not server.asked
 
 
 def test_a_run_whose_first_answers_are_bad_says_so_once(tmp_path, log):

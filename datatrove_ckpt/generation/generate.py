@@ -799,11 +799,13 @@ def _warn_of_blanks() -> None:
 
 
 def _question(payload: Payload) -> str:
-    """Returns the last message or the prompt, if it is a text."""
+    """Returns the text of the last message, or the prompt, if it is a text."""
     try:
         question = payload["messages"][-1]["content"]
     except (LookupError, TypeError):  # messages may be whatever orjson writes: dataclasses, too
         question = payload.get("prompt")
+    if isinstance(question, list):
+        question = "\n".join(str(part.get("text", "")) for part in question if type(part) is dict)
     return question if isinstance(question, str) else ""
 
 

@@ -310,7 +310,8 @@ class RankReporter:
 
     def spread(self) -> Spread:
         """Returns a copy, because other threads read it later."""
-        examples = {fault: each.copy() for fault, each in self._spread.examples.items()}
+        found = self._spread.examples.copy()
+        examples = {fault: each.copy() for fault, each in found.items()}
         return Spread(
             milliseconds=self._spread.milliseconds.copy(),
             prompt_tokens=self._spread.prompt_tokens.copy(),

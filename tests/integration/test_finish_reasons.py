@@ -10,7 +10,7 @@ from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import rejects, rows, run_job, runner
+from tests.jobs import chat, rejects, rows, run_job, runner
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -158,6 +158,18 @@ def test_an_answer_in_another_form_is_invalid_also_if_a_later_one_is_valid(tmp_p
     counts = read_run_state(place).together.done
     assert (counts.answers, counts.dropped) == (5, 1)
     assert counts.bad["invalid"] == 4
+
+
+def test_a_copy_of_a_part_of_a_message_is_found(tmp_path):
+    text = "A sentence of the document, which says a little. " * 3
+
+    async def rollout(document, generate):
+        return await generate(chat([{"type": "text", "text": f"Rewrite: {text}"}]))
+
+    with FakeServer(lambda payload, times: text) as server:
+        run_job(tmp_path, server, 1, rollout, quality=True)
+    (row,) = rows(tmp_path)
+    assert row["metadata"]["rollout_results_faults"] == "copying"
 
 
 def test_columns_of_quality_replace_nothing(tmp_path):

@@ -126,8 +126,8 @@ def _charts(ranks: Iterable[Sequence[Progress]]) -> Iterator[Markup]:
     def bad(kind: str) -> Values:
         return _share(grown(lambda line: line.documents.bad[kind]), answers)
 
-    shares = {_named(kind): bad(kind) for kind in DocumentCounts().bad}
-    shares = {kind: share for kind, share in shares.items() if share.any()}
+    done = sum((minutes[-1].documents for minutes in begun), DocumentCounts())
+    shares = {_named(kind): bad(kind) for kind, number in done.bad.items() if number}
     if shares:
         yield chart("Bad answers, %", edges, shares)
 

@@ -97,6 +97,11 @@ class InferenceRunner(Step):
             it is finished: what made the output, what is in it, and how to load it.
         explode (identity): write a row of each item of the list that is the ``answer`` ("item"
             without that name).
+        quality (identity): add columns with the finish_reasons of a document's answers, what is
+            wrong with them, and their completion tokens, named after ``answer`` or
+            ``metadata_key``: ``summary_finish_reason``, ``summary_faults``, ``summary_tokens``.
+        refusals (free): further phrases that the beginning of a refusal has, in any case. With
+            ``quality``, part of the identity.
 
     Raises:
         ConfigError: an argument that cannot work.

@@ -19,12 +19,20 @@ import xxhash
 
 from datatrove_ckpt.checkpoint import files, lines
 from datatrove_ckpt.checkpoint.layout import retry_number
-from datatrove_ckpt.checkpoint.numbers import NO_SECONDS, DocumentCounts, Done, Seconds, WorkStats
+from datatrove_ckpt.checkpoint.numbers import (
+    NO_SECONDS,
+    Buckets,
+    DocumentCounts,
+    Done,
+    Seconds,
+    WorkStats,
+)
 from datatrove_ckpt.common.formatting import repair_command
 from datatrove_ckpt.errors import CheckpointCorrupt
 
 ENDS = "ends"
 REASONS = "reasons"
+LENGTHS = "lengths"
 _ENDS = ("answers", "cut_off", "empty")
 MAX_GAP = 1_000_000
 """No run has more chunks than this in progress at once.
@@ -138,7 +146,9 @@ class Commit:
         counts = DocumentCounts(**data.pop("tally"))
         work = data["work"]
         answers = dict(zip(_ENDS, work.pop(ENDS), strict=True))
-        counts = replace(counts, **answers, reasons=Counter(work.pop(REASONS, {})))
+        reasons = Counter(work.pop(REASONS, {}))
+        lengths = Buckets(dict(work.pop(LENGTHS, ())))
+        counts = replace(counts, **answers, reasons=reasons, lengths=lengths)
         data["files"] = [OutputFile(**file) for file in data["files"]]
         data["seconds"] = Seconds(*data["seconds"])
         for file in data["files"]:
@@ -158,6 +168,9 @@ class Commit:
         reasons = tally.pop(REASONS)
         if reasons:
             work[REASONS] = reasons
+        lengths = tally.pop(LENGTHS)
+        if lengths:
+            work[LENGTHS] = sorted(lengths.items())
         return orjson.dumps(
             {
                 "chunk_index": self.chunk_index,

@@ -7,9 +7,9 @@ the attempt, from 1: the owner's fence in ``run.json``).
     k           keys
     start       host, pid, job (of Slurm, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, c, all, own, err, own_err, tier, own_tier, q, w, out, pos, skip: see
-                ``Progress``
-    spread      ms, pt, ct: see ``Spread``
+    progress    s, d, r, len, c, all, own, err, own_err, tier, own_tier, q, cap, w, out, pos, skip:
+                see ``Progress``
+    spread      ms, pt, ct, bad: see ``Spread``
     end         why, what
 
 Readers ignore keys and kinds of later releases.
@@ -27,7 +27,6 @@ than reading the rest of the rank.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import BODY_AT, Json, last_lines, seal, unseal
 from datatrove_ckpt.checkpoint.numbers import (
     NO_SECONDS,
+    Buckets,
     DocumentCounts,
     Rates,
     Seconds,
@@ -180,11 +180,13 @@ class Progress(_Record):
     Attributes:
         seconds: of all attempts ("s").
         documents: finished documents in commits and journals of all attempts, with their requests
-            and tokens, cached answers included ("d"). Exact after any kills.
+            and tokens, cached answers included ("d", and, if any, "r" and "len" for reasons and
+            lengths). Exact after any kills.
         chunks: committed chunks of all attempts ("c").
         total: what all attempts did ("all", "err" and "tier"), without the last minute of killed
             attempts.
         own: what this attempt did ("own", "own_err" and "own_tier").
+        places: requests that the servers have room for ("cap", if any).
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
         in_work: documents.
@@ -200,6 +202,7 @@ class Progress(_Record):
     chunks: int = 0
     total: WorkCounts = field(default_factory=WorkCounts)
     own: WorkCounts = field(default_factory=WorkCounts)
+    places: int = 0
     in_flight: int = 0
     waiting: int = 0
     in_work: int = 0
@@ -224,6 +227,12 @@ class Progress(_Record):
         }
         if self.total.tiers:
             found |= {"tier": self.total.tiers, "own_tier": self.own.tiers}
+        if self.documents.reasons:
+            found["r"] = dict(self.documents.reasons.most_common(_MAX_KINDS))
+        if self.documents.lengths:
+            found["len"] = sorted(self.documents.lengths.items())
+        if self.places:
+            found["cap"] = self.places
         if self.skipped:
             found["skip"] = self.skipped.numbers()
         return found
@@ -233,10 +242,15 @@ class Progress(_Record):
         in_flight, waiting, in_work = data["q"]
         return cls(
             seconds=Seconds(*data["s"]),
-            documents=DocumentCounts.of_numbers(data["d"], reasons=Counter()),
+            documents=DocumentCounts.of_numbers(
+                data["d"],
+                reasons=_named_counts(data.get("r", {})),
+                lengths=Buckets(dict(data.get("len", ()))),
+            ),
             chunks=data["c"],
             total=_work(data, "all", ""),
             own=_work(data, "own", "own_"),
+            places=data.get("cap", 0),
             in_flight=in_flight,
             waiting=waiting,
             in_work=in_work,
@@ -253,44 +267,30 @@ def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
     return WorkCounts.of_numbers(data[numbers], errors=errors, tiers=tiers)
 
 
-class Buckets(Counter[int]):
-    """A histogram. Bucket 0 counts values below 1.
-
-    Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
-    power of two.
-    """
-
-    def add(self, value: float) -> None:
-        bucket = 0
-        if value >= 1:
-            bucket = int(math.log2(value) * 4) + 1
-        self[bucket] += 1
-
-    @staticmethod
-    def lower(bucket: int) -> float:
-        if bucket <= 0:
-            return 0.0
-        return float(2.0 ** ((bucket - 1) / 4))
-
-
 @dataclass(slots=True, kw_only=True)
 class Spread(_Record):
     """The requests of this attempt that servers answered, as histograms, every ten minutes and at
-    the end.
+    the end; and some answers.
 
     Attributes:
         milliseconds: from sending to the answer ("ms").
         prompt_tokens, completion_tokens: of each answer ("pt", "ct").
+        examples: some bad answers by what is wrong with them, each as the id of its document and
+            its text ("bad", if any). With a new one, the line comes within a minute.
     """
 
     KIND = "spread"
     milliseconds: Buckets = field(default_factory=Buckets)
     prompt_tokens: Buckets = field(default_factory=Buckets)
     completion_tokens: Buckets = field(default_factory=Buckets)
+    examples: dict[str, list[list[str]]] = field(default_factory=dict)
 
     def to_json(self) -> Json:
         found = {"ms": self.milliseconds, "pt": self.prompt_tokens, "ct": self.completion_tokens}
-        return {name: sorted(buckets.items()) for name, buckets in found.items()}
+        histograms: Json = {name: sorted(buckets.items()) for name, buckets in found.items()}
+        if self.examples:
+            histograms["bad"] = self.examples
+        return histograms
 
     @classmethod
     def read(cls, data: Json) -> Spread:
@@ -298,6 +298,7 @@ class Spread(_Record):
             milliseconds=Buckets(dict(data["ms"])),
             prompt_tokens=Buckets(dict(data["pt"])),
             completion_tokens=Buckets(dict(data["ct"])),
+            examples=data.get("bad", {}),
         )
 
 

@@ -53,7 +53,7 @@ class Finished:
             request whose result was kept unless the document is dropped.
         seconds: what the rank took until the line was written, if known.
         ends: numbers of its answers, of truncated answers, and of empty answers.
-        reasons: numbers of answers by an unusual finish_reason.
+        reasons: numbers of answers by finish_reason, and by one of ``FAULTS``.
     """
 
     ordinal: int

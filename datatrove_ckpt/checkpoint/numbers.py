@@ -14,12 +14,13 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import mul
 from typing import Any, Literal, NamedTuple, Self
 
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.finish_reasons import USUAL
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.work_counts import Added, WorkCounts
 
@@ -75,9 +76,59 @@ FAULTS = {
     "refusing": "refusing",
     "copying": "copying their prompt",
     "repeating": "repeating another answer",
+    "invalid": "not in the form asked for",
 }
-"""What ``generation/quality.py`` finds, as counted among the reasons, and as said of answers."""
+"""What is wrong with answers, as counted among the reasons, and as said of them.
+``generation/quality.py`` finds all but the last, and a rollout with a form the last.
+"""
 WHY_DROPPED = "Is a threshold, keep or invalid_answer too strict, or a return missing?"
+
+
+class Buckets(Counter[int]):
+    """A histogram. Bucket 0 counts values below 1.
+
+    Bucket b > 0 holds the values from ``lower(b)`` up to ``lower(b + 1)``, four buckets for each
+    power of two. Histograms add up, and a quantile is at most a fifth too high: see Masson et al.,
+    DDSketch, VLDB 2019.
+    """
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        return cls(map(_bucket, values))
+
+    def add(self, value: float) -> None:
+        self[_bucket(value)] += 1
+
+    def __add__(self, other: Counter[int]) -> Self:  # type: ignore[override]  # its sum is a Counter
+        found = type(self)(self)
+        found.update(other)
+        return found
+
+    @staticmethod
+    def lower(bucket: int) -> float:
+        if bucket <= 0:
+            return 0.0
+        return float(2.0 ** ((bucket - 1) / 4))
+
+    def at_most(self, share: float) -> float:
+        """Returns what at least this share of the values does not exceed; 0.0 without values."""
+        left = share * self.total()
+        for bucket in sorted(self):
+            left -= self[bucket]
+            if left <= 0:
+                return self.lower(bucket + 1)
+        return 0.0
+
+    @property
+    def percentiles(self) -> dict[str, int]:
+        """Median and 95th percentile of whole numbers."""
+        return {f"p{percent}": int(self.at_most(percent / 100)) for percent in (50, 95)}
+
+
+def _bucket(value: float) -> int:
+    if value < 1:
+        return 0
+    return int(math.log2(value) * 4) + 1
 
 
 Outcome = Literal["written", "dropped", "dead"]
@@ -102,6 +153,17 @@ Took = tuple[Outcome, tuple[int, ...], Work | None, dict[str, int]]
 """
 
 
+def _tokens_of(documents: Iterable[Took]) -> list[int]:
+    """Returns prompt and completion tokens of each answer in turn."""
+    tokens: list[int] = []
+    for _, numbers, work, _ in documents:
+        if work is not None:
+            tokens += work.tokens
+        elif numbers[0]:
+            tokens += numbers[1:3]
+    return tokens
+
+
 @dataclass(slots=True, frozen=True)
 class Rates(Added):
     """What is done per second. ``input``: in the input's unit."""
@@ -120,7 +182,8 @@ class Rates(Added):
 class DocumentCounts(Added):
     """Numbers of documents by outcome, and of their requests, tokens and answers.
 
-    ``reasons``: numbers of answers by an unusual finish_reason, or by one of ``FAULTS``.
+    ``reasons``: numbers of answers by finish_reason, and by one of ``FAULTS``. ``lengths``:
+    completion tokens of each answer. Earlier releases counted neither.
     ``cut_off``, ``empty``: of ``answers``, those that ended at max_tokens, and those without a
     text, or with a vector of zeros. One of several choices is enough.
     """
@@ -136,6 +199,7 @@ class DocumentCounts(Added):
     cut_off: int = 0
     empty: int = 0
     reasons: Counter[str] = field(default_factory=Counter, kw_only=True)
+    lengths: Buckets = field(default_factory=Buckets, kw_only=True)
 
     @classmethod
     def of(cls, documents: Sequence[Took]) -> Self:
@@ -143,12 +207,13 @@ class DocumentCounts(Added):
         sums = map(sum, zip(*(numbers for _, numbers, _, _ in documents), strict=True))
         written = outcomes.count("written")
         dead = outcomes.count("dead")
-        unusual = Counter[str]()
+        counted = Counter[str]()
         for _, _, _, reasons in documents:
-            if reasons:
-                unusual.update(reasons)
+            for reason, number in reasons.items():
+                counted[reason] += number
+        lengths = Buckets.of(_tokens_of(documents)[1::2])
         dropped = len(outcomes) - written - dead
-        return cls(len(outcomes), written, dropped, dead, *sums, reasons=unusual)
+        return cls(len(outcomes), written, dropped, dead, *sums, reasons=counted, lengths=lengths)
 
     def of_retry(self) -> Self:
         """Returns the counts of a retry as they are added to the first attempt's: its documents
@@ -161,8 +226,32 @@ class DocumentCounts(Added):
         return Rates(self.read, self.requests, self.prompt_tokens, self.completion_tokens, input)
 
     @property
+    def bad(self) -> dict[str, int]:
+        """Numbers of answers by what is wrong with them."""
+        found = {"cut_off": self.cut_off, "empty": self.empty}
+        return found | {name: self.reasons[name] for name in FAULTS}
+
+    @property
+    def endings(self) -> dict[str, int]:
+        """Numbers of answers by finish_reason, the most frequent first."""
+        return {name: number for name, number in self.reasons.most_common() if name not in FAULTS}
+
+    @property
     def odd_answers(self) -> str:
-        """Returns sentences, each after a space, about missing, cut-off and empty answers."""
+        """Returns sentences, each after a space, about answers that are bad, or end oddly."""
+        ended = [
+            f"{json.dumps(reason)} {plural(number, 'time')}"
+            for reason, number in self.endings.items()
+            if reason.lower() not in USUAL
+        ]
+        text = self.bad_answers
+        if ended:
+            text += f" Answers ended with finish_reason {', '.join(ended[:_SHOWN_REASONS])}."
+        return text
+
+    @property
+    def bad_answers(self) -> str:
+        """Returns sentences, each after a space, about missing, cut-off, empty and bad answers."""
         answers = plural(self.answers, "answer")
         said = []
         if self.cut_off:
@@ -185,17 +274,10 @@ class DocumentCounts(Added):
         ]
         if faults:
             text += f" Of {answers} at least {', '.join(faults)}."
-        ended = [
-            f"{json.dumps(reason)} {plural(number, 'time')}"
-            for reason, number in self.reasons.items()
-            if reason not in FAULTS
-        ]
-        if ended:
-            text += f" Answers ended with finish_reason {', '.join(ended[:_SHOWN_REASONS])}."
         return text
 
 
-NUMBERS = DocumentCounts.__slots__[:-1]
+NUMBERS = DocumentCounts.__slots__[:-2]
 
 
 class Sums(NamedTuple):
@@ -258,27 +340,21 @@ class WorkStats(Added):
         requests: list[int] = []
         kept: list[int] = []
         dropped: list[int] = []
-        prompts: list[int] = []
-        completions: list[int] = []
         failed = 0
         for outcome, numbers, work, _ in documents:
             if work is not None:
                 requests += work.rollouts
                 kept.append(work.kept)
                 dropped.append(len(work.rollouts) - work.kept)
-                prompts += work.tokens[::2]
-                completions += work.tokens[1::2]
                 failed += work.failed
             else:
                 requests.append(numbers[0])
                 kept.append(int(outcome == "written"))
                 dropped.append(int(outcome != "written"))
-                if numbers[0]:
-                    prompts.append(numbers[1])
-                    completions.append(numbers[2])
+        tokens = _tokens_of(documents)
         return cls(
-            Sums.of(prompts),
-            Sums.of(completions),
+            Sums.of(tokens[::2]),
+            Sums.of(tokens[1::2]),
             Sums.of(requests),
             Sums.of(kept),
             Sums.of(dropped),

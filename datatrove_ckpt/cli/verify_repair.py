@@ -44,12 +44,14 @@ def _report(place: Place, output: str | None, full: bool) -> Report:
 
 
 def _as_json(report: Report, full: bool, code: int) -> JsonObject:
+    counts = report.sums.counts
+    shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
     return {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
         "full": full,
         "exit_code": code,
-        "totals": {**report.sums.counts.fields(), "files": report.sums.numbers.files},
+        "totals": {**shown, "files": report.sums.numbers.files},
         "problems": [asdict(problem) for problem in report.problems],
         "unfinished": [asdict(unfinished) for unfinished in report.unfinished],
     }

@@ -6,6 +6,7 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,10 +29,11 @@ from datatrove_ckpt.checkpoint.batch_log import (
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.identity import NOT_ANSWERING
 from datatrove_ckpt.checkpoint.journal import Finished
-from datatrove_ckpt.checkpoint.numbers import Outcome, Work
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Outcome, Work
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, payload_hash
 from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common.finish_reasons import ENDINGS, USUAL
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import redact, shown
 from datatrove_ckpt.common.retrying import REJECTED
@@ -59,12 +61,11 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.quality import Quality
+from datatrove_ckpt.generation.quality import INVALID, REPEATING, Quality
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
     COMPLETIONS,
-    ENDINGS,
     Completion,
     Floats,
     RetryableError,
@@ -133,6 +134,7 @@ class RankRequests:
     Attributes:
         configs: of the models, by their names.
         has_batches: requests may be parked for a batch.
+        quality: finds what is wrong with answers.
         waiting: documents that wait for an answer.
         documents: the documents in work, by ordinal. They handle their errors themselves.
     """
@@ -142,6 +144,7 @@ class RankRequests:
     observer: RankReporter
     shutdown: Shutdown
     has_batches: bool
+    quality: Quality
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -155,7 +158,6 @@ class RankRequests:
             for name, config in self.configs.items()
         }
         self.model = next(iter(self.models.values()))
-        self.quality = Quality()
         self.waiting = 0
         self.documents: dict[int, asyncio.Task[None]] = {}
         self.all_started = False
@@ -188,7 +190,8 @@ class Answers:
         order, is_suspect: see ``attempts.Request``.
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
-        reasons: answers by an unusual finish_reason, or by what is wrong with them.
+        reasons: answers by finish_reason, and by what is wrong with them.
+        results: of all answers. A rollout may have marked them as invalid.
     """
 
     failure: CkptError | None = None
@@ -209,6 +212,7 @@ class Answers:
         self.requests = [0] * rollouts
         self.tokens: list[int] = []
         self.reasons: dict[str, int] = {}
+        self.results: list[Result] = []
         self._rank = rank
 
     async def cached(self) -> dict[AnswerKey, Answer]:
@@ -251,8 +255,29 @@ class Answers:
             sum(tokens[1::2]),
             work,
             ends=(len(tokens) // 2, self.cut_off, self.empty),
-            reasons=self.reasons.copy(),
+            reasons=self.counted_reasons(),
         )
+
+    def counted_reasons(self) -> dict[str, int]:
+        """Returns ``reasons`` with the invalid answers."""
+        reasons = self.reasons.copy()  # cancelled rollouts may still count
+        invalid = [str(result.text) for result in self.results if result.is_invalid]
+        if invalid:
+            reasons[INVALID] = len(invalid)
+            self._rank.observer.example(INVALID, self.doc_id, invalid[0])
+        return reasons
+
+    def quality(self) -> tuple[str, str, int]:
+        """Returns the finish_reasons and the faults of its answers, and their completion tokens.
+
+        They depend on the document's own answers alone, in any order: so not on whether another
+        document has the same answer.
+        """
+        counts = DocumentCounts(
+            cut_off=self.cut_off, empty=self.empty, reasons=Counter(self.counted_reasons())
+        )
+        faults = [name for name, number in counts.bad.items() if number and name != REPEATING]
+        return ", ".join(sorted(counts.endings)), ", ".join(faults), sum(self.tokens[1::2])
 
     def count_failed(self, rollout_idx: int) -> None:
         self.failed += 1
@@ -456,9 +481,8 @@ class Requests:
         else:
             texts = [result.text]
             reasons = [result.finish_reason]
-        is_cut = False
-        if not ENDINGS.issuperset(reasons):
-            is_cut = self._count_reasons(result, reasons)
+        answers.results.append(result)
+        is_cut = self._count_reasons(result, reasons)
         if way.path in _GENERATING:
             quality = self._rank.quality
             is_empty = False
@@ -470,7 +494,13 @@ class Requests:
             for fault in faults:
                 answers.reasons[fault] = answers.reasons.get(fault, 0) + 1
             answers.empty += is_empty
-            quality.note(bool(faults) or is_empty or is_cut)
+            if is_cut:
+                faults.append("cut_off")
+            if is_empty:
+                faults.append("empty")
+            for fault in faults:
+                self._rank.observer.example(fault, answers.doc_id, str(result.text))
+            quality.note(bool(faults))
         elif way.is_shared and result.answer is not None:
             answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
         answers.requests[self._rollout_idx] += 1
@@ -478,16 +508,15 @@ class Requests:
     def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> bool:
         """Returns whether an answer is cut off."""
         answers = self._answers
-        is_cut = any(map(is_cut_off, reasons))
-        if is_cut:
-            answers.cut_off += 1
-            if ends_in_blanks(str(result.text)):
-                _warn_of_blanks()
-        for reason in reasons:
-            if reason and reason.lower() not in ENDINGS and not is_cut_off(reason):
-                name = redact(reason)[:_SHOWN_REASON]
-                answers.reasons[name] = answers.reasons.get(name, 0) + 1
-        return is_cut
+        for reason in filter(None, reasons):
+            name = reason if reason in USUAL else redact(reason)[:_SHOWN_REASON]
+            answers.reasons[name] = answers.reasons.get(name, 0) + 1
+        if ENDINGS.issuperset(reasons) or not any(map(is_cut_off, reasons)):
+            return False
+        answers.cut_off += 1
+        if ends_in_blanks(str(result.text)):
+            _warn_of_blanks()
+        return True
 
     async def _send(
         self,
@@ -770,11 +799,13 @@ def _warn_of_blanks() -> None:
 
 
 def _question(payload: Payload) -> str:
-    """Returns the last message or the prompt, if it is a text."""
+    """Returns the text of the last message, or the prompt, if it is a text."""
     try:
         question = payload["messages"][-1]["content"]
     except (LookupError, TypeError):  # messages may be whatever orjson writes: dataclasses, too
         question = payload.get("prompt")
+    if isinstance(question, list):
+        question = "\n".join(str(part.get("text", "")) for part in question if type(part) is dict)
     return question if isinstance(question, str) else ""
 
 

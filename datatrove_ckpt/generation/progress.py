@@ -57,6 +57,8 @@ _REPORT_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
 _MOST_TIERS = 20  # a server may say anything
 _SHOWN_ID = 200  # characters of a document's id
+_EXAMPLES = 3  # of each fault
+_SHOWN_ANSWER = 200  # characters of its beginning, and as many of its end
 
 
 class RankReporter:
@@ -94,6 +96,7 @@ class RankReporter:
         self._ended_at = time.monotonic()  # when it last changed
         self._source: DocumentSource | None = None
         self._spread = Spread()
+        self._has_new_examples = False
         self.waits_for_batches = False
         self.last = history.Progress()
         self.end: End | None = None
@@ -146,6 +149,16 @@ class RankReporter:
         if config.prices:
             self.own.cost += config.cost(prompt, cached, completion, tier)
         return tokens
+
+    def example(self, fault: str, document: str, text: str) -> None:
+        """Keeps a bad answer, if it is one of the first, for the report."""
+        examples = self._spread.examples.setdefault(fault, [])
+        if len(examples) < _EXAMPLES:
+            shown = redact(text)
+            if len(shown) > 2 * _SHOWN_ANSWER:
+                shown = f"{shown[:_SHOWN_ANSWER]} ... {shown[-_SHOWN_ANSWER:]}"
+            examples.append([redact(document)[:_SHOWN_ID], shown])
+            self._has_new_examples = True
 
     def has_answers(self) -> bool:
         """Whether a request of this rank has been answered in any attempt."""
@@ -263,7 +276,8 @@ class RankReporter:
             await asyncio.sleep(pause)
             pause = min(2 * pause, MINUTE_SECONDS)
             self._checkpoint.note(self.progress())
-            if number % _SPREAD_EVERY == 0:
+            if number % _SPREAD_EVERY == 0 or self._has_new_examples:
+                self._has_new_examples = False
                 self._checkpoint.note(self.spread())
 
     def progress(self) -> history.Progress:
@@ -275,6 +289,8 @@ class RankReporter:
         for client in self.clients:
             found.in_flight += client.in_flight
             found.waiting += client.waiting
+            if client.is_first:  # of the ranks that share the servers
+                found.places += client.servers.router.capacity
         found.waiting += self._early.total()
         found.wait = self._wait()
         found.silence = self.silence()
@@ -293,11 +309,14 @@ class RankReporter:
         return Wait(quiet, seconds, redact(oldest.request.document)[:_SHOWN_ID], all_started)
 
     def spread(self) -> Spread:
-        """Returns a copy of the histograms, because other threads read it later."""
+        """Returns a copy, because other threads read it later."""
+        found = self._spread.examples.copy()
+        examples = {fault: each.copy() for fault, each in found.items()}
         return Spread(
             milliseconds=self._spread.milliseconds.copy(),
             prompt_tokens=self._spread.prompt_tokens.copy(),
             completion_tokens=self._spread.completion_tokens.copy(),
+            examples=examples,
         )
 
     def last_records(self, completed: bool) -> Sequence[Record]:

@@ -7,12 +7,13 @@ numbers are at least so many. No answer is changed or dropped for it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.numbers import FAULTS
 
-LOOPING, REFUSING, COPYING, REPEATING = FAULTS
+LOOPING, REFUSING, COPYING, REPEATING, INVALID = FAULTS
 _REPEATED_TAIL = 24  # characters: shorter tails stand in texts by chance
 _LOOKED_AT = 4000
 _LEAST_LOOP = 200  # characters that a loop has in all
@@ -46,9 +47,14 @@ def is_looping(text: str) -> bool:
 
 
 class Quality:
-    """What is wrong with the answers of a rank."""
+    """What is wrong with the answers of a rank.
 
-    def __init__(self) -> None:
+    Args:
+        refusals: further phrases, in any case, that the beginning of a refusal has.
+    """
+
+    def __init__(self, refusals: Sequence[str] = ()) -> None:
+        self._refusals = [phrase.casefold() for phrase in refusals]
         self._known: set[int] = set()
         self._seen = 0
         self._bad = 0
@@ -70,7 +76,7 @@ class Quality:
         found = []
         if is_looping(text):
             found.append(LOOPING)
-        if _REFUSAL.match(text, 0, _BEGINNING):
+        if _REFUSAL.match(text, 0, _BEGINNING) or self._has_phrase(text):
             found.append(REFUSING)
         length = len(text)
         if length < _LONG:
@@ -83,3 +89,9 @@ class Quality:
         elif len(self._known) < _KNOWN:
             self._known.add(number)
         return found
+
+    def _has_phrase(self, text: str) -> bool:
+        if not self._refusals:
+            return False
+        beginning = text[:_BEGINNING].casefold()
+        return any(phrase in beginning for phrase in self._refusals)

@@ -42,6 +42,7 @@ from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
+from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.scheduler import Scheduler
@@ -396,6 +397,7 @@ class _Run:
                     progress,
                     preemption.shutdown,
                     self.has_batches,
+                    Quality(step.refusals),
                     self.rank,
                     bind_shared(step.rollout_fn, shared),
                     servers,

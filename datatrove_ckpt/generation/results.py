@@ -18,6 +18,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.exact_json import loads
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.generation.generate import Answers
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first
 from datatrove_ckpt.output.documents import encode_finished, is_plain, writes_media
@@ -51,6 +52,7 @@ class Results:
         self._has_media = writes_media(step.output_writer)
         self._key = step.metadata_key
         self._has_column = step.answer_column is not None
+        self._quality_columns = step.quality_columns
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
     def look_at_first(self, document: Document) -> None:
@@ -67,13 +69,19 @@ class Results:
             check_first(step.rollout_fn, document)
 
     def check(self, document: Document) -> None:
-        if self._has_column:
+        if self._has_column or self._quality_columns:
             check_answer(self._step, document)
 
     def of_finished(self, document: Document) -> Sequence[object]:
         """Returns the results in a document's metadata, of an old output."""
         results: Sequence[object] = document.metadata[self._key]
         return results
+
+    def put_quality(self, document: Document, answers: Answers) -> None:
+        """Puts the columns of ``quality`` into the metadata. Those of an old output stay."""
+        if self._quality_columns:
+            for name, value in zip(self._quality_columns, answers.quality(), strict=True):
+                document.metadata.setdefault(name, value)
 
     async def encode(
         self, document: Document, kept: list[object], chunk_index: int, doc_id: str
@@ -114,18 +122,19 @@ class Results:
 
 def check_answer(step: Step, document: Document) -> None:
     """Raises ConfigError if the run would replace what a document holds."""
-    if step.answer_column is None:
-        return
-    names = {step.answer_column: "answer", step.metadata_key: "metadata_key"}
-    taken = [name for name in names if name in document.metadata]
+    settings = dict.fromkeys(step.quality_columns, "metadata_key")
+    if step.answer_column is not None:
+        settings = dict.fromkeys(step.quality_columns, "answer")
+        settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
+    taken = [name for name in settings if name in document.metadata]
     if taken:
+        given = {"answer": step.answer_column, "metadata_key": step.metadata_key}
         others = {}
-        for name in taken:
-            numbered = (f"{name}_{number}" for number in count(2))
-            other = next(each for each in numbered if each not in document.metadata)
-            others[names[name]] = other
+        for setting in dict.fromkeys(map(settings.__getitem__, taken)):
+            numbered = (f"{given[setting]}_{number}" for number in count(2))
+            others[setting] = next(each for each in numbered if each not in document.metadata)
         raise ConfigError(
-            f"{names[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
+            f"{settings[taken[0]]}: document {document.id!r} has {' and '.join(map(repr, taken))} "
             "in its metadata already, perhaps of an earlier run, and this run would replace "
             f"that. Give other names: {' and '.join(map(' '.join, others.items()))}.",
             changes=[others],

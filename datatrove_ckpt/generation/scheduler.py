@@ -371,6 +371,7 @@ class Scheduler(RankRequests):
             if answers.parked:
                 raise self._not_repeatable()
             kept = [result for result in results if result is not None]
+            self.results.put_quality(document, answers)
             data = await self.results.encode(document, kept, slot.chunk.index, source.id)
             if self.results.may_wait:
                 self._raise_if_stopping(answers)

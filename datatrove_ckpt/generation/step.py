@@ -89,6 +89,8 @@ class Step(PipelineStep):
     answer: str | None = None
     card: bool = True
     explode: bool = False
+    quality: bool = False
+    refusals: Sequence[str] = ()
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     form: str = field(default="", init=False)
@@ -211,6 +213,14 @@ class Step(PipelineStep):
         return self.answer
 
     @property
+    def quality_columns(self) -> list[str]:
+        """The metadata keys for the finish_reasons, faults and tokens of the answers."""
+        if not self.quality:
+            return []
+        name = self.answer_column or self.metadata_key
+        return [f"{name}_{ending}" for ending in ("finish_reason", "faults", "tokens")]
+
+    @property
     def rows(self) -> RowsOf:
         """What makes rows of a finished document."""
         if self.explode:
@@ -256,6 +266,9 @@ class Step(PipelineStep):
             keys["answer"] = self.answer
         if self.explode:
             keys["explode"] = True
+        if self.quality:
+            keys["quality"] = True
+            keys["refusals"] = [*self.refusals]
         if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version
             keys[CHAT_TEXTS] = True
         return run_identity(self.code(), self.models, self.output_writer, chunk, keys, world_size)

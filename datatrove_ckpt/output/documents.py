@@ -76,6 +76,9 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
     """datatrove's result, with what an answer has beside it.
 
     That is not written: the id differs in each run.
+
+    Attributes:
+        is_invalid: set by a rollout: the answer has not the form that was asked for.
     """
 
     __slots__ = ("model", "response_id")
@@ -85,6 +88,7 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
     logprobs: JsonObject | None = None
     choices: Sequence[JsonObject] = ()
     answer: JsonObject | None = None
+    is_invalid = False
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, InferenceResult):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from datatrove_ckpt.common.declared import check_value, one_of
+from datatrove_ckpt.common.finish_reasons import CUT_OFF
 from datatrove_ckpt.common.formatting import missing_package
 from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError
@@ -38,12 +39,9 @@ _MANY_BLANKS = 64
 FENCE = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 
 
-_CUT_OFF = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded"})
-
-
 def is_cut_off(finish_reason: str | None) -> bool:
     """Whether an answer reached max_tokens, or the end of the model's context."""
-    return finish_reason is not None and finish_reason.lower() in _CUT_OFF
+    return finish_reason is not None and finish_reason.lower() in CUT_OFF
 
 
 class InvalidAnswer(ValueError):

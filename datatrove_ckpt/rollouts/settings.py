@@ -346,6 +346,7 @@ class OneRequest(WholeText):
             if not problem:
                 result.text = text
                 return result
+            result.is_invalid = True  # type: ignore[attr-defined]  # of our Result
             cut_off = is_cut_off(result.finish_reason)
             if cut_off and ends_in_blanks(result.text):
                 problem = "it ends in blanks up to max_tokens"

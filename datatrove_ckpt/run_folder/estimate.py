@@ -111,7 +111,7 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
             _, money = whole(partial(_cost, step=step, tier=tier))
             name = f"cost, {tier}" if tier else "cost"
             yield f"  {name:<17} {money.text(figure)}"
-    quality = Quality()
+    quality = Quality(step.refusals)
     faults = Counter[str]()
     for one in answers:
         if not one.is_empty:

@@ -32,6 +32,7 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, few
 from datatrove_ckpt.checkpoint.numbers import (
+    Buckets,
     Rates,
     RunNumbers,
 )
@@ -288,10 +289,15 @@ def to_json(state: RunState) -> bytes:
         "retried": state.retried,
         "ranks": [*state.ranks, *state.retries],
     }
-    return orjson.dumps(content, _plain, orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
+    option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_SUBCLASS
+    return orjson.dumps(content, _plain, option)
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, Buckets):
+        return value.percentiles
+    if isinstance(value, Counter):
+        return dict(value)
     if isinstance(value, InputPosition):
         return {**value._asdict(), "share": value.share}
     if isinstance(value, Wait | Claimant):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from datatrove_ckpt.checkpoint.layout import BATCHES
 from datatrove_ckpt.checkpoint.ledger import few, name_place
+from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, State, Totals
@@ -34,8 +35,9 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         if totals.paid:
             yield "paid", totals.paid + _ago(state)
         yield "attempts", _attempts(totals)
-    if totals.done.odd_answers:
-        yield "answers", totals.done.odd_answers.strip()
+    answers = f"{_answers(totals.done)}{totals.done.bad_answers}".strip()
+    if answers:
+        yield "answers", answers
     if totals.skipped:
         yield "skipped", totals.skipped.text
     if totals.done.dead > 0:
@@ -169,6 +171,18 @@ def _documents(totals: Totals) -> str:
             more = f"about {more}"
         text = f"{text}, {more}"
     return text
+
+
+def _answers(done: DocumentCounts) -> str:
+    said = ""
+    if done.endings:
+        said = f"{_named_counts(done.endings)}; "
+    half, most = done.lengths.percentiles.values()
+    if most:
+        said += f"completion tokens p50 {short(half)}, p95 {short(most)}; "
+    if not said:
+        return ""
+    return f"{said.removesuffix('; ')}."
 
 
 def counted(number: int, noun: str) -> str:

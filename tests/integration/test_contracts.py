@@ -327,7 +327,7 @@ JSON = {
     "doctor": (NEW, "doctor job.yaml --json"),
     "plan": (NEW, "plan --save-cost 140s --mtbf 6h --json"),
 }
-BY_NAME = ("states", "errors", "dead_letters", "journals")
+BY_NAME = ("states", "errors", "dead_letters", "journals", "reasons")
 """Keys whose own keys are data."""
 
 

@@ -3,12 +3,14 @@
 """
 
 import pytest
+from datatrove.data import Document
 
-from datatrove_ckpt.errors import CheckpointMismatch, ServerRefused
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import rejects, rows, run_job
+from tests.jobs import chat, rejects, rows, run_job, runner
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -91,15 +93,93 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
 
     refuses = rejects(["text 5"], 401)
     with FakeServer(answer, refuses) as server, pytest.raises(ServerRefused):
-        run_job(tmp_path, server, 8, config=ONE_BY_ONE)
-    with FakeServer(answer) as server:
-        run_job(tmp_path, server, 8, config=ONE_BY_ONE)
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
     place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
     counts = read_run_state(place).together.done
-    assert counts.reasons == {"looping": 1, "refusing": 1, "repeating": 1}
+    assert counts.answers == 5, "no chunk is complete"
+    assert counts.reasons == {"stop": 5, "looping": 1, "refusing": 1, "repeating": 1}
+    assert counts.lengths.total() == 5
+    with FakeServer(answer) as server:
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
+    counts = read_run_state(place).together.done
+    assert counts.reasons == {"stop": 8, "looping": 1, "refusing": 1, "repeating": 1}
+    assert counts.lengths.total() == 8
     assert counts.odd_answers == (
         " Of 8 answers at least 1 looping, 1 refusing, 1 repeating another answer."
     )
+
+
+COLUMNS = {
+    "text 0": ("stop", "looping", "a word " * 90),
+    "text 1": ("stop", "refusing", "I'm sorry, but I can't assist with that."),
+    "text 2": ("stop", "", "A long answer of another kind. " * 3 + "A hundred characters more."),
+    "text 3": ("stop", "", "A long answer of another kind. " * 3 + "A hundred characters more."),
+    "text 4": ("stop", "empty", " "),
+}
+
+
+@pytest.mark.parametrize("answer", [None, "summary"])
+def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path, answer):
+    def answers(payload, times):
+        return COLUMNS.get(payload["messages"][-1]["content"], ("", "", "fine"))[2]
+
+    settings = {"answer": answer, "quality": True}
+    whole = tmp_path / "whole"
+    name = answer or "rollout_results"
+    with FakeServer(answers) as server:
+        run_job(whole, server, 8, **settings)
+    with FakeServer(answers, rejects(["text 1"], 401)) as server:
+        with pytest.raises(ServerRefused):
+            run_job(tmp_path, server, 8, **settings)
+        with pytest.raises(CheckpointMismatch, match="quality"):
+            run_job(tmp_path, server, 8, answer=answer)
+    with FakeServer(answers) as server:
+        run_job(tmp_path, server, 8, config=ONE_BY_ONE, **settings)
+    assert rows(tmp_path) == rows(whole)
+    for row in rows(tmp_path):
+        reason, faults, text = COLUMNS.get(row["text"], ("stop", "", "fine"))
+        columns = [
+            row["metadata"][f"{name}_{end}"] for end in ("finish_reason", "faults", "tokens")
+        ]
+        assert columns == [reason, faults, len(text.split())]
+
+
+def test_an_answer_in_another_form_is_invalid_also_if_a_later_one_is_valid(tmp_path):
+    rollout = PromptRollout("{text}", choice=["yes", "no"], engine="none", invalid_answer="drop")
+
+    def answer(payload, times):
+        return "perhaps" if payload["messages"][-1]["content"] == "text 1" or not times else "yes"
+
+    with FakeServer(answer) as server:
+        run_job(tmp_path, server, 2, rollout, quality=True)
+    (row,) = rows(tmp_path)
+    assert row["metadata"]["rollout_results_faults"] == "invalid"
+    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    counts = read_run_state(place).together.done
+    assert (counts.answers, counts.dropped) == (5, 1)
+    assert counts.bad["invalid"] == 4
+
+
+def test_a_copy_of_a_part_of_a_message_is_found(tmp_path):
+    text = "A sentence of the document, which says a little. " * 3
+
+    async def rollout(document, generate):
+        return await generate(chat([{"type": "text", "text": f"Rewrite: {text}"}]))
+
+    with FakeServer(lambda payload, times: text) as server:
+        run_job(tmp_path, server, 1, rollout, quality=True)
+    (row,) = rows(tmp_path)
+    assert row["metadata"]["rollout_results_faults"] == "copying"
+
+
+def test_columns_of_quality_replace_nothing(tmp_path):
+    document = Document("text", "id", metadata={"rollout_results_faults": 1})
+    with (
+        FakeServer() as server,
+        pytest.raises(ConfigError, match="_faults' in its metadata already"),
+    ):
+        runner(tmp_path, server, quality=True).run([document])
+    assert not server.asked
 
 
 def test_a_run_whose_first_answers_are_bad_says_so_once(tmp_path, log):

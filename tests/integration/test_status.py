@@ -122,6 +122,7 @@ def test_status_tells_the_truth_after_kills(tmp_path, said, kills):
     assert (totals["number_of_attempts"], totals["killed"]) == (kills + 1, kills)
     assert totals["counts"]["read"] == totals["counts"]["written"] == number
     assert totals["counts"]["requests"] == len(asked) == 2 * number
+    assert totals["counts"]["reasons"] == {"stop": 2 * number}
     assert totals["counts"]["prompt_tokens"] == sum(len(question.split()) for question in asked)
     # What was sent is at most what the server saw: the last minute of an attempt that was killed is
     # not known.

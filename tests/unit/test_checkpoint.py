@@ -31,7 +31,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_number,
 )
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
+from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, recover
 from datatrove_ckpt.checkpoint.request_cache import (
@@ -195,6 +195,7 @@ def test_a_crash_tears_one_line_of_the_commit_log_at_most(tmp_path, tail, is_tor
 def test_a_commit_is_read_back_as_it_was_written(tmp_path):
     names = [each.name for each in fields(DocumentCounts) if each.type == "int"]
     counts = DocumentCounts(**dict(zip(names, range(1, 99), strict=False)), reasons=Counter(odd=3))
+    counts = replace(counts, lengths=Buckets.of([0, 5, 5000]))
     written = Commit(
         4,
         8,

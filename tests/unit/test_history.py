@@ -2,13 +2,13 @@
 bounded.
 """
 
+import random
 from collections import Counter
 
 import pytest
 
 from datatrove_ckpt.checkpoint import history
 from datatrove_ckpt.checkpoint.history import (
-    Buckets,
     End,
     HistoryLog,
     Progress,
@@ -18,7 +18,7 @@ from datatrove_ckpt.checkpoint.history import (
     thinned,
 )
 from datatrove_ckpt.checkpoint.lines import seal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
+from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from tests.histories import History, read_history
 
@@ -50,7 +50,23 @@ def test_a_document_and_a_server_cannot_write_lines_of_their_own(tmp_path):
 
 def test_histograms_come_back_as_they_were_written(tmp_path):
     spread = Spread(at=1.0, attempt=1, milliseconds=Buckets({3: 2, 17: 1}))
+    spread.examples = {"looping": [["id", "again"]]}
     assert read_history(written(tmp_path / "history.jsonl", [spread])).records == [spread]
+
+
+def test_counts_of_answers_come_back_as_they_were_written(tmp_path):
+    documents = DocumentCounts(9, reasons=Counter(stop=4), lengths=Buckets.of([1, 70, 70]))
+    line = Progress(at=1.0, attempt=1, documents=documents, places=8)
+    assert read_history(written(tmp_path / "history.jsonl", [line])).records == [line]
+
+
+def test_percentiles_of_added_histograms_are_those_of_all_values_and_at_most_a_fifth_above():
+    chance = random.Random(1)
+    ranks = [[int(chance.lognormvariate(5, 1)) for _ in range(1000)] for _ in range(20)]
+    found = sum(map(Buckets.of, ranks), Buckets()).percentiles
+    values = sorted(value for rank in ranks for value in rank)
+    for name, exact in {"p50": values[9_999], "p95": values[18_999]}.items():
+        assert exact <= found[name] <= 1.2 * exact
 
 
 def test_of_each_attempt_the_last_histograms_count(tmp_path):

@@ -6,6 +6,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history import Buckets, Spread
+from datatrove_ckpt.checkpoint.history import Spread
+from datatrove_ckpt.checkpoint.numbers import Buckets
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.generation.export import prometheus
 from datatrove_ckpt.generation.export.prometheus import (
@@ -48,6 +50,8 @@ def metrics(rank=3, state="running"):
     now = progress(7)
     now.total = replace(now.total, cost=1_500_000_000)
     now.position = now.position._replace(tasks=9)
+    reasons = Counter({"stop": 57, "length": 2, "odd": 1, "looping": 4})
+    now.documents = replace(now.documents, answers=60, cut_off=2, reasons=reasons)
     return RankNow("my run", rank, "node7", "4711_5", 1000.0, state, now, spread())
 
 
@@ -86,6 +90,12 @@ def test_the_text_says_what_the_rank_did():
         "rank_documents dead": 2,
         "rank_tokens prompt": 500,
         "rank_tokens completion": 250,
+        "rank_answers all": 60,
+        "rank_answers cut_off": 2,
+        "rank_answers empty": 0,
+        "rank_answers looping": 4,
+        "rank_finish_reasons stop": 57,
+        "rank_finish_reasons odd": 1,
         "input_done_ratio": 0.25,
         "tasks_with_input": 9,
         "rank_cost": 1.5,

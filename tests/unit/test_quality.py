@@ -7,7 +7,7 @@ import pytest
 from datatrove.data import Document
 
 from datatrove_ckpt.generation.noted_requests import noting
-from datatrove_ckpt.generation.quality import FAULTS, Quality, is_looping
+from datatrove_ckpt.generation.quality import FAULTS, INVALID, Quality, is_looping
 from datatrove_ckpt.output.documents import Result
 
 WORDS = [
@@ -88,6 +88,12 @@ def test_refusals(text):
     assert [*Quality().faults(text, "")] == ["refusing"]
 
 
+def test_phrases_of_the_user_are_refusals_at_the_beginning():
+    quality = Quality(["Das kann ich NICHT"])
+    assert quality.faults("Leider: das kann ich nicht.", "") == ["refusing"]
+    assert quality.faults("x " * 100 + "Das kann ich nicht.", "") == []
+
+
 @pytest.mark.parametrize("text", NO_REFUSALS)
 def test_no_refusals(text):
     assert [*Quality().faults(text, "")] == []
@@ -107,11 +113,12 @@ def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():
     earlier = [good(chance) * 2 for _ in range(50)]
     for text in earlier:
         assert [*quality.faults(text, "")] == []
-    planted = dict.fromkeys(FAULTS, 0)
+    kinds = [kind for kind in FAULTS if kind != INVALID]
+    planted = dict.fromkeys(kinds, 0)
     found = dict(planted)
     wrong = 0
     for _ in range(10_000):
-        fault = chance.choice([None] * 16 + [*FAULTS])
+        fault = chance.choice([None] * 16 + kinds)
         prompt = f"Rewrite: {good(chance)}"
         text = good(chance)
         if fault == "looping":

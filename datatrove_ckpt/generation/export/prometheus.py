@@ -27,12 +27,13 @@ from prometheus_client import Metric as Family
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history import Buckets, Progress, Spread
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
+from datatrove_ckpt.checkpoint.history import Progress, Spread
+from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
 from datatrove_ckpt.common.work_counts import WorkCounts
 
 _KEEP_ENDED_SECONDS = 120.0
 _PORTS = 1000  # that are tried
+_MOST_REASONS = 20  # a server may say anything
 
 PREFIX = "datatrove_ckpt_"
 RANK_LABELS = ("run", "rank")
@@ -147,6 +148,20 @@ def _of_documents(done: DocumentCounts, rank: RankNow) -> tuple[Metric, ...]:
         ),
         Metric(
             GaugeMetricFamily,
+            "rank_answers",
+            "Answers of these documents: all, and the bad ones by what is wrong with them.",
+            {(kind,): count for kind, count in {"all": done.answers, **done.bad}.items()},
+            ("kind",),
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "rank_finish_reasons",
+            "Answers of these documents by finish_reason.",
+            {(reason,): count for reason, count in [*done.endings.items()][:_MOST_REASONS]},
+            ("reason",),
+        ),
+        Metric(
+            GaugeMetricFamily,
             "input_done_ratio",
             "Part of the rank's input that is done, from 0 to 1; missing if not known.",
             progress.position.share,
@@ -193,6 +208,12 @@ def _of_requests(progress: Progress, spread: Spread) -> tuple[Metric, ...]:
             "requests_in_flight",
             "Requests that servers work on now.",
             progress.in_flight,
+        ),
+        Metric(
+            GaugeMetricFamily,
+            "server_places",
+            "Requests that the servers have room for now.",
+            progress.places,
         ),
         Metric(
             GaugeMetricFamily,

@@ -32,18 +32,11 @@ import numpy.typing as npt
 import orjson
 
 from datatrove_ckpt.common import JsonObject, retrying
+from datatrove_ckpt.common.finish_reasons import ENDINGS
 from datatrove_ckpt.common.redaction import excerpt
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
-# The reasons of most answers. Any other that is no failure ends an answer, too, and is counted.
-ENDINGS = frozenset(
-    """
-    complete completed end_turn eos eos_token function_call stop stop_sequence tool_call tool_calls
-    tool_use
-    """.split()  # noqa: SIM905
-)
-"""Reasons of whole answers, in lower case."""
 _FAILURE = re.compile(
     r"error|fail|abort|cancel|timeout|timed_out|resource|unavailable|not_finished|load|incomplete"
     r"|in_progress|interrupt|exception|shutdown|kill|preempt|disconnect|^\s*(?:none|null|unknown)\s*$",

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
@@ -22,18 +21,14 @@ from pathlib import Path
 from string import Template
 
 import numpy as np
+import numpy.typing as npt
 
 from datatrove_ckpt import __version__
-from datatrove_ckpt.checkpoint.history import (
-    Buckets,
-    History,
-    Progress,
-    Spread,
-    read_history,
-)
+from datatrove_ckpt.checkpoint.history import History, Progress, Spread, read_history
 from datatrove_ckpt.checkpoint.identity import of_model
 from datatrove_ckpt.checkpoint.layout import HISTORY
-from datatrove_ckpt.common.formatting import figure, short
+from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts
+from datatrove_ckpt.common.formatting import figure, percent, short
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import StorageFailed
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState
@@ -59,6 +54,7 @@ def report_page(run: RunState) -> str:
     if not run.is_finished:
         state = next((state for state in _ORDER if run.totals.states[state]), "unfinished")
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
+    spreads = [spread for history in histories for spread in history.spreads]
     models = [str(value) for name, value in run.identity.items() if of_model(name) == "model"]
     return page(
         name_of_folder(run.what),
@@ -71,8 +67,9 @@ def report_page(run: RunState) -> str:
         [
             # Retries read documents that were read before: they are not summed.
             *_charts([history.minutes for history in histories[: len(run.ranks)]]),
+            *_quality(run.together.done, spreads),
             *_attempts(ranks),
-            *_spreads([spread for history in histories for spread in history.spreads], requests),
+            *_spreads(spreads, requests),
         ],
     )
 
@@ -86,31 +83,114 @@ def _history(path: Path, most: int) -> History:
 
 
 _MAX_INTERVALS = 160  # so many a screen can show
+_MAX_KINDS = 20
+Values = npt.NDArray[np.float64]
 
 
 def _charts(ranks: Iterable[Sequence[Progress]]) -> Iterator[Markup]:
-    """Yields charts of what all ranks did per second. Between two lines of a history a sum grows
-    evenly.
-    """
+    """Yields charts of what all ranks did. Between two lines of a history a sum grows evenly."""
     begun = [minutes for minutes in ranks if minutes]
     if not begun:
         return
     first = min(minutes[0].at for minutes in begun)
     last = max(first + 1.0, *(minutes[-1].at for minutes in begun))
-    edges = np.linspace(first, last, int(min(_MAX_INTERVALS, last - first)) + 1)
+    edges: Values = np.linspace(first, last, int(min(_MAX_INTERVALS, last - first)) + 1)
 
-    def rate(name: str) -> list[float]:
-        grown = np.zeros(len(edges) - 1)
-        for minutes in begun:
-            # A clock that was set back does no harm.
-            times = np.maximum.accumulate([line.at for line in minutes])
-            values = np.maximum.accumulate([getattr(line.documents, name) for line in minutes])
-            grown += np.diff(np.interp(edges, times, values))
-        return [float(value) for value in grown / np.diff(edges)]
+    # A clock that was set back does no harm.
+    times = [np.maximum.accumulate([line.at for line in minutes]) for minutes in begun]
 
-    yield chart("Documents per second", edges.tolist(), {"documents per second": rate("read")})
-    tokens = {"prompt": rate("prompt_tokens"), "completion": rate("completion_tokens")}
-    yield chart("Tokens per second", edges.tolist(), tokens)
+    def grown(value: Callable[[Progress], float]) -> Values:
+        total = np.zeros(len(edges) - 1)
+        for at, minutes in zip(times, begun, strict=True):
+            values = np.maximum.accumulate([value(line) for line in minutes])
+            total += np.diff(np.interp(edges, at, values))
+        return total
+
+    seconds = np.diff(edges)
+    documents = grown(lambda line: line.documents.read) / seconds
+    yield chart("Documents per second", edges, {"documents per second": documents})
+    tokens = {
+        "prompt": grown(lambda line: line.documents.prompt_tokens) / seconds,
+        "completion": grown(lambda line: line.documents.completion_tokens) / seconds,
+    }
+    yield chart("Tokens per second", edges, tokens)
+    places = _held(begun, edges, "places")
+    if places.any():
+        busy = _share(_held(begun, edges, "in_flight"), places)
+        yield chart("Busy places at the servers, %", edges, {"places with a request": busy})
+    cost = grown(lambda line: line.total.cost) / 1e9
+    if cost.any():
+        yield chart("Cost per hour", edges, {"cost per hour": 3600 * cost / seconds})
+    answers = grown(lambda line: line.documents.answers)
+
+    def bad(kind: str) -> Values:
+        return _share(grown(lambda line: line.documents.bad[kind]), answers)
+
+    done = sum((minutes[-1].documents for minutes in begun), DocumentCounts())
+    shares = {_named(kind): bad(kind) for kind, number in done.bad.items() if number}
+    if shares:
+        yield chart("Bad answers, %", edges, shares)
+
+
+def _held(ranks: Iterable[Sequence[Progress]], edges: Values, name: str) -> Values:
+    """Returns a number that is as large as each rank's last line says, until its attempt ends, at
+    the middle of each interval; the sum over ranks.
+    """
+    middles = (edges[:-1] + edges[1:]) / 2
+    total = np.zeros(len(middles))
+    for minutes in ranks:
+        times = np.array([line.at for line in minutes])
+        values = np.array([getattr(line, name) for line in minutes])
+        newest = np.searchsorted(times, middles, side="right") - 1
+        following = np.minimum(newest + 1, len(minutes) - 1)
+        attempts = np.array([line.attempt for line in minutes])
+        is_over = (attempts[newest] != attempts[following]) | (newest == following)
+        total += np.where((newest < 0) | is_over, 0, values[newest])
+    return total
+
+
+def _share(part: Values, whole: Values) -> Values:
+    """Returns per cent; 0 where there is nothing. Numbers that are not of one moment may give
+    more than 100.
+    """
+    shares = np.divide(100 * part, whole, out=np.zeros(len(whole)), where=whole > 0)
+    return np.minimum(shares, 100.0)
+
+
+_EXAMPLES = 3  # of each fault
+
+
+def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup]:
+    counts = {f"finish_reason {reason}": number for reason, number in done.endings.items()}
+    counts |= {_named(kind): number for kind, number in done.bad.items() if number}
+    rows = [
+        [kind, figure(number), percent(number / max(done.answers, number))]
+        for kind, number in [*counts.items()][:_MAX_KINDS]
+    ]
+    lengths = done.lengths.percentiles
+    note = (
+        f"{figure(done.answers)} answers, with {figure(lengths['p50'])} completion tokens in the "
+        f"median and {figure(lengths['p95'])} at the 95th percentile, rounded up by a fifth at "
+        "most. Bad answers are at least so many."
+    )
+    if rows:
+        yield table("Answers", ("", "answers#", "share#"), rows, note)
+    examples: dict[str, list[list[str]]] = {}
+    for spread in spreads:
+        for kind, found in spread.examples.items():
+            examples.setdefault(kind, []).extend(found)
+    rows = [
+        [_named(kind), shortened(document, _MAX_ID), text]
+        for kind in done.bad
+        for document, text in examples.get(kind, [])[:_EXAMPLES]
+    ]
+    if rows:
+        note = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
+        yield table("Bad answers", ("what", "document", "answer"), rows, note)
+
+
+def _named(kind: str) -> str:
+    return kind.replace("_", " ")
 
 
 def _attempts(ranks: Iterable[RankStatus]) -> Iterator[Markup]:
@@ -156,13 +236,10 @@ def _spreads(spreads: Sequence[Spread], requests: int) -> Iterator[Markup]:
     rows = []
     counted = 0
     for kind, name in kinds.items():
-        buckets = sum((getattr(spread, name) for spread in spreads), Counter[int]())
-        ends = sorted(buckets)
-        seen = np.cumsum([buckets[end] for end in ends])
-        if ends:
-            counted = max(counted, int(seen[-1]))
-            limits = [ends[np.searchsorted(seen, share * seen[-1])] for share in _SHARES]
-            rows.append([kind, *(figure(Buckets.lower(limit + 1)) for limit in limits)])
+        buckets = sum((getattr(spread, name) for spread in spreads), Buckets())
+        if buckets:
+            counted = max(counted, buckets.total())
+            rows.append([kind, *(figure(buckets.at_most(share)) for share in _SHARES)])
     note = (
         f"{figure(counted)} of {figure(requests)} requests; numbers are rounded up, by a fifth "
         "at most."
@@ -173,6 +250,7 @@ def _spreads(spreads: Sequence[Spread], requests: int) -> Iterator[Markup]:
 
 
 _MAX_NAME = 160
+_MAX_ID = 40
 _MAX_CELL = 4000
 
 
@@ -244,7 +322,9 @@ _RIGHT = 14
 _FLOOR = 182
 
 
-def chart(title: str, edges: Sequence[float], lines: Mapping[str, Sequence[float]]) -> Markup:
+def chart(
+    title: str, edges: Sequence[float] | Values, lines: Mapping[str, Sequence[float] | Values]
+) -> Markup:
     """Returns a chart of lines over time, all in one unit.
 
     Args:

@@ -6,10 +6,12 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import orjson
@@ -36,6 +38,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import redact, shown
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP, ON_REFUSAL, AnswerPolicy
 from datatrove_ckpt.config.generation_params import (
     PAYLOAD_JSON,
     merged,
@@ -43,6 +46,7 @@ from datatrove_ckpt.config.generation_params import (
     refuse_unsendable,
 )
 from datatrove_ckpt.errors import (
+    BadAnswer,
     CkptError,
     ConfigError,
     RequestError,
@@ -59,7 +63,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.quality import Quality
+from datatrove_ckpt.generation.quality import Quality, first_case
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -102,6 +106,9 @@ _MOST_SIZES = 1000  # params may be others for each document
 _WAY = "$way"
 _MODEL = "$model"
 _QUERY = "$query"
+_RETRY = "$retry"
+
+_BAD = {ON_LOOP: "is looping", ON_REFUSAL: "is a refusal", ON_CUT_OFF: "is cut off"}
 
 
 @dataclass(eq=False)
@@ -112,6 +119,7 @@ class Model:
         client: ready once its servers are.
         usual: the way of a payload without a path.
         batches: None: texts share no requests.
+        policies: for bad answers, by their settings; most models have none.
         sizes: length of the first vector for each set of params.
         is_dead: a drain does not wait for its requests in flight.
     """
@@ -120,6 +128,7 @@ class Model:
     client: asyncio.Future[CompletionClient]
     usual: Way
     batches: Batches | None
+    policies: Mapping[str, AnswerPolicy]
     sizes: dict[bytes, int] = field(default_factory=dict)
     is_dead: bool = False
 
@@ -151,6 +160,7 @@ class RankRequests:
                 loop.create_future(),
                 usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
+                config.answer_policies,
             )
             for name, config in self.configs.items()
         }
@@ -302,6 +312,21 @@ class Answers:
             self._rank.waiting -= 1
 
 
+class Prepared(NamedTuple):
+    """A request before it is sent.
+
+    Attributes:
+        payload: with the model and the defaults, as errors show it.
+        sent: the payload as ``body`` has it.
+    """
+
+    payload: Payload
+    sent: Payload
+    way: Way
+    key: AnswerKey
+    body: AnyBody
+
+
 T = TypeVar("T")
 Asked = Coroutine[object, None, T]
 
@@ -378,12 +403,63 @@ class Requests:
         """Returns the cached answer, or sends the payload.
 
         Raises:
-            InferenceError: the request cannot be answered; ``error`` says why.
+            InferenceError: the request cannot be answered, or its answer is bad; ``error`` says
+            why.
             datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is
             proved wrong.
         """
         if self._answers.have_ended:
             await wait_until_cancelled()
+        if self._model.policies and way.path in _GENERATING:
+            # A copy: the rollout may change its payload before a retry.
+            return await self._acceptable(deepcopy(payload), way, whole)
+        return await self._exchanged(self._prepared(payload, way, whole))
+
+    async def _acceptable(self, payload: Payload, way: Way, whole: bool) -> Result:
+        """Returns the answer, or the answer of a retry, as the policies for bad answers say.
+
+        Raises:
+            InferenceError: ``error`` is a BadAnswer; or see ``_answered``.
+        """
+        policies = self._model.policies
+        retries = Counter[str]()
+        request = first = self._prepared(payload, way, whole)
+        result = await self._exchanged(first)
+        while setting := first_case(policies, result):
+            policy = policies[setting]
+            if retries[setting] == policy.retries:
+                break
+            retries[setting] += 1
+            if self._answers.have_ended:
+                await wait_until_cancelled()
+            changed = {**(request.payload.get("extra_body") or {}), **policy.params}
+            payload = {**request.payload, "extra_body": changed}
+            # Not the number of the call, which depends on the order of parallel answers.
+            retry_of = (first.key.payload_hash, first.key.occurrence, retries.total())
+            request = self._prepared(payload, way, whole, retry_of)
+            try:
+                result = await self._exchanged(request)
+            except InferenceError as error:
+                if not isinstance(error.error, RequestRejected):
+                    raise
+                _warn_of_rejected_retry(setting, str(error.error))
+                break
+        if not setting or policies[setting].then == "keep":
+            return result
+        bad = BadAnswer(f"the answer {_BAD[setting]}.", setting=setting)
+        bad.is_dropped = policies[setting].then == "drop"
+        raise _failed(named(bad, self._config.name), request.payload)
+
+    def _prepared(
+        self, payload: Payload, way: Way, whole: bool, retry_of: Sequence[object] = ()
+    ) -> Prepared:
+        """Returns the request of a payload, and notes it.
+
+        ``retry_of``: what separates a retry from equal requests; () for others.
+
+        Raises:
+            InferenceError: the payload cannot be sent.
+        """
         config = self._config
         generates = way.path in _GENERATING
         answers = self._answers
@@ -401,20 +477,28 @@ class Requests:
             if extras:
                 way = way._replace(extras=extras)
             if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
+                sent = dict(sent)
                 way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
-            digest = self._digest(sent, way)
+            digest = self._digest(sent, way, retry_of)
         except ConfigError as error:
             raise _failed(error, payload) from error
         request = rollout_idx, digest
         key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
         answers.occurrences[request] = key.occurrence + 1
         if config.seed is not None and generates and "seed" not in sent:
-            sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
-            key = key._replace(payload_hash=self._digest(sent, way))
-        # Before any await: the rollout may change its payload while it waits.
-        body = _body(sent)
+            own = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
+            sent = {**sent, "seed": own}
+            key = key._replace(payload_hash=self._digest(sent, way, retry_of))
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
+        # Before any await: the rollout may change its payload while it waits.
+        return Prepared(payload, sent, way, key, _body(sent))
+
+    async def _exchanged(self, request: Prepared) -> Result:
+        payload, sent, way, key, body = request
+        config = self._config
+        generates = way.path in _GENERATING
+        answers = self._answers
         answer = None
         if answers.slot.cached:
             answer = (await answers.cached()).get(key)
@@ -430,7 +514,7 @@ class Requests:
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except (RequestRejected, InferenceError) as error:
-            answers.count_failed(rollout_idx)
+            answers.count_failed(self._rollout_idx)
             if isinstance(error, RequestRejected):
                 named(error, config.name)
                 answers.rejections.append(error)
@@ -616,7 +700,7 @@ class Requests:
             await wait_until_cancelled()
         return None
 
-    def _digest(self, payload: Payload, way: Way) -> str:
+    def _digest(self, payload: Payload, way: Way, retry_of: Sequence[object]) -> str:
         """Hashes payload, way and model.
 
         The usual way, and the only model, add nothing to the payload's hash.
@@ -627,6 +711,8 @@ class Requests:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:
             payload = {**payload, _QUERY: way.extras["extra_query"]}
+        if retry_of:
+            payload = {**payload, _RETRY: retry_of}
         return _digest({**payload, _MODEL: self._config.name} if self._config.name else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
@@ -767,6 +853,11 @@ def _warn_of_blanks() -> None:
         "An answer ended in blanks until max_tokens cut it off. More tokens do not help: see "
         '"Answers of a given form" in docs/rollouts.md.'
     )
+
+
+@lru_cache(maxsize=1)
+def _warn_of_rejected_retry(setting: str, error: str) -> None:
+    logger.warning(f"{setting}: a retry was rejected, so the answer before it counts: {error}")
 
 
 def _question(payload: Payload) -> str:

@@ -183,6 +183,7 @@ class Step(PipelineStep):
             "on_document_error": self.on_document_error != "stop" or self.retry_dead_letters,
             "answers_from": self.answers_from,
             "checkpoints_remote_dir": self.checkpoints_remote_dir,
+            **dict.fromkeys(self.settings_for_letters, True),
         }
         for name, value in given.items():
             if value:
@@ -202,6 +203,16 @@ class Step(PipelineStep):
         """The first one."""
         assert isinstance(self.config, InferenceConfig)
         return self.config
+
+    @property
+    def settings_for_letters(self) -> list[str]:
+        """The settings of models that make dead letters of bad answers."""
+        return [
+            name
+            for model in self.models.values()
+            for name, policy in model.answer_policies.items()
+            if policy.then == "dead_letter"
+        ]
 
     @property
     def answer_column(self) -> str | None:

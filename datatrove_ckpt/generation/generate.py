@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 import orjson
@@ -264,6 +264,13 @@ class Answers:
             reasons=self.reasons.copy(),
         )
 
+    def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
+        """Returns the key of one more request of a rollout with this hash."""
+        request = rollout_idx, digest
+        key = AnswerKey(rollout_idx, digest, self.occurrences.get(request, 0))
+        self.occurrences[request] = key.occurrence + 1
+        return key
+
     def count_failed(self, rollout_idx: int) -> None:
         self.failed += 1
         self.requests[rollout_idx] += 1
@@ -310,21 +317,6 @@ class Answers:
         self._pending -= 1
         if not self._pending:
             self._rank.waiting -= 1
-
-
-class Prepared(NamedTuple):
-    """A request before it is sent.
-
-    Attributes:
-        payload: with the model and the defaults, as errors show it.
-        sent: the payload as ``body`` has it.
-    """
-
-    payload: Payload
-    sent: Payload
-    way: Way
-    key: AnswerKey
-    body: AnyBody
 
 
 T = TypeVar("T")
@@ -390,6 +382,8 @@ class Requests:
             return self._refused(wrong)
         if whole:
             way = kept_whole(way)
+        if self._model.policies and way.path in _GENERATING:
+            return self._acceptable(payload, way, whole)
         return self._answered(payload, way, whole)
 
     def _refused(self, wrong: str) -> Asked[NoReturn]:
@@ -399,46 +393,35 @@ class Requests:
         self._answers.fail(error)
         raise error
 
-    async def _answered(self, payload: Payload, way: Way, whole: bool = False) -> Result:
-        """Returns the cached answer, or sends the payload.
-
-        Raises:
-            InferenceError: the request cannot be answered, or its answer is bad; ``error`` says
-            why.
-            datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is
-            proved wrong.
-        """
-        if self._answers.have_ended:
-            await wait_until_cancelled()
-        if self._model.policies and way.path in _GENERATING:
-            # A copy: the rollout may change its payload before a retry.
-            return await self._acceptable(deepcopy(payload), way, whole)
-        return await self._exchanged(self._prepared(payload, way, whole))
-
     async def _acceptable(self, payload: Payload, way: Way, whole: bool) -> Result:
         """Returns the answer, or the answer of a retry, as the policies for bad answers say.
 
         Raises:
             InferenceError: ``error`` is a BadAnswer; or see ``_answered``.
         """
+        if self._answers.have_ended:
+            await wait_until_cancelled()
+        payload = deepcopy(payload)  # the rollout may change it before a retry
         policies = self._model.policies
         retries = Counter[str]()
-        request = first = self._prepared(payload, way, whole)
-        result = await self._exchanged(first)
+        try:
+            digest = self._digest(payload, way)
+        except ConfigError as error:
+            raise _failed(error, payload) from error
+        # Not the order of the retries, which depends on the order of parallel answers.
+        first = self._answers.next_key(self._rollout_idx, f"first {digest}")
+        result = await self._answered(payload, way, whole)
+        changed = self._config.default_generation_params.get("extra_body")
+        changed = dict(payload.get("extra_body", changed) or {})
         while setting := first_case(policies, result):
             policy = policies[setting]
             if retries[setting] == policy.retries:
                 break
             retries[setting] += 1
-            if self._answers.have_ended:
-                await wait_until_cancelled()
-            changed = {**(request.payload.get("extra_body") or {}), **policy.params}
-            payload = {**request.payload, "extra_body": changed}
-            # Not the number of the call, which depends on the order of parallel answers.
-            retry_of = (first.key.payload_hash, first.key.occurrence, retries.total())
-            request = self._prepared(payload, way, whole, retry_of)
+            changed |= policy.params
+            payload = {**payload, "extra_body": changed}
             try:
-                result = await self._exchanged(request)
+                result = await self._answered(payload, way, whole, (*first,))
             except InferenceError as error:
                 if not isinstance(error.error, RequestRejected):
                     raise
@@ -448,18 +431,22 @@ class Requests:
             return result
         bad = BadAnswer(f"the answer {_BAD[setting]}.", setting=setting)
         bad.is_dropped = policies[setting].then == "drop"
-        raise _failed(named(bad, self._config.name), request.payload)
+        raise _failed(named(bad, self._config.name), payload)
 
-    def _prepared(
-        self, payload: Payload, way: Way, whole: bool, retry_of: Sequence[object] = ()
-    ) -> Prepared:
-        """Returns the request of a payload, and notes it.
+    async def _answered(
+        self, payload: Payload, way: Way, whole: bool = False, retry_of: Sequence[object] = ()
+    ) -> Result:
+        """Returns the cached answer, or sends the payload.
 
         ``retry_of``: what separates a retry from equal requests; () for others.
 
         Raises:
-            InferenceError: the payload cannot be sent.
+            InferenceError: the request cannot be answered; ``error`` says why.
+            datatrove's ServerError: no request can be answered, or ``accept_null_finish_reason`` is
+            proved wrong.
         """
+        if self._answers.have_ended:
+            await wait_until_cancelled()
         config = self._config
         generates = way.path in _GENERATING
         answers = self._answers
@@ -477,28 +464,18 @@ class Requests:
             if extras:
                 way = way._replace(extras=extras)
             if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
-                sent = dict(sent)
                 way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
             digest = self._digest(sent, way, retry_of)
         except ConfigError as error:
             raise _failed(error, payload) from error
-        request = rollout_idx, digest
-        key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
-        answers.occurrences[request] = key.occurrence + 1
+        key = answers.next_key(rollout_idx, digest)
         if config.seed is not None and generates and "seed" not in sent:
-            own = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
-            sent = {**sent, "seed": own}
+            sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way, retry_of))
+        # Before any await: the rollout may change its payload while it waits.
+        body = _body(sent)
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
-        # Before any await: the rollout may change its payload while it waits.
-        return Prepared(payload, sent, way, key, _body(sent))
-
-    async def _exchanged(self, request: Prepared) -> Result:
-        payload, sent, way, key, body = request
-        config = self._config
-        generates = way.path in _GENERATING
-        answers = self._answers
         answer = None
         if answers.slot.cached:
             answer = (await answers.cached()).get(key)
@@ -514,7 +491,7 @@ class Requests:
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
         except (RequestRejected, InferenceError) as error:
-            answers.count_failed(self._rollout_idx)
+            answers.count_failed(rollout_idx)
             if isinstance(error, RequestRejected):
                 named(error, config.name)
                 answers.rejections.append(error)
@@ -700,7 +677,7 @@ class Requests:
             await wait_until_cancelled()
         return None
 
-    def _digest(self, payload: Payload, way: Way, retry_of: Sequence[object]) -> str:
+    def _digest(self, payload: Payload, way: Way, retry_of: Sequence[object] = ()) -> str:
         """Hashes payload, way and model.
 
         The usual way, and the only model, add nothing to the payload's hash.

@@ -101,7 +101,7 @@ class InferenceRunner(Step):
             wrong with them, and their completion tokens, named after ``answer`` or
             ``metadata_key``: ``summary_finish_reason``, ``summary_faults``, ``summary_tokens``.
         refusals (free): further phrases that the beginning of a refusal has, in any case. With
-            ``quality``, part of the identity.
+            ``quality`` or ``on_refusal``, part of the identity.
 
     Raises:
         ConfigError: an argument that cannot work.

@@ -45,12 +45,13 @@ REQUEST_PARAMETERS = frozenset(
     min_completion_tokens min_new_tokens min_p min_tokens mirostat mirostat_eta mirostat_lr
     mirostat_mode mirostat_target mirostat_tau mode model models n n_predict num_predict
     parallel_tool_calls parse_reasoning presence_penalty priority prompt prompt_cache_key
-    prompt_cache_options prompt_cache_retention prompt_logprobs reasoning_effort reasoning_format
-    regex repeat_penalty repetition_penalty repetition_penalty_range response_format
-    return_tokens_as_token_ids safety_identifier seed separate_reasoning service_tier
-    skip_special_tokens stop stop_token_ids store stream structured_outputs suffix temperature
-    temperature_last tool_choice tools top_a top_k top_logprobs top_logprobs_num top_n top_n_sigma
-    top_p truncate_prompt_tokens typical typical_p use_beam_search user xtc_probability
+    prompt_cache_options prompt_cache_retention prompt_logprobs reasoning_budget_tokens
+    reasoning_effort reasoning_format regex repeat_penalty repetition_detection repetition_penalty
+    repetition_penalty_range response_format return_tokens_as_token_ids safety_identifier seed
+    separate_reasoning service_tier skip_special_tokens stop stop_token_ids store stream
+    structured_outputs suffix temperature temperature_last thinking_budget_tokens
+    thinking_token_budget tool_choice tools top_a top_k top_logprobs top_logprobs_num top_n
+    top_n_sigma top_p truncate_prompt_tokens typical typical_p use_beam_search user xtc_probability
     xtc_threshold
     """.split()  # noqa: SIM905
 )

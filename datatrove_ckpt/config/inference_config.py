@@ -32,6 +32,12 @@ from datatrove_ckpt.common.declared import (
     one_of,
 )
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
+from datatrove_ckpt.config.bad_answers import (
+    BAD_ANSWERS,
+    AnswerPolicy,
+    BadAnswerSetting,
+    answer_policy,
+)
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
 
@@ -148,6 +154,11 @@ class InferenceConfig:
         provider_batches (free): requests go to the provider as batches (OpenAI's ``/v1/batches``,
             Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
             day. Needs checkpoints; each request in a row is another pass over the input.
+        on_cut_off (identity): what becomes of an answer that reached max_tokens: "keep", "drop"
+            (its rollout gives None), "dead_letter", or "retry": once, or with other parameters
+            ``{"retry": 2, "max_tokens": 2048, "then": "drop"}``, at most twice.
+        on_loop (identity): the same of an answer that repeats itself, also if it is cut off.
+        on_refusal (identity): the same of a refusal.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -195,6 +206,9 @@ class InferenceConfig:
     gpus: CountFromZero | None = None
     prices: JsonObject | None = None
     provider_batches: bool = False
+    on_cut_off: BadAnswerSetting = "keep"
+    on_loop: BadAnswerSetting = "keep"
+    on_refusal: BadAnswerSetting = "keep"
 
     # No fields: they tell a model of several about the others. See ``models.py``.
     name = ""
@@ -282,19 +296,28 @@ class InferenceConfig:
         return min(round(1000 * total * factor), _MOST_COST)
 
     def _check_context(self) -> None:
-        for name in TOKEN_LIMITS:
-            tokens = self.default_generation_params.get(name)
-            if (
-                self.server_type != "endpoint"
-                and tokens is not None
-                and tokens >= self.model_max_context
-            ):
-                raise ConfigError(
-                    f"{tokens} tokens leave no "
-                    "room for a prompt: model_max_context, prompt and answer together, is "
-                    f"{self.model_max_context}.",
-                    setting=f"default_generation_params.{name}",
-                )
+        given = {"default_generation_params": self.default_generation_params}
+        given |= {name: policy.params for name, policy in self.answer_policies.items()}
+        for setting, params in given.items():
+            for name in TOKEN_LIMITS:
+                tokens = params.get(name)
+                if (
+                    self.server_type != "endpoint"
+                    and tokens is not None
+                    and tokens >= self.model_max_context
+                ):
+                    raise ConfigError(
+                        f"{tokens} tokens leave no "
+                        "room for a prompt: model_max_context, prompt and answer together, is "
+                        f"{self.model_max_context}.",
+                        setting=f"{setting}.{name}",
+                    )
+
+    @property
+    def answer_policies(self) -> dict[str, AnswerPolicy]:
+        """The policies that do something, by their settings, in the order in which they apply."""
+        policies = {name: answer_policy(name, getattr(self, name)) for name in BAD_ANSWERS}
+        return {name: one for name, one in policies.items() if one.retries or one.then != "keep"}
 
     @property
     def engine(self) -> Engine:

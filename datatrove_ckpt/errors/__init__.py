@@ -31,7 +31,8 @@ CkptError
 └── RequestError
     ├── RequestRejected        this request can never succeed; kept in the request cache
     ├── RequestFailed          given up after every retry
-    └── RequestPoisoned        this request kills servers
+    ├── RequestPoisoned        this request kills servers
+    └── BadAnswer              on_loop, on_refusal or on_cut_off sets its document aside
 
 Rollouts see datatrove's own ``InferenceError`` and ``ServerError``. Their ``error`` attribute holds
 one of the errors above. This room imports no other room.
@@ -379,3 +380,14 @@ class RequestPoisoned(RequestError):
     """This request kills servers: several died with it in flight, one of them with no other
     request.
     """
+
+
+class BadAnswer(RequestError):
+    """An answer loops, refuses or is cut off, also after the retries of ``on_loop``,
+    ``on_refusal`` or ``on_cut_off``.
+
+    If the setting ends in "drop", ``is_dropped`` is true, and the rollout gives None. Otherwise the
+    document becomes a dead letter.
+    """
+
+    is_dropped = False

@@ -1,8 +1,8 @@
 """Decides for each document that fails: the rank stops, or the document becomes a dead letter.
 
 ``on_document_error="stop"`` (the default) stops the rank, except at a rejected request with
-``skip_bad_requests``, and at a request that kills servers. A server's failure always stops the rank
-(``Answers.fail``).
+``skip_bad_requests``, at a bad answer by its setting (``on_loop: dead_letter``), and at a request
+that kills servers. A server's failure always stops the rank (``Answers.fail``).
 
 A dead letter is a document that could not be processed, with its cause and the data for a retry. A
 chunk's dead letters are appended to ``dead_letters.jsonl`` at its commit. A retry writes the
@@ -48,6 +48,7 @@ from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import OF_ONE_TEXT
 from datatrove_ckpt.config.generation_params import max_tokens_of
 from datatrove_ckpt.errors import (
+    BadAnswer,
     CheckpointMismatch,
     CkptError,
     DocumentNotSerializable,
@@ -248,7 +249,11 @@ class Failures:
 
     @property
     def keep_as_read(self) -> bool:
-        return self.step.on_document_error == "dead_letter" or self.step.skip_bad_requests
+        return (
+            self.step.on_document_error == "dead_letter"
+            or self.step.skip_bad_requests
+            or bool(self.step.settings_for_letters)
+        )
 
     @property
     def are_kept(self) -> bool:
@@ -301,7 +306,7 @@ class Failures:
         cause = f"{cause_of(error).rstrip('.: ')}{raised_at(error)}"
         is_letter = (
             self.step.on_document_error == "dead_letter"
-            or (self.are_kept and any(isinstance(one, RequestPoisoned) for one in causes(error)))
+            or (self.are_kept and any(map(_is_always_letter, causes(error))))
             or (self.step.skip_bad_requests and is_bad_request(error, rejections))
         )
         if isinstance(error, NotAwaitable) or not is_letter:
@@ -341,6 +346,23 @@ class Failures:
             payload = error.payload
             raised = error.error
         raise DocumentFailed(message, document, raised, payload, changes) from error
+
+
+def _is_always_letter(cause: BaseException) -> bool:
+    if isinstance(cause, BadAnswer):
+        return not cause.is_dropped
+    return isinstance(cause, RequestPoisoned)
+
+
+def drops(error: BaseException) -> bool:
+    """Returns whether bad answers that are dropped are all that a rollout raises.
+
+    An error that the user's code makes of one is an error.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(drops, error.exceptions))
+    cause = getattr(error, "error", None)
+    return isinstance(cause, BadAnswer) and cause.is_dropped
 
 
 _BAD_REQUEST = "BadRequestError"

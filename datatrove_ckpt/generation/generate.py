@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NoReturn, TypeVar
@@ -38,6 +39,7 @@ from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.redaction import redact, shown
 from datatrove_ckpt.common.retrying import REJECTED
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP, ON_REFUSAL, AnswerPolicy
 from datatrove_ckpt.config.generation_params import (
     PAYLOAD_JSON,
     merged,
@@ -45,6 +47,7 @@ from datatrove_ckpt.config.generation_params import (
     refuse_unsendable,
 )
 from datatrove_ckpt.errors import (
+    BadAnswer,
     CkptError,
     ConfigError,
     RequestError,
@@ -103,6 +106,9 @@ _MOST_SIZES = 1000  # params may be others for each document
 _WAY = "$way"
 _MODEL = "$model"
 _QUERY = "$query"
+_RETRY = "$retry"
+
+_BAD = {ON_LOOP: "is looping", ON_REFUSAL: "is a refusal", ON_CUT_OFF: "is cut off"}
 
 
 @dataclass(eq=False)
@@ -113,6 +119,7 @@ class Model:
         client: ready once its servers are.
         usual: the way of a payload without a path.
         batches: None: texts share no requests.
+        policies: for bad answers, by their settings; most models have none.
         sizes: length of the first vector for each set of params.
         is_dead: a drain does not wait for its requests in flight.
     """
@@ -121,6 +128,7 @@ class Model:
     client: asyncio.Future[CompletionClient]
     usual: Way
     batches: Batches | None
+    policies: Mapping[str, AnswerPolicy]
     sizes: dict[bytes, int] = field(default_factory=dict)
     is_dead: bool = False
 
@@ -154,6 +162,7 @@ class RankRequests:
                 loop.create_future(),
                 usual_way(config),
                 Batches(config.texts_per_request) if config.texts_per_request > 1 else None,
+                config.answer_policies,
             )
             for name, config in self.configs.items()
         }
@@ -279,6 +288,13 @@ class Answers:
         faults = [name for name, number in counts.bad.items() if number and name != REPEATING]
         return ", ".join(sorted(counts.endings)), ", ".join(faults), sum(self.tokens[1::2])
 
+    def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
+        """Returns the key of one more request of a rollout with this hash."""
+        request = rollout_idx, digest
+        key = AnswerKey(rollout_idx, digest, self.occurrences.get(request, 0))
+        self.occurrences[request] = key.occurrence + 1
+        return key
+
     def count_failed(self, rollout_idx: int) -> None:
         self.failed += 1
         self.requests[rollout_idx] += 1
@@ -390,6 +406,8 @@ class Requests:
             return self._refused(wrong)
         if whole:
             way = kept_whole(way)
+        if self._model.policies and way.path in _GENERATING:
+            return self._acceptable(payload, way, whole)
         return self._answered(payload, way, whole)
 
     def _refused(self, wrong: str) -> Asked[NoReturn]:
@@ -399,8 +417,52 @@ class Requests:
         self._answers.fail(error)
         raise error
 
-    async def _answered(self, payload: Payload, way: Way, whole: bool = False) -> Result:
+    async def _acceptable(self, payload: Payload, way: Way, whole: bool) -> Result:
+        """Returns the answer, or the answer of a retry, as the policies for bad answers say.
+
+        Raises:
+            InferenceError: ``error`` is a BadAnswer; or see ``_answered``.
+        """
+        if self._answers.have_ended:
+            await wait_until_cancelled()
+        payload = deepcopy(payload)  # the rollout may change it before a retry
+        policies = self._model.policies
+        retries = Counter[str]()
+        try:
+            digest = self._digest(payload, way)
+        except ConfigError as error:
+            raise _failed(error, payload) from error
+        # Not the order of the retries, which depends on the order of parallel answers.
+        first = self._answers.next_key(self._rollout_idx, f"first {digest}")
+        result = await self._answered(payload, way, whole)
+        changed = self._config.default_generation_params.get("extra_body")
+        changed = dict(payload.get("extra_body", changed) or {})
+        while setting := self._rank.quality.first_case(policies, result):
+            policy = policies[setting]
+            if retries[setting] == policy.retries:
+                break
+            retries[setting] += 1
+            changed |= policy.params
+            payload = {**payload, "extra_body": changed}
+            try:
+                result = await self._answered(payload, way, whole, (*first,))
+            except InferenceError as error:
+                if not isinstance(error.error, RequestRejected):
+                    raise
+                _warn_of_rejected_retry(setting, str(error.error))
+                break
+        if not setting or policies[setting].then == "keep":
+            return result
+        bad = BadAnswer(f"the answer {_BAD[setting]}.", setting=setting)
+        bad.is_dropped = policies[setting].then == "drop"
+        raise _failed(named(bad, self._config.name), payload)
+
+    async def _answered(
+        self, payload: Payload, way: Way, whole: bool = False, retry_of: Sequence[object] = ()
+    ) -> Result:
         """Returns the cached answer, or sends the payload.
+
+        ``retry_of``: what separates a retry from equal requests; () for others.
 
         Raises:
             InferenceError: the request cannot be answered; ``error`` says why.
@@ -427,15 +489,13 @@ class Requests:
                 way = way._replace(extras=extras)
             if way.path in _IN_TIERS and type(sent.get("service_tier")) is list:
                 way = way._replace(tiers=sent.pop("service_tier"))  # the client adds one of them
-            digest = self._digest(sent, way)
+            digest = self._digest(sent, way, retry_of)
         except ConfigError as error:
             raise _failed(error, payload) from error
-        request = rollout_idx, digest
-        key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
-        answers.occurrences[request] = key.occurrence + 1
+        key = answers.next_key(rollout_idx, digest)
         if config.seed is not None and generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
-            key = key._replace(payload_hash=self._digest(sent, way))
+            key = key._replace(payload_hash=self._digest(sent, way, retry_of))
         # Before any await: the rollout may change its payload while it waits.
         body = _body(sent)
         answers.hashes[rollout_idx] = key.payload_hash
@@ -645,7 +705,7 @@ class Requests:
             await wait_until_cancelled()
         return None
 
-    def _digest(self, payload: Payload, way: Way) -> str:
+    def _digest(self, payload: Payload, way: Way, retry_of: Sequence[object] = ()) -> str:
         """Hashes payload, way and model.
 
         The usual way, and the only model, add nothing to the payload's hash.
@@ -656,6 +716,8 @@ class Requests:
             payload = {**payload, _WAY: way.name}
         if way.extras and way.extras["extra_query"]:
             payload = {**payload, _QUERY: way.extras["extra_query"]}
+        if retry_of:
+            payload = {**payload, _RETRY: retry_of}
         return _digest({**payload, _MODEL: self._config.name} if self._config.name else payload)
 
     def _disproved(self, reason: str) -> RolloutServerError:
@@ -796,6 +858,11 @@ def _warn_of_blanks() -> None:
         "An answer ended in blanks until max_tokens cut it off. More tokens do not help: see "
         '"Answers of a given form" in docs/rollouts.md.'
     )
+
+
+@lru_cache(maxsize=1)
+def _warn_of_rejected_retry(setting: str, error: str) -> None:
+    logger.warning(f"{setting}: a retry was rejected, so the answer before it counts: {error}")
 
 
 def _question(payload: Payload) -> str:

@@ -1,17 +1,21 @@
 """Finds answers that are probably bad: they loop, refuse, copy their prompt or repeat another one.
 
 Each test takes microseconds, is made of the text alone, and errs on the side of silence: the
-numbers are at least so many. No answer is changed or dropped for it.
+numbers are at least so many.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.numbers import FAULTS
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP
+from datatrove_ckpt.output.documents import Result
+from datatrove_ckpt.rollouts.answers import is_cut_off
 
 LOOPING, REFUSING, COPYING, REPEATING, INVALID = FAULTS
 _REPEATED_TAIL = 24  # characters: shorter tails stand in texts by chance
@@ -30,6 +34,9 @@ _REFUSAL = re.compile(
     r"(assist|help|comply|fulfil|provide|create|write|generate|continue|answer|do that|engage)",
     re.IGNORECASE,
 )
+
+_LOOP_REASON = "repetition"  # of vLLM's repetition_detection
+_REFUSAL_REASONS = frozenset({"refusal", "content_filter"})
 
 
 def is_looping(text: str) -> bool:
@@ -76,7 +83,7 @@ class Quality:
         found = []
         if is_looping(text):
             found.append(LOOPING)
-        if _REFUSAL.match(text, 0, _BEGINNING) or self._has_phrase(text):
+        if self._is_refusing(text):
             found.append(REFUSING)
         length = len(text)
         if length < _LONG:
@@ -90,7 +97,28 @@ class Quality:
             self._known.add(number)
         return found
 
-    def _has_phrase(self, text: str) -> bool:
+    def first_case(self, settings: Iterable[str], answer: Result) -> str:
+        """Returns the first setting that a choice of the answer is a case of, or ""."""
+        choices = answer.choices or [{"text": answer.text, "finish_reason": answer.finish_reason}]
+        for setting in settings:
+            if any(self._is_case_of(setting, choice) for choice in choices):
+                return setting
+        return ""
+
+    def _is_case_of(self, setting: str, choice: JsonObject) -> bool:
+        reason = str(choice["finish_reason"] or "").lower()
+        if setting == ON_CUT_OFF:
+            return is_cut_off(reason)
+        text = choice["text"]
+        text = text.strip() if isinstance(text, str) else ""
+        if setting == ON_LOOP:
+            return reason == _LOOP_REASON or is_looping(text)
+        return bool(choice.get("refusal")) or reason in _REFUSAL_REASONS or self._is_refusing(text)
+
+    def _is_refusing(self, text: str) -> bool:
+        """Whether a text without blanks at its start begins as refusals do."""
+        if _REFUSAL.match(text, 0, _BEGINNING):
+            return True
         if not self._refusals:
             return False
         beginning = text[:_BEGINNING].casefold()

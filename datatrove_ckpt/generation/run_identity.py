@@ -251,6 +251,7 @@ def _config_fields(config: InferenceConfig) -> JsonObject:
         # Left out when it is None: older checkpoints continue.
         **({} if config.seed is None else {"seed": config.seed}),
         **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
+        **{name: _plain(getattr(config, name)) for name in config.answer_policies},
     }
 
 

@@ -39,7 +39,7 @@ from datatrove_ckpt.errors import (
     causes,
     named,
 )
-from datatrove_ckpt.generation.failures import Failures, RetriedDocument
+from datatrove_ckpt.generation.failures import Failures, RetriedDocument, drops
 from datatrove_ckpt.generation.generate import Answers, Model, Parked, RankRequests, Requests
 from datatrove_ckpt.generation.prefetch import DocumentSource, SourceDocument
 from datatrove_ckpt.generation.results import DROPPED, Results
@@ -430,6 +430,8 @@ class Scheduler(RankRequests):
             result = await self.rollout_fn(document, request)
         except BaseException as error:
             end_fork(self._pid, error)
+            if drops(error):
+                return None
             if isinstance(error, Exception | asyncio.CancelledError):
                 raise
             if self.shutdown.aborted or self.shutdown.raised(error):

@@ -24,6 +24,7 @@ from datatrove_ckpt.common.declared import Count, NotNegative, Seconds, check
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
+from datatrove_ckpt.config.bad_answers import ON_REFUSAL
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.config.paths import expand_path
@@ -185,6 +186,7 @@ class Step(PipelineStep):
             "on_document_error": self.on_document_error != "stop" or self.retry_dead_letters,
             "answers_from": self.answers_from,
             "checkpoints_remote_dir": self.checkpoints_remote_dir,
+            **dict.fromkeys(self.settings_for_letters, True),
         }
         for name, value in given.items():
             if value:
@@ -204,6 +206,16 @@ class Step(PipelineStep):
         """The first one."""
         assert isinstance(self.config, InferenceConfig)
         return self.config
+
+    @property
+    def settings_for_letters(self) -> list[str]:
+        """The settings of models that make dead letters of bad answers."""
+        return [
+            name
+            for model in self.models.values()
+            for name, policy in model.answer_policies.items()
+            if policy.then == "dead_letter"
+        ]
 
     @property
     def answer_column(self) -> str | None:
@@ -268,6 +280,8 @@ class Step(PipelineStep):
             keys["explode"] = True
         if self.quality:
             keys["quality"] = True
+        acts = any(ON_REFUSAL in one.answer_policies for one in self.models.values())
+        if self.quality or (acts and self.refusals):
             keys["refusals"] = [*self.refusals]
         if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version
             keys[CHAT_TEXTS] = True

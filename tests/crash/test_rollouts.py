@@ -2,6 +2,8 @@
 run.
 """
 
+import asyncio
+
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
@@ -21,10 +23,19 @@ async def pairs(document, generate):
     return [{"question": word, "answer": answer.text} for word in document.text.split()]
 
 
+async def retried(document, generate):
+    answers = await asyncio.gather(*(generate(chat(document.text)) for _ in range(2)))
+    return [answer.text for answer in answers]
+
+
+RETRIES = {"seed": 7, "on_loop": {"retry": 1, "temperature": 1}}
+
+
 @pytest.mark.matrix(
     "rollout",
     [
         pairs,
+        retried,
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
         JudgeRollout(
             "Q {text}",
@@ -39,7 +50,8 @@ async def pairs(document, generate):
 )
 def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
     def attempt(folder):
-        config = InferenceConfig("endpoint", "fake", endpoint_url=[first.url, second.url])
+        more = RETRIES if rollout is retried else {}
+        config = InferenceConfig("endpoint", "fake", endpoint_url=[first.url, second.url], **more)
         writer = JsonlWriter(
             str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
         )
@@ -55,7 +67,7 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
             attempt,
             ram / "job",
             recoveries=False,
-            counted=OF_FILES if rollout is pairs else ("commit",),
+            counted=OF_FILES if rollout in (pairs, retried) else ("commit",),
         )
     assert len(report.points) >= 2
 
@@ -63,4 +75,7 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
 def answer(payload, times):
     """By the payload alone: what a server says must not depend on how often it was asked before."""
     question = payload["messages"][-1]["content"]
+    if "seed" in payload:
+        seed = payload["seed"]
+        return f"{seed} {'' if 'temperature' in payload else 'word ' * 90}"
     return f"answer {len(question) * 2:x}"

@@ -949,3 +949,18 @@ def test_each_pass_reads_the_pipeline_anew(tmp_path, provider):
     assert [row["id"] for row in rows(tmp_path)] == ["id 0", "id 1", "id 3", "id 4"]
     assert len(provider.billed) == 8
     assert set(provider.billed.values()) == {1}
+
+
+def test_a_retry_of_a_bad_answer_is_a_request_of_the_next_batch(tmp_path, provider):
+    answered = provider._answer
+
+    def loops_at_first(payload, times):
+        if "temperature" in payload or payload["messages"][0]["content"] == "text 0":
+            return answered(payload, times)
+        return "a word " * 90
+
+    provider._answer = loops_at_first
+    config = {**BATCHES, "on_loop": {"retry": 1, "temperature": 0.9, "then": "drop"}}
+    run(tmp_path, provider, config=config)
+    assert_paid_once(tmp_path, provider, batches=2)
+    assert len(provider.billed) == 5

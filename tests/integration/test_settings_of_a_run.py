@@ -69,6 +69,9 @@ OTHER = {
     "gpus": 8,
     "server_python": sys.executable,
     "prices": {"prompt": 1},
+    "on_cut_off": "drop",
+    "on_loop": {"retry": 2, "temperature": 0.9},
+    "on_refusal": "dead_letter",
     # of the runner
     "rollout_fn": another,
     "output_writer": lambda job: other_writer(job.folder),

@@ -104,7 +104,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     ):
         taken = take_sample(plan, number, Path(folder))
         asked = taken.documents
-        place = Place(folder, Path(folder, "checkpoints"), [folder])
+        place = Place(folder, taken.checkpoints, [folder])
         found = []
         if asked:
             found = [*read_documents(place), *read_dead_letters(place)]
@@ -137,7 +137,10 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"
-    say(f"{counted}. Nothing of this is kept, and no other document was sent.")
+    kept = "Nothing of this is kept"
+    if taken.is_kept:
+        kept = "The run takes these answers where it sends the same requests"
+    say(f"{counted}. {kept}, and no other document was sent.")
     return int(failed == len(asked))
 
 

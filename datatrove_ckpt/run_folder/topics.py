@@ -34,6 +34,10 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         if totals.paid:
             yield "paid", totals.paid + _ago(state)
         yield "attempts", _attempts(totals)
+    sampled = state.sampled
+    if sampled.work.requests:
+        text = f"{sampled.at_least}{counted(sampled.work.requests, 'request')}"
+        yield "samples", ", ".join(filter(None, [text, sampled.paid]))
     if totals.done.odd_answers:
         yield "answers", totals.done.odd_answers.strip()
     if totals.skipped:

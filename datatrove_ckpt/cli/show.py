@@ -89,10 +89,10 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
     from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
-    from datatrove_ckpt.run_folder.estimate import estimate_lines
     from datatrove_ckpt.run_folder.prompts import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
     from datatrove_ckpt.run_folder.sample import take_sample
+    from datatrove_ckpt.run_folder.sample_table import estimate_lines
 
     # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")

@@ -16,7 +16,7 @@ from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.yaml_jobs import write_input
 
-PRICES = "{prompt: 2, completion: 8, tiers: {flex: 0.4}}"
+PRICES = "{prompt: 2, cached: 0.2, cache_write: 2.5, completion: 8, tiers: {flex: 0.4}}"
 
 
 def words(seed, spread):
@@ -55,8 +55,17 @@ JOBS = {
     "Parquet": (parquet, 0.7, 0.7, ()),
     "a limit": (jsonl, 0.7, 0.7, ("--limit=300", "--tasks=1")),
     "rollouts": (jsonl, 0.7, 0.7, ("--rollouts-per-document=3",)),
+    "cache writes": (jsonl, 1.0, 0.3, ()),
 }
 NUMBER = r"([\d,.]+(?: [kM])?)"
+
+
+def caching(payload):
+    """A usage: a third of the prompts is written to the server's cache, others begin there."""
+    prompt = len(payload["messages"][0]["content"].split())
+    written = prompt * (random.Random(str(payload)).random() < 0.3)
+    details = {"cached_tokens": (prompt - written) // 2, "cache_write_tokens": written}
+    return {"prompt_tokens": prompt, "completion_tokens": 9, "prompt_tokens_details": details}
 
 
 def number(text):
@@ -79,9 +88,13 @@ def test_nine_times_in_ten_a_whole_run_takes_what_its_sample_says(tmp_path, comm
         (folder / "in").mkdir(parents=True)
         rows = [{"id": str(seed), "text": words(seed, text_spread)} for seed in range(600)]
         write(folder / "in", rows)
-        with FakeServer(
-            lambda payload, times, spread=answer_spread: words(payload, spread)
-        ) as server:
+
+        def answer(payload, times, spread=answer_spread, caches=name == "cache writes"):
+            if caches:
+                server.usage = caching(payload)
+            return words(payload, spread)
+
+        with FakeServer(answer) as server:
             run = (
                 *("run", "--input", folder / "in", "--prompt", "Say {text}", "--model", "m"),
                 *("--endpoint", server.url, "--prices", PRICES),

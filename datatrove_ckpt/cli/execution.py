@@ -38,7 +38,7 @@ from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
-from datatrove_ckpt.run_folder.card import CARD, write_card
+from datatrove_ckpt.run_folder.card import write_card
 from datatrove_ckpt.run_folder.closing import closing_line
 from datatrove_ckpt.run_folder.findings import check_after_run, check_before_run
 from datatrove_ckpt.run_folder.run_plan import RunPlan, check_steps, note_workers
@@ -235,7 +235,7 @@ def _execute(
                 try:
                     write_card(runner, root, shown)
                 except (OSError, CkptError) as error:
-                    say(f"{CARD} was not written: {error}")
+                    say(f"The card was not written: {error}")
     return sum(job.counts.dead for job in jobs.values())
 
 

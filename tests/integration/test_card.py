@@ -3,9 +3,10 @@
 import re
 
 import pytest
+import yaml
 
 from datatrove_ckpt.testing import FakeServer
-from tests.yaml_jobs import write_input
+from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
 RUN = ("run", "--input", "input", "--prompt", "Say | {text}", "--model", "m", "--run-folder", "r")
 
@@ -38,6 +39,18 @@ def test_the_card_says_what_made_the_output_and_loads_it(
     assert (here / "r/card.md").read_text() == card
 
 
+@pytest.mark.slow
+def test_a_card_is_rendered_as_the_site_renders_pages(here, server, command):
+    render = pytest.importorskip("markdown").markdown  # of the extra docs
+    write_input(here, ["a"])
+    command(*RUN, "--endpoint", server.url)
+    html = render((here / "r/card.md").read_text(), extensions=["tables", "fenced_code"])
+    assert "<td>Say | {text}</td>" in html
+    assert html.count("<h2>") == 4
+    assert html.count("<pre>") == 2
+    assert "<li>documents: 1 done" in html
+
+
 def test_no_card(here, server, command):
     write_input(here, ["a"])
     command(*RUN, "--endpoint", server.url, "--card", "false")
@@ -55,5 +68,34 @@ def test_the_card_holds_no_secret_and_replaces_nothing_of_the_user(here, server,
     ]
     (here / "r/card.md").write_text("mine")
     said = command(*RUN, *flags)
-    assert "card.md was not written" in said.out
+    assert "The card was not written" in said.out
     assert (here / "r/card.md").read_text() == "mine"
+
+
+MINE = "---\nlicense: mit\n---\n\n# Mein Käse\n".encode()
+
+
+@pytest.mark.parametrize("before", [b"", MINE], ids=["no README", "a README"])
+def test_a_dataset_repository_has_the_card_in_its_readme(hub, here, server, command, before):
+    """As a section: what the user has written before and after it stays."""
+    hub.put("org/data", {"README.md": before} if before else {})
+    config = f"{endpoint(server)}, prices: {{prompt: 1}}"
+    write_job(here, job_yaml(config, output="hf://datasets/org/data/part"), ["a", "b"])
+    command("run", "job.yaml")
+    readme = hub.files("org/data")["README.md"]
+    assert readme.startswith(before or b"---\n")
+    if not before:
+        header = yaml.safe_load(readme.split(b"---\n")[1])
+        assert header["configs"] == [{"config_name": "default", "data_files": "part/**/*.jsonl*"}]
+    card = readme.decode()
+    assert "\n| rollout_fn.prompt | Say {text} |\n" in card
+    assert " 2 written in " in card
+    assert "cost" not in card
+    assert server.url not in card
+    assert "cost" in (here / "checkpoints/card.md").read_text()
+    hub.put("org/data", {"README.md": readme.replace(b"Made by", b"made by") + b"after\n"})
+    command("run", "job.yaml")
+    assert hub.files("org/data")["README.md"] == readme + b"after\n"
+    commits = len(hub.commits("org/data"))
+    command("run", "job.yaml")
+    assert len(hub.commits("org/data")) == commits

@@ -94,7 +94,8 @@ class InferenceRunner(Step):
             ``rollouts_per_document``. A document that has either key already is refused. None: no
             such key, and the results replace what is there.
         card (free): whether ``datatrove-ckpt run`` writes ``card.md`` beside the checkpoints, when
-            it is finished: what made the output, what is in it, and how to load it.
+            it is finished: what made the output, what is in it, and how to load it. On the hub, it
+            is a section of the dataset repository's ``README.md``, whose rest stays.
         explode (identity): write a row of each item of the list that is the ``answer`` ("item"
             without that name).
         quality (identity): add columns with the finish_reasons of a document's answers, what is

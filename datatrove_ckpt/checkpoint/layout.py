@@ -5,6 +5,8 @@
 <checkpoints_local_dir>/00000/run.json, commits.jsonl, ...       rank 0
 <checkpoints_local_dir>/retry-00001/00000/...                    rank 0's first retry of its dead
 letters
+<checkpoints_local_dir>/sample-00001/...                         the first ``run --sample``, with
+ranks of its own
 """
 
 from __future__ import annotations
@@ -76,6 +78,10 @@ CHECKPOINT_LINES = (
 """Files of JSON lines that are no journals."""
 RETRIES = "retry-"
 """What the names of the folders of retries, below ``checkpoints_local_dir``, begin with."""
+SAMPLES = "sample-"
+"""The same of ``run --sample``."""
+SAMPLED = "sampled.json"
+"""In the folder of a sample: which of the run's documents it has."""
 
 # [0-9], because \d also matches the digits of other scripts.
 _RANK = re.compile(r"[0-9]{5,}")
@@ -219,14 +225,22 @@ def retry_folder(root: Path, number: int) -> Path:
 
 
 def retry_folders(root: Path) -> list[Path]:
-    """Returns the folders of retries, in ascending order.
+    """Returns the folders of retries, in ascending order."""
+    return _numbered_folders(root, RETRIES)
 
-    It lists ``root``: with many ranks, call it once. Each rank of a run calls it, too, so it looks
+
+def sample_folders(root: Path) -> list[Path]:
+    """Returns the folders of samples, the newest last."""
+    return _numbered_folders(root, SAMPLES)
+
+
+def _numbered_folders(root: Path, prefix: str) -> list[Path]:
+    """Lists ``root``: with many ranks, call it once. Each rank of a run calls it, too, so it looks
     at thousands of names in a millisecond.
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
-        return sorted(root / name for name in names if name.startswith(RETRIES))
+        return sorted(root / name for name in names if name.startswith(prefix))
     return []
 
 

@@ -1,9 +1,9 @@
-"""Reuses the answers of an old run for equal requests (``answers_from``).
+"""Reuses the answers of an old run (``answers_from``), or of ``run --sample``, for equal requests.
 
-The new run has another prompt or rollout, and reads the old run's input. An answer is used if
+The new run may have another prompt or rollout, and reads the old run's input. An answer is used if
 document ordinal, rank, index of the rollout and final payload (model, prompt, parameters) are
 equal. Permanent errors are not used, because the change may correct them. A commit deletes its
-answers, unless the old run had ``keep_answers``.
+answers, unless the old run had ``keep_answers``, as samples have.
 
 Each start copies the answers to a temporary file, so no crash leaves a state, and the old run is
 only read. A document that needs an answer moves its old answers to the rank's own request cache
@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
+import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint import files, layout
 from datatrove_ckpt.checkpoint.identity import RunIdentity, compare, decides, read_run, refusal
 from datatrove_ckpt.checkpoint.lines import Json, explained
-from datatrove_ckpt.checkpoint.request_cache import (
-    RequestCache,
-    read_answers,
-)
+from datatrove_ckpt.checkpoint.request_cache import CachedRequest, RequestCache, read_answers
 from datatrove_ckpt.common.formatting import plural
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError
 
 _LEAVE_OUT = "leave answers_from out: then every request is sent."
 _MODEL = "model"
@@ -68,7 +67,7 @@ def open_old_answers(root: Path, rank: int, identity: RunIdentity) -> RequestCac
             "middle of that run."
         )
         return None
-    cache = _copy(folder)
+    cache = _copy_locked(folder)
     number = cache.count()
     logger.info(
         f"answers_from: {folder} has {plural(number, 'answer')}. Requests that are equal are not "
@@ -104,22 +103,74 @@ def _accepted(kept: Json) -> list[str]:
     return sorted({str(change.get("field")) for change in kept.get("accepted_changes", [])})
 
 
-def _copy(folder: Path) -> RequestCache:
+def with_samples(
+    root: Path, rank: int, servers: str, old: RequestCache | None
+) -> RequestCache | None:
+    """Adds what samples of this run were answered for documents of this rank; the newest is taken.
+
+    A sample has ranks of its own, and all their documents in ``sampled.json``. One that still runs,
+    that cannot be read, or that other servers answered is left out.
+
+    Args:
+        root: ``checkpoints_local_dir``.
+        servers: see ``servers_digest``.
+        old: the cache to add to; None: none yet.
+    """
+    rows: list[CachedRequest] = []
+    for folder in layout.sample_folders(root):
+        try:
+            rows += _sampled(folder, rank, servers)
+        except (CkptError, OSError, LookupError, ValueError) as error:
+            logger.warning(f"The answers of the sample in {folder} are not used: {error}")
+    if rows and old is None:
+        with _temporary_folder() as place:
+            old = RequestCache(Path(place, layout.CACHE))
+    if old is not None:
+        old.put(rows)
+    return old
+
+
+def _sampled(folder: Path, rank: int, servers: str) -> Iterator[CachedRequest]:
+    sampled = orjson.loads((folder / layout.SAMPLED).read_bytes())
+    if sampled["servers"] != servers:
+        return
+    for number, places in enumerate(sampled["documents"]):
+        own = {index: ordinal for index, (of, ordinal) in enumerate(places) if of == rank}
+        place = layout.rank_folder(folder, number)
+        # Its files do not change any more. A lock would keep the other ranks away.
+        if own and place.is_dir() and files.lock_holder(place / layout.LOCK) is None:
+            cache = _copy(place)
+            for row in cache.answers_since(0, own):
+                yield row._replace(ordinal=own[row.ordinal])
+            cache.close()
+
+
+def _copy_locked(folder: Path) -> RequestCache:
     lock = folder / layout.LOCK
     was_there = lock.exists()
     with ExitStack() as stack:
         # A finished rank has neither, and stays finished.
         if was_there or (folder / layout.CACHE).exists():
             stack.callback(files.Lock(lock).release, remove=not was_there)
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="datatrove-ckpt-")))
+        return _copy(folder)
+
+
+def _copy(folder: Path) -> RequestCache:
+    with _temporary_folder() as place:
         for name in layout.CACHE_FILES:  # opening it in its place would change it
             if (folder / name).exists():
                 with explained("copy", folder / name):
                     shutil.copy(folder / name, place)
-        # The files lose their names when this block ends, and vanish when the connection closes.
-        cache = RequestCache(place / layout.CACHE)
+        cache = RequestCache(Path(place, layout.CACHE))
         cache.forget_errors()
         answers = read_answers(folder / layout.KEPT_ANSWERS)
         while group := list(islice(answers, _ROWS_AT_ONCE)):
             cache.put(group)
         return cache
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """The files of a cache lose their names when its block ends, and vanish when the connection
+    closes.
+    """
+    return tempfile.TemporaryDirectory(prefix="datatrove-ckpt-")

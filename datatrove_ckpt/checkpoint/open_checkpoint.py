@@ -297,7 +297,7 @@ class OpenCheckpoint:
         slot = self._chunks.admit(fingerprint, position)
         if slot is not None:
             self._admitted += 1
-            slot.cached = slot.cached or self._files.old is not None
+            slot.cached = slot.cached or slot.ordinal <= self._files.last_old
         return slot
 
     def lookup(self, slot: ChunkSlot) -> Future[dict[AnswerKey, Answer]]:

@@ -106,13 +106,13 @@ class RankFiles:
     """The open files of one rank: journals, request cache, commit log and dead letters.
 
     Methods belong to the storage thread; before its start and after its end, to the thread that
-    opens and closes the checkpoint. Other threads may read ``counts``, ``committed``, and whether
-    ``old`` is None. Methods that write raise ``Fenced`` if another process has taken the rank over.
+    opens and closes the checkpoint. Other threads may read ``counts``, ``committed`` and
+    ``last_old``. Methods that write raise ``Fenced`` if another process has taken the rank over.
 
     Args:
         cache, log: the rank's, open and recovered.
         point: what recovery found.
-        old: the answers of an old run, see ``old_answers``.
+        old: the answers of an old run and of samples, see ``old_answers``.
         run: digest of the run's identity.
     """
 
@@ -137,6 +137,10 @@ class RankFiles:
         self.clock = RankClock(point.committed.seconds)
         self.committed = 0
         """Number of chunks that this process committed."""
+        self.last_old = -1
+        """The highest ordinal that has answers of an old run."""
+        if self.old is not None:
+            self.last_old, _ = next(self.old.answer_counts(), (-1, 0))
         self._journals = dict(point.journals)
         self._dead_letters = files.AppendFile(self.folder / layout.DEAD_LETTERS)
         self._history = history.HistoryLog(self.folder / layout.HISTORY, self.fence.number)

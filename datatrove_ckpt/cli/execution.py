@@ -222,7 +222,7 @@ def _execute(
                 try:
                     card.write_card(runner, root, shown)
                 except (OSError, CkptError) as error:
-                    say(f"{card.CARD} was not written: {error}")
+                    say(f"The card was not written: {error}")
     return sum(job.counts.dead for job in jobs.values())
 
 

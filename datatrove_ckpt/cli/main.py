@@ -287,7 +287,7 @@ def _command(module: str, *arguments: _Argument) -> Callable[[Callable[[], None]
     ),
     _argument(
         "N",
-        "send the first N documents, print questions and answers, keep nothing",
+        "send the first N documents, print questions and answers, and write no output",
         "--sample",
         type=_count,
     ),

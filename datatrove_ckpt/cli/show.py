@@ -89,10 +89,10 @@ def _say_what_else(place: Place, shown: int, asked: int) -> None:
 def sample(executor: PipelineExecutor, number: int) -> int:
     """Prints the answers to the first documents, or why there is none. Returns the exit code."""
     from datatrove_ckpt.process import signals
-    from datatrove_ckpt.run_folder.estimate import estimate_lines
     from datatrove_ckpt.run_folder.prompts import check_prompts
     from datatrove_ckpt.run_folder.run_plan import RunPlan
     from datatrove_ckpt.run_folder.sample import take_sample
+    from datatrove_ckpt.run_folder.sample_table import estimate_lines
 
     # The run's own lines would promise a resume.
     quiet = log_disabled("datatrove_ckpt.generation.rank")
@@ -104,7 +104,7 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     ):
         taken = take_sample(plan, number, Path(folder))
         asked = taken.documents
-        place = Place(folder, Path(folder, "checkpoints"), [folder])
+        place = Place(folder, taken.checkpoints, [folder])
         found = []
         if asked:
             found = [*read_documents(place), *read_dead_letters(place)]
@@ -137,7 +137,10 @@ def sample(executor: PipelineExecutor, number: int) -> int:
     counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"
-    say(f"{counted}. Nothing of this is kept, and no other document was sent.")
+    kept = "Nothing of this is kept"
+    if taken.is_kept:
+        kept = "The run takes these answers where it sends the same requests"
+    say(f"{counted}. {kept}, and no other document was sent.")
     return int(failed == len(asked))
 
 

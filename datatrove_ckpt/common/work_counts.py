@@ -41,6 +41,20 @@ class Added:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
+class Tokens(NamedTuple):
+    """Tokens of an answer.
+
+    ``cached``, ``written``: of the prompt, those that the server took from its cache, and others
+    that it put there. ``reasoning``: of the completion.
+    """
+
+    prompt: int
+    completion: int
+    cached: int = 0
+    written: int = 0
+    reasoning: int = 0
+
+
 @dataclass(slots=True)
 class WorkCounts(Added):
     """What attempts did. A kill loses the last minute of these counts; counts of documents are

@@ -32,6 +32,7 @@ from datatrove_ckpt.common.declared import (
     one_of,
 )
 from datatrove_ckpt.common.redaction import MIRROR_KEY_VARIABLE, Secret, names_secret
+from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.config.bad_answers import (
     BAD_ANSWERS,
     AnswerPolicy,
@@ -147,9 +148,10 @@ class InferenceConfig:
         gpus (free): GPUs of this task that its servers get together; 0: none. None: tp * dp * pp
             for each server, where tasks, replicas or several models share them.
         prices (free): of a million tokens, for the cost in ``status``: ``{"prompt": 2, "cached":
-            0.2, "completion": 8, "tiers": {"flex": 0.5}}``. "cached": prompt tokens that the server
-            took from its cache; they cost as the others unless said. "tiers": by how much the
-            prices of an answer in this ``service_tier`` are multiplied; "batch", of
+            0.2, "cache_write": 2.5, "completion": 8, "tiers": {"flex": 0.5}}``, or "@prices.yaml",
+            a file of them by model name. "cached", "cache_write": prompt tokens that the server
+            took from its cache, or put there; they cost as the others unless said. "tiers": by how
+            much the prices of an answer in this ``service_tier`` are multiplied; "batch", of
             ``provider_batches``, is 0.5 unless said.
         provider_batches (free): requests go to the provider as batches (OpenAI's ``/v1/batches``,
             Anthropic's ``/v1/messages/batches``), for half the price, and are answered within a
@@ -204,7 +206,7 @@ class InferenceConfig:
     accept_null_finish_reason: bool = False
     texts_per_request: Count = 1
     gpus: CountFromZero | None = None
-    prices: JsonObject | None = None
+    prices: JsonObject | str | None = None
     provider_batches: bool = False
     on_cut_off: BadAnswerSetting = "keep"
     on_loop: BadAnswerSetting = "keep"
@@ -278,7 +280,10 @@ class InferenceConfig:
             )
 
     def _check_prices(self) -> None:
-        prices = dict(self.prices or {})
+        if isinstance(self.prices, str):
+            self.prices = _prices_in(self.prices, self.model_name_or_path)
+        check_value("prices", JsonObject | None, self.prices)
+        prices = dict(self.price_table)
         tiers = prices.pop("tiers", {})
         check_value("prices.tiers", JsonObject, tiers)
         for name in prices:
@@ -286,12 +291,20 @@ class InferenceConfig:
         for name, number in (prices | tiers).items():
             check_value(f"prices.{name}", Price, number)
 
-    def cost(self, prompt: int, cached: int, completion: int, tier: str) -> int:
-        """Returns the price of an answer, in billionths. ``cached``: of the prompt tokens."""
-        prices = self.prices or {}
+    @property
+    def price_table(self) -> JsonObject:
+        """The ``prices`` of this model, read from their file; empty without prices."""
+        assert not isinstance(self.prices, str)
+        return self.prices or {}
+
+    def cost(self, tokens: Tokens, tier: str) -> int:
+        """Returns the price of an answer, in billionths."""
+        prices = self.price_table
         price: float = prices.get("prompt", 0)
-        total: float = (prompt - cached) * price + cached * prices.get("cached", price)
-        total += completion * prices.get("completion", 0)
+        total: float = (tokens.prompt - tokens.cached - tokens.written) * price
+        total += tokens.cached * prices.get("cached", price)
+        total += tokens.written * prices.get("cache_write", price)
+        total += tokens.completion * prices.get("completion", 0)
         factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
         return min(round(1000 * total * factor), _MOST_COST)
 
@@ -421,11 +434,32 @@ _MOST_TEXTS = 10_000
 # which is datatrove's default.
 FIRST_LIMIT = 16
 REQUESTS_WITHOUT_METRICS = 500
-_PRICES = ("prompt", "cached", "completion")
+_PRICES = ("prompt", "cached", "cache_write", "completion")
 _MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
 _VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 _ENDPOINT = re.compile(r"(https?://|\$\{\w+\})[^\s@]*")
 _FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
+
+
+def _prices_in(name: str, model: str) -> JsonObject:
+    """Reads the prices of a model from a file.
+
+    Raises:
+        ConfigError: it cannot be read, or has no such model.
+    """
+    import yaml  # type: ignore[import-untyped]  # slow
+
+    path = Path(name.removeprefix("@")).expanduser()
+    try:
+        table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
+    if not isinstance(table, dict) or model not in table:
+        models = ", ".join(map(str, table or ())) or "nothing"
+        raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
+    prices: JsonObject = table[model]
+    return prices
 
 
 def _check_flags(flags: JsonObject) -> None:

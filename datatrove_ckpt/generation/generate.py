@@ -531,7 +531,7 @@ class Requests:
 
     def _count_cached(self, result: Result) -> None:
         self._rank.observer.own.cached += 1
-        self._answers.tokens += token_counts(result.usage or {})
+        self._answers.tokens += token_counts(result.usage or {})[:2]
 
     def _count(self, result: Result, way: Way, question: str) -> None:
         answers = self._answers

@@ -13,7 +13,8 @@ import orjson
 from datatrove.data import Document
 
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.inference.client.answers import token_counts, token_details
+from datatrove_ckpt.common.work_counts import Tokens
+from datatrove_ckpt.inference.client.answers import token_counts
 from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.answers import is_cut_off
 from datatrove_ckpt.rollouts.media import media_key
@@ -45,11 +46,8 @@ class NotedRequest:
     model: str = ""
 
     @property
-    def tokens(self) -> tuple[int, int, int]:
-        """Tokens of the prompt, those of them that the server had cached, and of the answer."""
-        prompt, completion = token_counts(self.usage)
-        cached, _ = token_details(self.usage)
-        return prompt, min(cached, prompt), completion
+    def tokens(self) -> Tokens:
+        return token_counts(self.usage)
 
     @property
     def is_cut_off(self) -> bool:

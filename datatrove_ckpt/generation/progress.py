@@ -37,7 +37,7 @@ from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
-from datatrove_ckpt.inference.client.answers import Completion, token_counts, token_details
+from datatrove_ckpt.inference.client.answers import Completion, token_counts
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
 from datatrove_ckpt.process.screen import (
     READING,
@@ -126,20 +126,16 @@ class RankReporter:
         return longest
 
     def answered(self, answer: Completion, config: InferenceConfig) -> tuple[int, int]:
-        """Counts an answer of a server; returns its tokens."""
+        """Counts an answer of a server; returns its prompt and completion tokens."""
         tokens = token_counts(answer.usage)
-        prompt, completion = tokens
         self.own.requests += 1
-        self.own.prompt_tokens += prompt
-        self.own.completion_tokens += completion
+        self.own.prompt_tokens += tokens.prompt
+        self.own.completion_tokens += tokens.completion
         self._spread.milliseconds.add(1000 * answer.seconds)
-        self._spread.prompt_tokens.add(prompt)
-        self._spread.completion_tokens.add(completion)
-        cached, reasoning = token_details(answer.usage)
-        if cached or reasoning:
-            cached = min(cached, prompt)
-            self.own.cached_tokens += cached
-            self.own.reasoning_tokens += reasoning
+        self._spread.prompt_tokens.add(tokens.prompt)
+        self._spread.completion_tokens.add(tokens.completion)
+        self.own.cached_tokens += tokens.cached
+        self.own.reasoning_tokens += tokens.reasoning
         tier = answer.service_tier
         if tier:
             tiers = self.own.tiers
@@ -147,8 +143,8 @@ class RankReporter:
             if name in tiers or len(tiers) < _MOST_TIERS:
                 tiers[name] += 1
         if config.prices:
-            self.own.cost += config.cost(prompt, cached, completion, tier)
-        return tokens
+            self.own.cost += config.cost(tokens, tier)
+        return tokens[:2]
 
     def example(self, fault: str, document: str, text: str) -> None:
         """Keeps a bad answer, if it is one of the first, for the report."""

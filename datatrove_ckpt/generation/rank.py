@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.layout import (
 )
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done
-from datatrove_ckpt.checkpoint.old_answers import open_old_answers
+from datatrove_ckpt.checkpoint.old_answers import open_old_answers, with_samples
 from datatrove_ckpt.checkpoint.open_checkpoint import CheckpointManager, OpenCheckpoint
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
@@ -45,6 +45,7 @@ from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
 from datatrove_ckpt.generation.results import Results
+from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.scheduler import Scheduler
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import bind_shared, name_of, no_exit, shared_arguments
@@ -226,9 +227,11 @@ class _Run:
                     retry = root.name if prefix else ""
                     output_folder.refuse_existing(rank, retry)
                 # Dead letters have other numbers.
-                if step.answers_from and not found.is_finished and not step.retry_dead_letters:
-                    place = expand_path("answers_from", step.answers_from)
-                    old = open_old_answers(place, rank, identity)
+                if not found.is_finished and not step.retry_dead_letters:
+                    if step.answers_from:
+                        place = expand_path("answers_from", step.answers_from)
+                        old = open_old_answers(place, rank, identity)
+                    old = with_samples(root, rank, servers_digest(step.models), old)
             check_moved = preemption.interruptible()(output_folder.check_moved)
             lease = found.take(check_moved, old)
         output = ChunkOutput(

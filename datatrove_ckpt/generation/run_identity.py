@@ -19,8 +19,14 @@ from dataclasses import dataclass
 import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
-from datatrove_ckpt.checkpoint.identity import OUTPUT_FOLDER, RunIdentity, fields_without_secrets
+from datatrove_ckpt.checkpoint.identity import (
+    OUTPUT_FOLDER,
+    RunIdentity,
+    decides,
+    fields_without_secrets,
+)
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Engine, dashed_names
 from datatrove_ckpt.config.templates import BARE
@@ -210,6 +216,17 @@ def run_identity(
         fields["extra_body"] = "merged"
         notes["extra_body"] = "before, the server got it as a key of that name"
     return RunIdentity(fields, notes)
+
+
+def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
+    """Hashes the settings of servers that affect answers, and are not in a payload."""
+    of_models = _fields_of_models(models)
+    answering = {name: value for name, value in of_models.items() if decides(name)}
+    places = [
+        (config.server_type, sorted(map(redact, config.endpoint_urls)))
+        for config in models.values()
+    ]
+    return digest(repr((sorted(answering.items()), places)))
 
 
 def sent_chats_as_texts(begun: JsonObject) -> bool:

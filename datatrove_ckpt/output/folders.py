@@ -18,14 +18,14 @@ from datatrove.pipeline.writers.disk_base import DiskWriter
 from fsspec.core import has_magic
 from fsspec.utils import glob_translate
 
-from datatrove_ckpt.checkpoint.layout import RETRIES
+from datatrove_ckpt.checkpoint.layout import RETRIES, SAMPLES
 from datatrove_ckpt.common.retrying import file_system_call
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import setting_name, step_place
 from datatrove_ckpt.output.hub import MAIN, HubFolder
 from datatrove_ckpt.output.names import plain
 
-_OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES}.*)(/.*)?")
+_OURS = re.compile(rf"(\d{{5,}}|last_chunk|{RETRIES}.*|{SAMPLES}.*)(/.*)?")
 
 
 def check_output_folder(writer: DiskWriter, checkpoints: str | None) -> None:

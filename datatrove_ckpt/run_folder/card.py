@@ -1,17 +1,29 @@
-"""``card.md``: what made a run's output, what is in it, how to load it and how to go on."""
+"""Cards: what made a run's output, what is in it, how to load it and how to go on.
+
+``card.md`` lies with the checkpoints. Where the output is a dataset repository of the hub, its
+``README.md`` gets a card as a section between two marks, without commands and costs. The rest of a
+README, its YAML header included, stays as it is.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from datatrove_ckpt import __version__
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import figure, plural
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.output.formats import format_of_file
+from datatrove_ckpt.output.formats import Format, format_of_file
+from datatrove_ckpt.output.hub import HubFolder
+from datatrove_ckpt.output.hub_uploads import HubReads
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan
 from datatrove_ckpt.run_folder.run_state import RunState
@@ -19,56 +31,141 @@ from datatrove_ckpt.run_folder.topics import topics
 from datatrove_ckpt.run_folder.where import Place
 
 CARD = "card.md"
+_README = "README.md"
+_END = "<!-- end of datatrove-ckpt -->"
 _MOST = 400  # characters of a value
 _MADE_BY = b"Made by datatrove-ckpt "
 _OF_FILES = ("owner", "format", "written_by", "identity_version", "output_folder")
+_OF_OUTPUT = ("documents", "tokens", "answers", "skipped", "dead")
 
 
 def write_card(runner: RunnerPlan, root: Path, command: str) -> None:
-    """Writes the card of a finished run beside its checkpoints, or among them where that is a
-    folder of other things.
+    """Writes the cards of a finished run: beside its checkpoints, or among them where that is a
+    folder of other things; and on the hub.
 
     Args:
         command: that goes on, without secrets.
 
     Raises:
         FileExistsError: the user has such a file.
-        CkptError: the folder cannot be read, or takes no file.
+        CkptError: the folder cannot be read, or takes no file; or the hub takes none.
     """
+    state = read_run_state(Place(str(root), root, [str(root)]))
     folder = root
     if root.name == "checkpoints" and (root.parent / "output").is_dir():
         folder = root.parent
     path = folder / CARD
     if path.exists() and _MADE_BY not in path.read_bytes():
         raise FileExistsError(errno.EEXIST, "It is not a card of ours", str(path))
-    state = read_run_state(Place(str(root), root, [str(root)]))
-    text = "\n".join(_lines(runner, folder.name, state, command))
-    files.disk.replace(path, redact(text).encode(errors="replace"), files.PUBLIC_FILE)
+    lines = [f"# {folder.name}\n", *_lines(runner, state)]
+    lines += [f"\n## How to go on\n\n```bash\n{command}\n```\n"]
+    text = redact("\n".join(lines))
+    files.disk.replace(path, text.encode(errors="replace"), files.PUBLIC_FILE)
+    hub = HubFolder.of(runner.step.output_writer.output_folder)
+    if hub is not None and hub.kind == "dataset":
+        section = redact("\n".join(_lines(runner, state, _OF_OUTPUT)))
+        repository = replace(hub, path="")
+        reads = HubReads(repository, StoppableCalls())
+        publish = partial(_publish, repository, hub.path, section, _header(runner, hub.path))
+        reads.looked(f"{_README} cannot be changed", publish, retrying.HUB_PROBE)
 
 
-def _lines(runner: RunnerPlan, name: str, state: RunState, command: str) -> Iterator[str]:
-    writer = runner.step.output_writer
-    output = writer.output_folder.resolve_paths("")
+def _publish(repository: HubFolder, folder: str, section: str, header: str) -> None:
+    """Raises OSError."""
+    from huggingface_hub import CommitOperationAdd
+
+    head = repository.head()
+    before = header
+    found = repository.look_up([_README], head)
+    if found:
+        blocks = repository.blocks(_README, found[_README].size + 1)
+        before = b"".join(blocks).decode()
+    readme = _with_section(before, f"<!-- datatrove-ckpt: {folder or '/'} -->", section)
+    if readme != before:
+        content = CommitOperationAdd(_README, readme.encode(errors="replace"))
+        repository.commit([content], "Card of a finished run", head)
+
+
+def _with_section(readme: str, mark: str, section: str) -> str:
+    content = f"{mark}\n\n{section}\n\n{_END}"
+    before, _, rest = readme.partition(mark)
+    _, has_end, after = rest.partition(_END)
+    if has_end:
+        return f"{before}{content}{after}"
+    return f"{readme.rstrip()}\n\n{content}\n"
+
+
+def _header(runner: RunnerPlan, folder: str) -> str:
+    """Returns the YAML header of a README that is not there yet."""
+    data_files = ""
+    kind = _format(runner)
+    if kind is not None:
+        pattern = f"{folder}/**/*{kind.suffix}*".lstrip("/")
+        data_files = f"configs:\n- config_name: default\n  data_files: {json.dumps(pattern)}\n"
+    return f"---\n{data_files}tags:\n- synthetic\n- datatrove-ckpt\n---\n"
+
+
+def _format(runner: RunnerPlan) -> Format | None:
+    return format_of_file(str(runner.step.output_writer.output_filename.template))
+
+
+def _input(runner: RunnerPlan) -> str:
+    """Returns the folder or dataset that is read; "" if it is neither."""
+    for step in runner.before[:1]:
+        folder = getattr(step, "data_folder", None)
+        if folder is not None:
+            return str(folder.resolve_paths(""))
+        return str(getattr(step, "dataset", ""))
+    return ""
+
+
+def _lines(
+    runner: RunnerPlan, state: RunState, shown_topics: Container[str] | None = None
+) -> Iterator[str]:
+    """``shown_topics``: None: all."""
+    output = runner.step.output_writer.output_folder.resolve_paths("")
     newest = 0.0 if state.newest is None else state.newest
     made = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
-    yield f"# {name}\n"
     yield f"{_MADE_BY.decode()}{__version__}, finished on {made} (UTC). Output: `{output}`.\n"
     yield "## What made it\n"
     yield "| setting | value |\n|---|---|"
+    yield _row("input", _input(runner))
     for setting, value in state.identity.items():
         text = value if isinstance(value, str) else json.dumps(value)
         is_default = value is None or value is False or value == {}
         if setting not in _OF_FILES and not is_default:
-            shown = text[:_MOST].replace("|", "\\|").replace("\n", " ")
-            yield f"| {setting} | {shown} |"
+            yield _row(setting, text)
     yield "\n## What is in it\n"
     for topic, text in topics(state):
-        yield f"- {topic or 'also'}: {text}"
-    kind = format_of_file(str(writer.output_filename.template))
+        if shown_topics is None or topic in shown_topics:
+            yield f"- {topic or 'also'}: {text}"
+    done = state.together.done
+    if done.read:
+        prompt = figure(done.prompt_tokens / done.read)
+        completion = figure(done.completion_tokens / done.read)
+        yield f"- tokens of a document: {prompt} prompt, {completion} completion on average"
+    if shown_topics is None:
+        yield from _gpu_hours(runner, state)
+    kind = _format(runner)
     if kind is not None:
         yield "\n## How to load it\n"
         pattern = f"{output}/**/*{kind.suffix}*"
         yield "```python\nfrom datasets import load_dataset\n"
         options = f'data_files={pattern!r}, split="train"{kind.load_options}'
         yield f'dataset = load_dataset("{kind.loader}", {options})\n```'
-    yield f"\n## How to go on\n\n```bash\n{command}\n```\n"
+
+
+def _row(setting: str, value: str) -> str:
+    shown = value[:_MOST].replace("|", "\\|").replace("\n", " ")
+    return f"| {setting} | {shown} |"
+
+
+def _gpu_hours(runner: RunnerPlan, state: RunState) -> Iterator[str]:
+    gpus = sum(
+        config.gpus_each * config.replicas
+        for config in runner.step.models.values()
+        if config.server_type != "endpoint"
+    )
+    if gpus:  # tasks may share them
+        hours = gpus * state.together.seconds / 3600
+        yield f"- GPU hours: {figure(hours)} at most, with {plural(gpus, 'GPU')} for each task"

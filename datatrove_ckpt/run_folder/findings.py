@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,8 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
 )
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, Want, read_rank
-from datatrove_ckpt.common import BATCH, retrying
-from datatrove_ckpt.common.formatting import duration, error_text, figure, plural
+from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.formatting import duration, error_text, plural
 from datatrove_ckpt.common.retrying import RetryPolicy
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.generation_params import max_tokens_of
@@ -55,8 +55,9 @@ from datatrove_ckpt.errors.names import name_copy, setting_name, use
 from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
-from datatrove_ckpt.generation.noted_requests import unsent_prompts
+from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
 from datatrove_ckpt.generation.results import check_answer
+from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first, try_media
 from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
@@ -103,6 +104,7 @@ from datatrove_ckpt.run_folder.run_plan import (
     note_workers,
     refuse_without_claims,
 )
+from datatrove_ckpt.run_folder.sample_table import ROUND_NUMBER, costs
 from datatrove_ckpt.runner import InferenceRunner
 
 # What ``check_job`` compares before any task of a job starts. datatrove skips tasks that have a
@@ -427,7 +429,6 @@ _USAGE = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
 _ANSWER = {"text": "An answer.", "finish_reason": "stop", "usage": _USAGE}
 
 
-_COSTED_DOCUMENTS = 1000
 _CHARACTERS_PER_TOKEN = 4
 _ONLY_HERE = re.compile(r"//(localhost|127\.|0\.0\.0\.0|\[::1?\])")
 
@@ -521,8 +522,8 @@ def check_runner(runner: RunnerPlan, sample: Sample, is_thorough: bool = True) -
         for config in step.models.values():
             subject = f"{place}{config.server_name('server')}"
             yield from about(subject, _check_server, runner, config, is_thorough)
-            if config.prices and sample.documents and config.server_type == "endpoint":
-                yield _costs(config, sample)
+        if sample.documents:
+            yield from _costs(step, sample.documents)
         yield from about(f"{place}monitoring", _check_monitoring, runner)
     for subject, check in (("checkpoints", _check_checkpoints), ("output", _check_output)):
         yield from about(f"{place}{subject}", check, runner, is_thorough, what="reachable")
@@ -544,19 +545,25 @@ def _check_prompt(runner: RunnerPlan, sample: Sample) -> Iterator[Finding]:
         yield from check_prompts(prompts, runner.step.model.servers)
 
 
-def _costs(config: InferenceConfig, sample: Sample) -> Finding:
+def _costs(step: Step, documents: Sequence[Document]) -> Iterator[Finding]:
     """Estimates what documents cost, from the texts of the first ones."""
-    characters = sum(len(document.text) for document in sample.documents)
-    prompt = characters // len(sample.documents) // _CHARACTERS_PER_TOKEN
-    answer = max_tokens_of(config.default_generation_params)
-    number = _COSTED_DOCUMENTS * config.rollouts_per_document
-    plain, batch = (number * config.cost(prompt, 0, answer, tier) / 1e9 for tier in ("", BATCH))
-    text = (
-        f"{_COSTED_DOCUMENTS:,} documents cost about {figure(plain)}, and with provider_batches "
-        f"{figure(batch)}: {plural(prompt, 'token')} of their text and {answer} of an answer "
-        "(max_tokens) each, in one request. A longer prompt costs more, and a shorter answer less."
-    )
-    return Finding("ok", "costs", text, config.server_name("server"))
+    answer = max_tokens_of(step.model.default_generation_params)
+    sent = []
+    for document in documents:
+        usage = {
+            "prompt_tokens": len(document.text) // _CHARACTERS_PER_TOKEN,
+            "completion_tokens": answer,
+        }
+        request = NotedRequest(document.text, usage=usage)
+        sent.append([request] * step.model.rollouts_per_document)
+    found = [" ".join(row) for row in costs(step, sent, [1] * len(sent), ROUND_NUMBER)]
+    if found:
+        text = (
+            f"of {ROUND_NUMBER:,} documents: {'; '.join(found)}, if each takes one request, of the "
+            f"tokens of its text and {answer} of an answer (max_tokens). `run --sample` measures "
+            "them."
+        )
+        yield Finding("ok", "costs", text, "prices")
 
 
 def _check_server(

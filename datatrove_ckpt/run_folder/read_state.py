@@ -94,6 +94,10 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     state.retried = add_up(state.retries, state.read_at)
     words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
     state.newest = max(words, default=None)
+    for sample in layout.sample_folders(place.folder):
+        for number in layout.rank_numbers(sample):
+            folder = layout.rank_folder(sample, number)
+            state.sampled += read_rank(sample.name, number, folder, Want.HISTORY).numbers()
     with suppress(OSError, CkptError):  # claims are hints
         _read_claims(state, place)
     return state

@@ -193,6 +193,7 @@ class RunState:
         workers: the processes that have claimed ranks, or may do so.
         given_up: ranks that workers no longer try, with the causes.
         retries: of dead letters: they read documents that ``ranks`` have read before.
+        sampled: what ``run --sample`` took, all samples together.
     """
 
     what: str
@@ -212,6 +213,7 @@ class RunState:
     retries: list[RankStatus] = field(default_factory=list)
     totals: Totals = field(default_factory=Totals)
     retried: Totals = field(default_factory=Totals)
+    sampled: RunNumbers = field(default_factory=RunNumbers)
 
     @cached_property
     def together(self) -> Totals:
@@ -287,6 +289,7 @@ def to_json(state: RunState) -> bytes:
         "given_up": state.given_up,
         "totals": state.totals,
         "retried": state.retried,
+        "sampled": state.sampled.work,
         "ranks": [*state.ranks, *state.retries],
     }
     option = orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_SUBCLASS

@@ -1,19 +1,29 @@
-"""``run --sample N``: documents of a job, sent as the job would, and written elsewhere."""
+"""``run --sample N``: documents of a job, sent as the job would, and written elsewhere.
+
+The answers stay with the checkpoints, and the job's ranks take them for equal requests (see
+``checkpoint/old_answers.py``). No identity is fixed by that: the prompt may still change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 
+import orjson
 from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.layout import SAMPLED, SAMPLES
+from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import MonitoringConfig
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.generation.noted_requests import NotedRequest, NotedRequests, noting
+from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.readers.positions import position_of
 from datatrove_ckpt.run_folder.run_plan import RunnerPlan, RunPlan
 
@@ -25,20 +35,26 @@ class SentSample:
     """What was sent.
 
     Attributes:
+        checkpoints: of the sample.
+        is_kept: the run finds them.
         documents: with their requests; one without any has its text as the question.
         sizes: of each document, in the unit of ``total``; all 1 if the size of the input is not
             known.
         total: size of the whole input; None if it is not known.
     """
 
+    checkpoints: Path
+    is_kept: bool
     documents: list[tuple[Document, list[NotedRequest]]] = field(default_factory=list)
     sizes: list[float] = field(default_factory=list)
     total: float | None = None
 
 
 def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
-    """Sends the first documents of up to ten tasks to the first runner. Their results are a run's
-    below ``folder``.
+    """Sends the first documents of up to ten tasks to the first runner.
+
+    Args:
+        folder: for the output, and for checkpoints that cannot lie beside the run's.
 
     Raises:
         ConfigError: there is no InferenceRunner.
@@ -48,15 +64,27 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         raise ConfigError("--sample: the pipeline has no InferenceRunner.")
     runner = plan.runners[0]
     with_input, tasks = _first_documents(runner, number)
-    first = [document for documents in tasks for document in documents]
+    first = [document for documents in tasks.values() for document in documents]
     texts = [document.text for document in first]
     asked: NotedRequests = {}
+    groups = [tasks]
+    if any(config.seed is not None for config in runner.step.models.values()):
+        # A seed depends on the document's number in its task.
+        groups = [{rank: documents} for rank, documents in tasks.items()]
+    checkpoints = _folder_beside(runner.root) or folder / "checkpoints"
+    places = [
+        [(rank, ordinal) for rank, documents in group.items() for ordinal in range(len(documents))]
+        for group in groups
+    ]
+    content = {"servers": servers_digest(runner.step.models), "documents": places}
+    files.disk.make_dir(checkpoints)
+    files.disk.replace(checkpoints / SAMPLED, orjson.dumps(content))
     step = runner.step.changed(
         rollout_fn=noting(runner.step.rollout_fn, asked),
         output_writer=JsonlWriter(
             str(folder / "output"), "${rank}_${chunk_index}.jsonl", compression=None
         ),
-        checkpoints_local_dir=str(folder / "checkpoints"),
+        checkpoints_local_dir=str(checkpoints),
         checkpoints_remote_dir=None,
         records_per_chunk=number,
         explode=False,  # the whole answers are shown
@@ -66,21 +94,39 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         retry_dead_letters=False,
         monitoring=MonitoringConfig(),
         drain_seconds=0.0,
+        keep_answers=True,
     )
-    if first:
-        step.run(first, 0, 1)
-    documents = [
+    for number, group in enumerate(groups):
+        documents = [*chain.from_iterable(group.values())]
+        if documents:
+            step.run(documents, number, len(groups))
+    sent = [
         (one, asked.get(id(one)) or [NotedRequest(text)])
         for one, text in zip(first, texts, strict=True)
     ]
-    return SentSample(documents, *_measured(tasks, with_input))
+    measured = _measured([*tasks.values()], with_input)
+    return SentSample(checkpoints, checkpoints.parent != folder, sent, *measured)
 
 
-def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, list[list[Document]]]:
+def _folder_beside(root: Path | None) -> Path | None:
+    """Makes a sample's folder; None where the run's checkpoints are on another machine."""
+    if root is None:
+        return None
+    with suppress(StorageFailed):
+        files.disk.make_dirs(root)
+        for number in count(1):
+            folder = root / f"{SAMPLES}{number:05d}"
+            with explained("make the folder", folder), suppress(FileExistsError):
+                folder.mkdir(files.PRIVATE_FOLDER)
+                return folder
+    return None
+
+
+def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, dict[int, list[Document]]]:
     """Returns how many tasks have input, and the first documents of some of them."""
     tasks = runner.plan.tasks
     first = _read(runner, 0)
-    found = [list(islice(first, 1))]
+    found = {0: list(islice(first, 1))}
     position = found[0] and position_of(found[0][0])
     if position:
         tasks = min(tasks, position[2].reached(position).tasks or tasks)
@@ -89,8 +135,8 @@ def _first_documents(runner: RunnerPlan, number: int) -> tuple[int, list[list[Do
     missing = number - len(found[0])
     for index in range(1, several):
         rank = index * tasks // several
-        found.append(list(islice(_read(runner, rank), -(-missing // (several - index)))))
-        missing -= len(found[-1])
+        found[rank] = list(islice(_read(runner, rank), -(-missing // (several - index))))
+        missing -= len(found[rank])
     return tasks, found
 
 

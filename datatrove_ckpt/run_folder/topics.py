@@ -11,6 +11,7 @@ from datatrove_ckpt.checkpoint.ledger import few, name_place
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, percent, plural, ranges, short
+from datatrove_ckpt.run_folder.estimate import estimate
 from datatrove_ckpt.run_folder.run_state import RankStatus, RunState, State, Totals
 
 if TYPE_CHECKING:
@@ -33,8 +34,12 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         yield from _in_flight(state, totals)
         yield from _troubles_of_requests(totals, _ago(state))
         if totals.paid:
-            yield "paid", totals.paid + _ago(state)
+            yield "paid", totals.paid + _whole_cost(state) + _ago(state)
         yield "attempts", _attempts(totals)
+    sampled = state.sampled
+    if sampled.work.requests:
+        text = f"{sampled.at_least}{counted(sampled.work.requests, 'request')}"
+        yield "samples", ", ".join(filter(None, [text, sampled.paid]))
     answers = f"{_answers(totals.done)}{totals.done.bad_answers}".strip()
     if answers:
         yield "answers", answers
@@ -262,6 +267,17 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
 
 def _named_counts(numbers: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {name}" for name, count in few(numbers, _SHOWN_CAUSES).items())
+
+
+def _whole_cost(state: RunState) -> str:
+    """Estimates the cost of the whole input from those of the tasks."""
+    position = state.totals.position
+    ranks = [rank for rank in state.ranks if rank.position.done]
+    paid = [rank.work.cost / 1e9 for rank in ranks]
+    if not sum(paid) or position.total is None or position.share == 1.0:
+        return ""
+    done = [rank.position.done for rank in ranks]
+    return f"; {estimate(paid, done, position.total).text(figure)} for the whole input"
 
 
 def _attempts(totals: Totals) -> str:

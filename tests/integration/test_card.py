@@ -3,9 +3,10 @@
 import re
 
 import pytest
+import yaml
 
 from datatrove_ckpt.testing import FakeServer
-from tests.yaml_jobs import write_input
+from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
 RUN = ("run", "--input", "input", "--prompt", "Say | {text}", "--model", "m", "--run-folder", "r")
 
@@ -25,6 +26,9 @@ def test_the_card_says_what_made_the_output_and_loads_it(
     card = (here / "r/card.md").read_text()
     assert card.startswith("# r\n\nMade by datatrove-ckpt ")
     assert "\n| rollout_fn.prompt | Say \\| {text} |\n" in card
+    assert f"\n| input | {here}/input |\n" in card
+    assert "\n- tokens of a document: 3 prompt, 2 completion on average\n" in card
+    assert "GPU" not in card
     assert "\n- documents: 2 done: 2 written in 1 chunk, 0 dropped, 0 dead\n" in card
     assert "sk-abcdefgh" not in card
     code = re.search("```python\n(.*?)```", card, re.DOTALL)[1]
@@ -36,6 +40,27 @@ def test_the_card_says_what_made_the_output_and_loads_it(
         later.setattr("time.time", lambda: 4e9)
         command(*RUN, *flags)  # the card is no input and no output
     assert (here / "r/card.md").read_text() == card
+
+
+@pytest.mark.slow
+def test_a_card_is_rendered_as_the_site_renders_pages(here, server, command):
+    render = pytest.importorskip("markdown").markdown  # of the extra docs
+    write_input(here, ["a"])
+    command(*RUN, "--endpoint", server.url)
+    html = render((here / "r/card.md").read_text(), extensions=["tables", "fenced_code"])
+    assert "<td>Say | {text}</td>" in html
+    assert html.count("<h2>") == 4
+    assert html.count("<pre>") == 2
+    assert "<li>documents: 1 done" in html
+
+
+@pytest.mark.slow
+def test_the_card_of_local_servers_has_their_gpu_hours(here, command, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    write_input(here, ["a"])
+    command(*RUN, "--server-type", "dummy", "--gpus", 2)
+    card = (here / "r/card.md").read_text()
+    assert re.search(r"\n- GPU hours: 0\.\d+ at most, with 2 GPUs for each task\n", card)
 
 
 def test_no_card(here, server, command):
@@ -55,5 +80,49 @@ def test_the_card_holds_no_secret_and_replaces_nothing_of_the_user(here, server,
     ]
     (here / "r/card.md").write_text("mine")
     said = command(*RUN, *flags)
-    assert "card.md was not written" in said.out
+    assert "The card was not written" in said.out
     assert (here / "r/card.md").read_text() == "mine"
+
+
+MINE = "---\nlicense: mit\n---\n\n# Mein Käse\n".encode()
+
+
+@pytest.mark.parametrize("before", [b"", MINE], ids=["no README", "a README"])
+def test_a_dataset_repository_has_the_card_in_its_readme(hub, here, server, command, before):
+    """As a section: what the user has written before and after it stays."""
+    hub.put("org/data", {"README.md": before} if before else {})
+    config = f"{endpoint(server)}, prices: {{prompt: 1}}"
+    write_job(here, job_yaml(config, output="hf://datasets/org/data/part"), ["a", "b"])
+    command("run", "job.yaml")
+    readme = hub.files("org/data")["README.md"]
+    assert readme.startswith(before or b"---\n")
+    if not before:
+        header = yaml.safe_load(readme.split(b"---\n")[1])
+        assert header["configs"] == [{"config_name": "default", "data_files": "part/**/*.jsonl*"}]
+    card = readme.decode()
+    assert "\n| rollout_fn.prompt | Say {text} |\n" in card
+    assert " 2 written in " in card
+    assert "cost" not in card
+    assert server.url not in card
+    assert "cost" in (here / "checkpoints/card.md").read_text()
+    hub.put("org/data", {"README.md": readme.replace(b"Made by", b"made by") + b"after\n"})
+    command("run", "job.yaml")
+    assert hub.files("org/data")["README.md"] == readme + b"after\n"
+    commits = len(hub.commits("org/data"))
+    command("run", "job.yaml")
+    assert len(hub.commits("org/data")) == commits
+
+
+@pytest.mark.slow
+def test_a_finished_run_stays_finished_where_the_hub_takes_no_readme(hub, here, server, command):
+    hub.put("org/data", {})
+    job = job_yaml(endpoint(server), output="hf://datasets/org/data/part")
+    write_job(here, f"{job}          card: false\n", ["a"])
+    command("run", "job.yaml")
+    (here / "job.yaml").write_text(job)
+    hub.fail("commit", status=403, times=9)
+    said = command("run", "job.yaml")
+    assert "1 of 1 document is in 1 file" in said
+    assert "The card was not written: hf://datasets/org/data: README.md cannot be changed" in said
+    assert "README.md" not in hub.files("org/data")
+    assert (here / "checkpoints/card.md").exists()

@@ -146,7 +146,7 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
     )
     assert hub.repo("org/made").private
     assert len(hub.asked("create")) == 1
-    assert len(hub.files("org/made")) == 3
+    assert len(hub.files("org/made")) == 3 + 1  # README.md
     assert hub.token not in said
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path for path in written if hub.token.encode() in path.read_bytes()] == []

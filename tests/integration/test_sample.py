@@ -4,15 +4,19 @@ import gzip
 import json
 import random
 import re
+from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from datatrove_ckpt.testing import FakeServer
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests.yaml_jobs import write_input
 
-PRICES = "{prompt: 2, completion: 8, tiers: {flex: 0.4}}"
+PRICES = "{prompt: 2, cached: 0.2, cache_write: 2.5, completion: 8, tiers: {flex: 0.4}}"
 
 
 def words(seed, spread):
@@ -51,8 +55,17 @@ JOBS = {
     "Parquet": (parquet, 0.7, 0.7, ()),
     "a limit": (jsonl, 0.7, 0.7, ("--limit=300", "--tasks=1")),
     "rollouts": (jsonl, 0.7, 0.7, ("--rollouts-per-document=3",)),
+    "cache writes": (jsonl, 1.0, 0.3, ()),
 }
 NUMBER = r"([\d,.]+(?: [kM])?)"
+
+
+def caching(payload):
+    """A usage: a third of the prompts is written to the server's cache, others begin there."""
+    prompt = len(payload["messages"][0]["content"].split())
+    written = prompt * (random.Random(str(payload)).random() < 0.3)
+    details = {"cached_tokens": (prompt - written) // 2, "cache_write_tokens": written}
+    return {"prompt_tokens": prompt, "completion_tokens": 9, "prompt_tokens_details": details}
 
 
 def number(text):
@@ -75,16 +88,20 @@ def test_nine_times_in_ten_a_whole_run_takes_what_its_sample_says(tmp_path, comm
         (folder / "in").mkdir(parents=True)
         rows = [{"id": str(seed), "text": words(seed, text_spread)} for seed in range(600)]
         write(folder / "in", rows)
-        with FakeServer(
-            lambda payload, times, spread=answer_spread: words(payload, spread)
-        ) as server:
+
+        def answer(payload, times, spread=answer_spread, caches=name == "cache writes"):
+            if caches:
+                server.usage = caching(payload)
+            return words(payload, spread)
+
+        with FakeServer(answer) as server:
             run = (
                 *("run", "--input", folder / "in", "--prompt", "Say {text}", "--model", "m"),
                 *("--endpoint", server.url, "--prices", PRICES),
-                *("--run-folder", folder / "run", *flags),
+                *flags,
             )
-            said = command(*run, "--sample", 50).out
-            command(*run)
+            said = command(*run, "--run-folder", folder / "sampled", "--sample", 50).out
+            command(*run, "--run-folder", folder / "run")
         work = json.loads(command("status", folder / "run", "--json").out)["totals"]["work"]
         truth = {
             "requests": work["requests"],
@@ -118,3 +135,74 @@ def test_a_sample_of_the_whole_input_is_exact_and_says_what_is_wrong_with_its_an
     assert likely(said, "prompt tokens") == (5, 5, 5)
     assert " and 1 of 2 answers is empty.\n" in said
     assert "cost" not in said
+
+
+# Settings of a sample of 6 documents, and of the run of 20; how many requests the run still sends.
+TAKEN = {
+    "equal requests": ({}, {}, 14),
+    "a seed for each request": ({"seed": 3}, {"seed": 3}, 14),
+    "more rollouts": ({}, {"rollouts-per-document": 2}, 34),
+    "another prompt": ({"prompt": "Tell {text}"}, {}, 20),
+    "another server": ({"endpoint": "the same by another name"}, {}, 20),
+    "another number of tasks": ({"tasks": 1}, {}, 14),
+    "stopped": ({}, {}, 17),
+}
+
+
+@pytest.mark.matrix("case", TAKEN)
+def test_the_run_takes_what_a_sample_was_answered(here, command, case):
+    of_sample, of_run, left = TAKEN[case]
+    write_input(here, *[[f"{part} {number}" for number in range(10)] for part in "ab"])
+    refused = set()
+    with FakeServer(
+        status=lambda payload, _: 401 if payload["messages"][0]["content"] in refused else None
+    ) as server:
+        settings = {
+            "prompt": "Say {text}",
+            "tasks": 2,
+            "endpoint": server.url,
+            "max-concurrent-generations": 1,
+            "prices": PRICES,
+        }
+
+        def run(*flags, **changed):
+            words = [f"--{name}={value}" for name, value in {**settings, **changed}.items()]
+            return command("run", "--input", "input", "--model", "m", *words, *flags, code=None)
+
+        if "endpoint" in of_sample:
+            of_sample = {"endpoint": server.url.replace("127.0.0.1", "localhost")}
+        if case == "stopped":
+            refused.add("Say b 0")
+        run("--run-folder", "run", "--sample", 6, **of_sample)
+        refused.clear()
+        sent = Counter()
+        for folder in ("run", "whole"):
+            server.payloads.clear()
+            run("--run-folder", folder, **of_run)
+            sent[folder] = len(server.payloads)
+    assert sent["run"] == left
+    assert outputs(here / "run/output") == outputs(here / "whole/output")
+    state = json.loads(command("status", "run", "--json").out)
+    whole = json.loads(command("status", "whole", "--json").out)["totals"]["work"]
+    work = state["totals"]["work"]
+    assert work["cached"] == sent["whole"] - left
+    assert state["sampled"]["cost"] > 0
+    if work["cached"]:
+        assert work["cost"] + state["sampled"]["cost"] == whole["cost"]
+
+
+@pytest.mark.parametrize("state", ["runs", "damaged"])
+def test_a_sample_that_runs_or_is_damaged_is_left_out(here, server, command, state):
+    write_input(here, ["a", "b"])
+    job = ("run", "--input", "input", "--prompt", "Say {text}", "--model", "m")
+    job = (*job, "--endpoint", server.url, "--run-folder", "run")
+    command(*job, "--sample", 1)
+    folder = here / "run/checkpoints/sample-00001"
+    with ExitStack() as stack:
+        if state == "runs":
+            stack.callback(files.Lock(folder / "00000/lock").release)
+        else:
+            (folder / "sampled.json").write_text("{")
+        said = command(*job)
+    assert server.asked == {"Say a": 2, "Say b": 1}
+    assert ("are not used" in said) == (state == "damaged")

@@ -113,26 +113,28 @@ def test_nothing_that_is_shown_speaks_to_the_terminal_or_tells_a_secret(
 # run --sample ------------------------------------------------------------------------------------
 
 
-def test_a_sample_prints_questions_and_answers_and_keeps_nothing(
+def test_a_sample_prints_questions_and_answers_and_keeps_only_them(
     here, server, command, monkeypatch
 ):
     for name in ("TMPDIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, str(here))
     monkeypatch.setattr("tempfile.tempdir", str(here))
     write_job(here, job_yaml(endpoint(server), tasks=2), ["a", "b"], ["c", "d"])
-    before = outputs(here)
+    before = outputs(here / "input")
     said = command("run", "job.yaml", "--sample", 3)
     assert server.asked == {"Say a": 1, "Say b": 1, "Say c": 1}
     first = said.out.partition("2. ")[0]
     assert first.startswith("1. id 0\n  question: Say a\n  answer: answer ")
     assert ids(said) == ["id 0", "id 1", "id 2"]
     assert said.out.endswith(
-        "3 of 3 documents processed. Nothing of this is kept, and no other document was sent.\n"
+        "3 of 3 documents processed. The run takes these answers where it sends the same requests, "
+        "and no other document was sent.\n"
     )
     assert "resume" not in said
     assert "run the same command again" not in said
-    assert outputs(here) == before
-    assert sorted(path.name for path in here.iterdir()) == ["input", "job.yaml"]
+    assert outputs(here / "input") == before
+    assert sorted(path.name for path in here.iterdir()) == ["checkpoints", "input", "job.yaml"]
+    assert [path.name for path in (here / "checkpoints").iterdir()] == ["sample-00001"]
 
 
 def test_a_sample_says_what_a_prefix_cache_saves_of_the_requests_that_were_sent(

@@ -9,7 +9,7 @@ import pytest
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerError
-from datatrove_ckpt.inference.client.answers import token_counts, token_details
+from datatrove_ckpt.inference.client.answers import token_counts
 from datatrove_ckpt.inference.client.body import Body, in_tier
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.testing import FakeServer
@@ -91,30 +91,40 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 900},
     "completion_tokens_details": {"reasoning_tokens": 30},
 }
-PRICES = {"prompt": 1, "cached": 0.1, "completion": 8, "tiers": {"flex": 0.5}}
+PRICES = {
+    "prompt": 1,
+    "cached": 0.1,
+    "cache_write": 1.25,
+    "completion": 8,
+    "tiers": {"flex": 0.5},
+}
 
 
 def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, command):
-    """With cached tokens, in two tiers, and with answers from the request cache, which cost
-    nothing.
+    """With tokens from the server's cache and into it, in two tiers, and with answers from the
+    request cache, which cost nothing. While it is under way, status estimates the whole.
     """
     write_input(here, [f"text {number}" for number in range(20)])
     budget = Budget()
     budget.left = 9
     words = ["run", "--input", "input", "--prompt", "{text}", "--model", "fake"]
-    words += ["--run-folder", "run", "--rollouts-per-document=2", "--prices", json.dumps(PRICES)]
+    words += ["--run-folder", "run", "--rollouts-per-document=2", "--prices", "@prices.yaml"]
+    (here / "prices.yaml").write_text(json.dumps({"other": {}, "fake": PRICES}))
     with FakeServer(status=budget) as server:
         server.usage = USAGE
         words += ["--endpoint", server.url, "--max-concurrent-generations=1"]
         command(*words, "--service-tier", "flex", code=1)
+        assert ", cost 0.002655; about 0.0133 for the whole input" in command("status", "run").out
         budget.left = 100
-        server.usage = {**USAGE, "input_tokens_details": {"cached_tokens": 1001}}
+        details = {"cached_tokens": 600, "cache_write_tokens": 300}
+        server.usage = {**USAGE, "prompt_tokens_details": details}
         closing = command(*words, "--service-tier", "priority").out
     sent = Counter(payload["service_tier"] for payload in server.payloads)
     assert sent == {"flex": 10, "priority": 31}  # one was refused
-    bill = (9 * 0.5 * (100 * 1 + 900 * 0.1 + 50 * 8) + 31 * (1000 * 0.1 + 50 * 8)) / 1e6
+    bill = 9 * 0.5 * (100 * 1 + 900 * 0.1 + 50 * 8)
+    bill = (bill + 31 * (100 * 1 + 600 * 0.1 + 300 * 1.25 + 50 * 8)) / 1e6
     paid = (
-        "39,100 of 40,000 prompt tokens cached by servers, 1,200 of 2,000 completion tokens for "
+        "26,700 of 40,000 prompt tokens cached by servers, 1,200 of 2,000 completion tokens for "
         f"reasoning, 9 answers in tier flex, 31 answers in tier priority, cost {bill:.6g}"
     )
     assert f"Paid: {paid}." in closing
@@ -125,9 +135,9 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
 
 
 @pytest.mark.parametrize(
-    ("usage", "counts", "details"),
+    ("usage", "tokens"),
     [
-        (USAGE, (1000, 50), (900, 30)),
+        (USAGE, (1000, 50, 900, 0, 30)),
         (
             {
                 "input_tokens": 1000,
@@ -135,8 +145,7 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
                 "input_tokens_details": {"cached_tokens": 900},
                 "output_tokens_details": {"reasoning_tokens": 30},
             },
-            (1000, 50),
-            (900, 30),
+            (1000, 50, 900, 0, 30),
         ),
         (
             {
@@ -145,22 +154,34 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
                 "cache_read_input_tokens": 900,
                 "output_tokens": 50,
             },
-            (1000, 50),
-            (900, 0),
+            (1000, 50, 900, 40, 0),
         ),
         (
             {"prompt_tokens": 1000, "completion_tokens": 50, "prompt_cache_hit_tokens": 900},
-            (1000, 50),
-            (900, 0),
+            (1000, 50, 900, 0, 0),
         ),
-        ({"prompt_tokens": 7, "prompt_tokens_details": None}, (7, 0), (0, 0)),
-        ({}, (0, 0), (0, 0)),
+        (
+            {
+                "prompt_tokens": 1000,
+                "prompt_tokens_details": {"cached_tokens": 900, "cache_write_tokens": 40},
+            },
+            (1000, 0, 900, 40, 0),
+        ),
+        (
+            {
+                "prompt_tokens": 1000,
+                "prompt_tokens_details": {"cached_tokens": 900, "cache_creation_tokens": 140},
+                "cache_creation_input_tokens": 140,
+            },
+            (1000, 0, 900, 100, 0),
+        ),
+        ({"prompt_tokens": 7, "prompt_tokens_details": None}, (7, 0, 0, 0, 0)),
+        ({}, (0, 0, 0, 0, 0)),
     ],
-    ids=["chat", "responses", "anthropic", "deepseek", "vllm", "nothing"],
+    ids=["chat", "responses", "anthropic", "deepseek", "openrouter", "litellm", "vllm", "nothing"],
 )
-def test_the_usages_of_all_apis_are_read(usage, counts, details):
-    assert token_counts(usage) == counts
-    assert token_details(usage) == details
+def test_the_usages_of_all_apis_are_read(usage, tokens):
+    assert token_counts(usage) == tokens
 
 
 def test_a_body_with_media_has_its_tier_too():
@@ -177,6 +198,8 @@ def test_a_body_with_media_has_its_tier_too():
         {"prices": {"prompt": math.inf}},
         {"prices": {"tiers": 0.5}},
         {"prices": {"tiers": {"flex": -1}}},
+        {"prices": "@no_such_file.yaml"},
+        {"prices": __file__},
         {"default_generation_params": {"service_tier": 1}},
         {"default_generation_params": {"service_tier": ["flex", None]}},
     ],

@@ -34,6 +34,7 @@ import orjson
 from datatrove_ckpt.common import JsonObject, retrying
 from datatrove_ckpt.common.finish_reasons import ENDINGS
 from datatrove_ckpt.common.redaction import excerpt
+from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.errors import ServerRefused
 from datatrove_ckpt.inference.client.urls import Extras
 
@@ -411,28 +412,30 @@ _MAX_COUNT = 1 << 40
 _SUMS = frozenset({"prompt_tokens", "completion_tokens", "total_tokens"})
 
 
-def token_counts(usage: JsonObject) -> tuple[int, int]:
-    """Returns the prompt and completion tokens of a usage."""
+_WRITTEN = ("cache_write_tokens", "cache_creation_tokens", "cache_creation_input_tokens")
+"""Of OpenRouter and OpenAI, LiteLLM, and any-llm, in the details of a usage."""
+
+
+def token_counts(usage: JsonObject) -> Tokens:
     prompt = usage.get("prompt_tokens")
     if prompt is None:
         # Anthropic counts the three apart.
         prompt = usage.get("input_tokens") or 0
         prompt += usage.get("cache_creation_input_tokens") or 0
         prompt += usage.get("cache_read_input_tokens") or 0
-    return prompt, usage.get("completion_tokens") or usage.get("output_tokens") or 0
-
-
-def token_details(usage: JsonObject) -> tuple[int, int]:
-    """Returns how many prompt tokens were cached, and how many completion tokens are reasoning."""
+    completion = usage.get("completion_tokens") or usage.get("output_tokens") or 0
     if _SUMS.issuperset(usage):  # most servers
-        return 0, 0
+        return Tokens(prompt, completion)
     cached = usage.get("cache_read_input_tokens") or usage.get("prompt_cache_hit_tokens") or 0
+    written = usage.get("cache_creation_input_tokens") or 0
     reasoning = 0
     for name, details in usage.items():
         if name.endswith("_details") and isinstance(details, dict):
             cached = details.get("cached_tokens") or cached
             reasoning = details.get("reasoning_tokens") or reasoning
-    return cached, reasoning
+            written = next(filter(None, map(details.get, _WRITTEN)), written)
+    cached = min(cached, prompt)
+    return Tokens(prompt, completion, cached, min(written, prompt - cached), reasoning)
 
 
 def _clean_usage(usage: object) -> JsonObject:

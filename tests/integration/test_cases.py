@@ -188,7 +188,7 @@ def test_odd_csv_is_refused(tmp_path, server, content, message):
 
 def test_a_quote_that_opens_behind_a_whole_row_is_refused(tmp_path, server):
     data = write(tmp_path / "data", "a.csv", b'text\na\n"')
-    with pytest.raises(CkptError, match="'a.csv' has a quote that is not closed in .* line 3"):
+    with pytest.raises(CkptError, match=r"'a.csv' has a quote that is not closed in .* line 3"):
         runner(tmp_path, server).run(CSVReader(str(data)).run())
     assert set(server.asked) <= {"a"}  # the row before may have been on its way
 

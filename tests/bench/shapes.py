@@ -2,23 +2,30 @@
 Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100 --way 0 --way 2 --way 3``.
 
 Tables of two shapes (plain columns; and dates, decimals, nanoseconds, maps, binary, vectors) by each
-way, in turn, each time in a process of its own: datatrove's reader and writer; its writer behind our
-reader; a run with checkpoints whose rollout sends no request, and one that asks ``server_type:
-dummy``, with the start of that server. Rows per second of wall time, CPU and peak memory of this
-process, and which columns came out with another type or other values.
+way, in turn, each time in a process of its own. Without a server: datatrove's reader and writer, ours,
+and a mixture. Runs with checkpoints, ours and datatrove's, with a rollout that sends no request, and
+with one that asks ``server_type: dummy``: each runner has a dummy server of its own. A bare loop
+reads, asks our dummy server and writes, without documents or checkpoints. Starts of servers count.
+
+Rows per second of wall time, CPU and peak memory of this process, and which columns came out with
+another type or other values. datatrove's dummy server answers a few hundred requests in a second.
 """
 
+import asyncio
 import datetime
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from decimal import Decimal
+from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -27,6 +34,8 @@ from tests.bench.systems import cpu_seconds, highest_memory
 from tests.bench.tables import markdown, parser
 
 FILES = 4
+CHUNK = 5000
+AT_ONCE = 64
 SHAPES = ("plain", "typed")
 
 
@@ -37,30 +46,30 @@ def texts(random, count, characters):
 
 def make(folder, shape, rows, characters):
     random = np.random.default_rng(0)
-    count = rows // FILES
+    size = rows // FILES
     day = datetime.date(2026, 1, 1)
     for number in range(FILES):
-        first = number * count
+        first = number * size
         columns = {
-            "id": [f"{row:09d}" for row in range(first, first + count)],
-            "text": texts(random, count, characters),
-            "number": random.integers(0, 2**40, count),
-            "score": random.random(count),
-            "lang": random.choice(["de", "en", "fr"], count),
+            "id": [f"{row:09d}" for row in range(first, first + size)],
+            "text": texts(random, size, characters),
+            "number": random.integers(0, 2**40, size),
+            "score": random.random(size),
+            "lang": random.choice(["de", "en", "fr"], size),
         }
         if shape == "typed":
-            times = pa.array(random.integers(0, 2**60, count), pa.timestamp("ns"))
-            vectors = pa.array(random.random(count * 16, np.float32))
+            times = pa.array(random.integers(0, 2**60, size), pa.timestamp("ns"))
+            vectors = pa.array(random.random(size * 16, np.float32))
             columns |= {
-                "day": [day + datetime.timedelta(days=row % 3000) for row in range(count)],
-                "price": [Decimal(row).scaleb(-2) for row in range(count)],
+                "day": [day + datetime.timedelta(days=row % 3000) for row in range(size)],
+                "price": [Decimal(row).scaleb(-2) for row in range(size)],
                 "at": times,
-                "big": pa.array(random.integers(0, 2**63, count).astype(np.uint64) * 2),
+                "big": pa.array(random.integers(0, 2**63, size).astype(np.uint64) * 2),
                 "tags": pa.array(
-                    [[("a", row), ("b", None)] for row in range(count)],
+                    [[("a", row), ("b", None)] for row in range(size)],
                     pa.map_(pa.string(), pa.int32()),
                 ),
-                "uuid": pa.array([os.urandom(16) for _ in range(count)], pa.binary(16)),
+                "uuid": pa.array([os.urandom(16) for _ in range(size)], pa.binary(16)),
                 "vector": pa.FixedSizeListArray.from_arrays(vectors, 16),
             }
         path = folder / "input" / f"{number}.parquet"
@@ -92,38 +101,133 @@ def mixed(folder):
     of_datatrove(folder, ParquetReader)
 
 
-def run(folder, rollout=answer_itself):
+def ours(folder):
+    """As a run reads rows and writes chunks, without what keeps them until their chunk is full."""
+    from datatrove_ckpt.checkpoint.journal import Finished
+    from datatrove_ckpt.output.chunk_writing import ChunkWriting
+    from datatrove_ckpt.output.documents import encode
+    from datatrove_ckpt.output.file_managers import StagedFiles
+    from datatrove_ckpt.output.names import FileNames
+    from datatrove_ckpt.readers import ParquetReader
+
+    writer = writer_to(folder)
+    writing = ChunkWriting(writer, 0, FileNames(writer, 0))
+    documents = ParquetReader(str(folder / "input")).run()
+    for index in count():
+        chunk = [
+            Finished(ordinal, "written", "", encode(document))
+            for ordinal, document in enumerate(islice(documents, CHUNK))
+        ]
+        if not chunk:
+            return
+        writing.write(StagedFiles(folder / "output", writer.output_mg), index, chunk)
+
+
+def writer_to(folder):
     from datatrove.pipeline.writers import ParquetWriter
 
+    return ParquetWriter(str(folder / "output"), "${chunk_index}.parquet", expand_metadata=True)
+
+
+def run_step(folder, rollout, config_class, runner_class, reader):
+    config = config_class(
+        server_type="dummy", model_name_or_path="m", max_concurrent_generations=AT_ONCE
+    )
+    checkpoints = str(folder / "checkpoints")
+    step = runner_class(
+        rollout,
+        config,
+        writer_to(folder),
+        checkpoints_local_dir=checkpoints,
+        records_per_chunk=CHUNK,
+    )
+    step.run(reader(str(folder / "input")).run())
+
+
+def run(folder, rollout=answer_itself):
     from datatrove_ckpt import InferenceConfig, InferenceRunner
     from datatrove_ckpt.readers import ParquetReader
 
-    runner = InferenceRunner(
-        rollout,
-        InferenceConfig(server_type="dummy", model_name_or_path="m", max_concurrent_generations=64),
-        ParquetWriter(str(folder / "output"), "${chunk_index}.parquet", expand_metadata=True),
-        checkpoints_local_dir=str(folder / "checkpoints"),
-        records_per_chunk=5000,
-    )
-    runner.run(ParquetReader(str(folder / "input")).run())
+    run_step(folder, rollout, InferenceConfig, InferenceRunner, ParquetReader)
+
+
+def run_of_datatrove(folder, rollout=answer_itself):
+    from datatrove.pipeline.inference.run_inference import InferenceConfig, InferenceRunner
+    from datatrove.pipeline.readers import ParquetReader
+
+    run_step(folder, rollout, InferenceConfig, InferenceRunner, ParquetReader)
 
 
 def asked(folder):
     run(folder, ask)
 
 
+def asked_of_datatrove(folder):
+    run_of_datatrove(folder, ask)
+
+
+def bare(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy", "--port", str(port)]
+    with subprocess.Popen(command) as server:
+        try:
+            asyncio.run(ask_all(folder, f"http://127.0.0.1:{port}/v1/chat/completions"))
+        finally:
+            server.terminate()
+
+
+async def ask_all(folder, url):
+    import aiohttp
+
+    async def answer(session, rows):
+        for row in rows:
+            messages = [{"role": "user", "content": row["text"]}]
+            async with session.post(url, json={"model": "m", "messages": messages}) as response:
+                found = await response.json(loads=orjson.loads)
+                row["answer"] = found["choices"][0]["message"]["content"]
+
+    (folder / "output").mkdir()
+    async with aiohttp.ClientSession() as session:
+        async with asyncio.timeout(60):
+            while not await is_ready(session, url):
+                await asyncio.sleep(0.01)
+        for file in sorted((folder / "input").glob("*.parquet")):
+            for index, batch in enumerate(pq.ParquetFile(file).iter_batches(CHUNK)):
+                rows = batch.to_pylist()
+                left = iter(rows)
+                await asyncio.gather(*(answer(session, left) for _ in range(AT_ONCE)))
+                pq.write_table(
+                    pa.Table.from_pylist(rows),
+                    folder / "output" / f"{file.stem}-{index}.parquet",
+                )
+
+
+async def is_ready(session, url):
+    try:
+        async with session.get(url.replace("chat/completions", "models")) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
 WAYS = {
     "datatrove's reader and writer": of_datatrove,
     "our reader, datatrove's writer": mixed,
+    "our reader and writer": ours,
     "a run without requests": run,
+    "datatrove's run without requests": run_of_datatrove,
     "a run with `server_type: dummy`": asked,
+    "datatrove's run with `server_type: dummy`": asked_of_datatrove,
+    "a bare loop at our dummy server": bare,
 }
 
 
 def changed(folder):
     """The columns that did not come back."""
     given = pq.read_table(folder / "input")
-    found = [pq.read_table(file) for file in sorted((folder / "output").glob("*.parquet"))]
+    found = [pq.read_table(file) for file in sorted((folder / "output").rglob("*.parquet"))]
     output = pa.concat_tables(found, promote_options="permissive").sort_by("id")
     return [
         name

@@ -198,8 +198,8 @@ def test_a_clash_names_both_files_before_a_request(tmp_path, server):
 
 
 def test_a_step_may_resolve_a_clash_and_change_types(tmp_path, server):
-    def as_text(documents):
-        for document in documents:
+    def as_text(data):  # a name by which the readers before it are found
+        for document in data:
             document.metadata["v0"] = str(document.metadata["v0"])
             document.metadata["v1"] /= 2
             document.metadata["v2"] = float(document.metadata["v2"])

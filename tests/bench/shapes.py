@@ -1,5 +1,6 @@
 """Parquet in and out: ``python -m tests.bench.shapes [--rows 20000] [--rounds 3]``.
-Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100 --way 0 --way 2 --way 3``.
+Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100 --way 0 --way 2
+--way 3 --way 5``.
 
 Tables of two shapes (plain columns; and dates, decimals, nanoseconds, maps, binary, vectors) by each
 way, in turn, each time in a process of its own. Without a server: datatrove's reader and writer, ours,

@@ -281,6 +281,11 @@ class OpenCheckpoint:
         if completed:
             files.disk.sync_dir(self._folder)  # that the rank is finished survives power loss, too
 
+    def run_has_answers(self) -> bool:
+        """Whether an earlier attempt of this task, or any task on this disk, had answers."""
+        chunks = layout.last_chunk_of(self._folder).parent.glob("*.txt")
+        return not self.resumed.is_fresh or any(chunks)
+
     # documents and answers -----------------------------------------------------------------------
 
     def admit(self, fingerprint: str, position: PositionGetter = no_position) -> ChunkSlot | None:

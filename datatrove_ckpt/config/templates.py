@@ -18,9 +18,9 @@ from loguru import logger
 from datatrove_ckpt.common.formatting import did_you_mean
 from datatrove_ckpt.errors import ConfigError
 
-_PART = r"\[\d+\]|\.[^\W\d]\w*"
+_PART = r"\[(?:\d+|[^\W\d]\w*)\]|\.[^\W\d]\w*"
 _FIELD = re.compile(
-    rf"metadata\[([^\[\]{{}}]+)\]|(?!metadata$|text[.\[]|id[.\[])([^\W\d]\w*(?:{_PART})*)"
+    rf"metadata\[([^\[\]{{}}]+)\]|(?!metadata(?:$|\[\D)|text[.\[]|id[.\[])([^\W\d]\w*(?:{_PART})*)"
 )
 _OWN = ("text", "id")
 _NULLS: set[str] = set()  # of which this process has said that they may be null
@@ -154,5 +154,5 @@ def _parts(name: str, key: str) -> tuple[str | int, ...]:
     """Returns the way to a value of the metadata: keys, and places in lists."""
     if name == "metadata":
         return (key,)
-    first, *others = re.split(r"\.|(?=\[)", key)
-    return (first, *(int(one[1:-1]) if one.startswith("[") else one for one in others))
+    found = re.findall(r"\[([^\]]+)\]|([^.\[]+)", key)
+    return tuple(int(inner) if inner.isdecimal() else inner or name for inner, name in found)

@@ -22,6 +22,7 @@ from datatrove.pipeline.inference import types
 import datatrove_ckpt
 from datatrove_ckpt import errors
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import causes
 from datatrove_ckpt.process.task_errors import safe_log
@@ -57,7 +58,7 @@ class DocumentFailed(errors.DocumentFailed, types.InferenceError):
     ) -> tuple[type[DocumentFailed], tuple[str, None, str], dict[str, object]]:
         return (
             type(self),
-            ("".join(self.args), None, str(self.error)),
+            ("".join(self.args), None, safe_text(self.error)),
             {"__notes__": list(getattr(self, "__notes__", ())), "changes": self.changes},
         )
 

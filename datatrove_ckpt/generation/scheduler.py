@@ -295,7 +295,12 @@ class Scheduler(RankRequests):
         sender = Sender(self.shutdown, order, observer.server, observer.own)
         configs = [*self.configs.values()]
         served = self.servers.lend(
-            model.config, configs, self.rank, sender, observer.outages.append
+            model.config,
+            configs,
+            self.rank,
+            sender,
+            observer.outages.append,
+            is_new=not self.checkpoint.run_has_answers(),
         )
         try:
             async with served as (client, watch):

@@ -44,7 +44,7 @@ from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import Row
 from datatrove_ckpt.output.file_managers import OutputStream
-from datatrove_ckpt.output.names import FileNames, OurTemplate
+from datatrove_ckpt.output.names import FileNames, FilledTemplate, OurTemplate
 
 _NAMES = frozenset({"text", "id", "media"})
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -712,6 +712,9 @@ def write_for(
         writer: a copy, whose stats end with it: they cost as much as the rest.
     """
     writer.output_filename = OurTemplate(names)
+    if not names.fields:
+        filled = names.fill({"chunk_index": names.chunk_field(chunk_index)})
+        writer.output_filename = FilledTemplate(filled)
     writer.stat_update = _count_nothing
     writer.update_doc_stats = _count_nothing
 
@@ -733,7 +736,7 @@ def write_for(
     has_lines = type(writer) is JsonlWriter and decode is decode_json and rows is one_row
     if not has_lines or names.fields or writer.max_file_size > 0:
         return write
-    name = names.fill({"chunk_index": names.chunk_field(chunk_index)})
+    name = writer.output_filename.template
     return write_line
 
 

@@ -139,6 +139,16 @@ class OurTemplate(Template):
         return self._names.fill(values)
 
 
+class FilledTemplate(Template):
+    """Stands for an ``output_filename`` that gives one name for all documents.
+
+    datatrove fills the template twice for each document.
+    """
+
+    def substitute(self, values: Mapping[str, object]) -> str:  # type: ignore[override]  # as datatrove calls it
+        return self.template
+
+
 def _checkpoints_below(writer: DiskWriter, checkpoints: Path | None) -> list[tuple[str, ...]]:
     if checkpoints is None or not writer.output_folder.is_local():
         return []

@@ -43,7 +43,7 @@ from multiprocess.connection import Connection
 from multiprocess.context import BaseContext
 from multiprocess.reduction import ForkingPickler
 
-from datatrove_ckpt.common.formatting import plural
+from datatrove_ckpt.common.formatting import plural, safe_text
 from datatrove_ckpt.common.memory import WORKERS_VARIABLE
 from datatrove_ckpt.errors import CkptError, Preempted, UnexpectedExit, WorkerDied
 from datatrove_ckpt.process.event_loop import end_fork
@@ -599,7 +599,8 @@ def _sendable(error: BaseException, number: int | None) -> Exception:
     try:
         ForkingPickler.loads(ForkingPickler.dumps(error))
     except Exception:  # anything can go wrong in somebody's __reduce__ or __init__
-        return CkptError(f"{task.capitalize()} failed with {type(error).__name__}: {error}\n{text}")
+        name = f"{type(error).__name__}: {safe_text(error)}"
+        return CkptError(f"{task.capitalize()} failed with {name}\n{text}")
     if not getattr(error, "__notes__", ()):  # a note says which log has it
         error.add_note(f"In the worker process of {task}:\n{text}")
     return error

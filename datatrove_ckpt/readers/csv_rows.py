@@ -20,7 +20,7 @@ from datatrove.pipeline.readers import csv as datatrove_csv
 from xxhash import xxh3_64
 
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
-from datatrove_ckpt.errors import InputError
+from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
 from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
@@ -41,12 +41,13 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         max_skipped: how many rows of a task may be left out because they have more or fewer cells
             than there are names, or a ``media`` that is none. One more stops the task
             (``DamagedLine``). None: any number.
-
+        delimiter: the character between cells. A backslash and a t are a tab, too.
         types: see ``JsonlReader``. An empty cell is null, but a text or bytes stay empty.
 
     Raises:
-        InputError: two columns have one name, a quote is not closed, or another character than the
-            comma is between cells.
+        InputError: two columns have one name, a quote is not closed, or another character is
+            between cells.
+        ConfigError: the delimiter is no character that can be between cells.
     """
 
     format = "csv"
@@ -54,23 +55,28 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     codec = JsonlReader.codec
     open_content = JsonlReader.open_content
     _may_grow = JsonlReader._may_grow
+    delimiter = ","  # pickles of earlier releases
 
     def __init__(
         self,
         data_folder: DataFolderLike,
         *arguments: Any,
+        delimiter: str = ",",
         types: dict[str, str] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(data_folder, *arguments, **options)
         self.types = declared_types(types)
+        self.delimiter = delimiter.replace("\\t", "\t")
+        if len(self.delimiter) != 1 or self.delimiter in '"\r\n':
+            raise ConfigError(f"delimiter: {delimiter!r} is not one character, such as ';'.")
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         done, kept_hash = file_position or (0, 0)
         extent = self._file_extent
         with self.open_content(name) as content, _lines(content) as lines:
             stored = getattr(content, "stored", content)
-            rows = _rows(lines, name)
+            rows = _rows(lines, name, self.delimiter)
             _, names = next(rows, (1, []))
             refuse_equal_names(names, name)
             if len(names) == 1 and self.text_key not in names:
@@ -100,7 +106,9 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         where = f"the row that begins in line {line}"
         if len(cells) != len(names):
             more_or_fewer = "more" if len(cells) > len(names) else "fewer"
-            problem = f"{more_or_fewer} cells than columns; put cells with commas in quotes"
+            problem = (
+                f"{more_or_fewer} cells than columns; put cells with {self.delimiter!r} in quotes"
+            )
             return self.skip_damaged(name, where, problem, self.max_skipped)
         return self.document_of(dict(zip(names, cells, strict=True)), name, number, where)
 
@@ -117,7 +125,7 @@ def _lines(content: IO[bytes]) -> Iterator[io.TextIOWrapper]:
         lines.detach()  # the file is closed by its owner
 
 
-def _rows(lines: Iterable[str], file: str) -> Iterator[tuple[int, list[str]]]:
+def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yields the rows that are not blank, each after the number of its first line."""
     has_ended = False
 
@@ -126,7 +134,7 @@ def _rows(lines: Iterable[str], file: str) -> Iterator[tuple[int, list[str]]]:
         has_ended = True
         yield from ()
 
-    reader = csv.reader(chain(lines, after_last()))
+    reader = csv.reader(chain(lines, after_last()), delimiter=delimiter)
     while True:
         line = reader.line_num + 1
         try:
@@ -158,9 +166,9 @@ def _odd_row(file: str, problem: str, line: int, advice: str) -> InputError:
 
 
 def _refuse_other_delimiter(header: str, file: str) -> None:
-    for delimiter in ";\t|":
+    for delimiter in ",;\t|":
         if delimiter in header:
             raise InputError(
                 f"The input file {file!r} has {delimiter!r} between its cells: the first line is "
-                f"{header!r}. Save it with commas, and run the same command again."
+                f"{header!r}. Set delimiter: {delimiter!r}."
             )

@@ -259,6 +259,8 @@ def options_of(reader: BaseDiskReader) -> JsonObject:
     }
     if getattr(reader, "path_columns", False):
         options["path_columns"] = True
+    if getattr(reader, "delimiter", ",") != ",":
+        options["delimiter"] = reader.delimiter
     return options | {"default_metadata": plain_settings(reader.default_metadata or {})}
 
 

@@ -369,7 +369,7 @@ def _check_reader(
             )
     changed = {name: _difference(file, now.get(name)) for name, file in then.items()}
     changed = {name: text for name, text in changed.items() if text}
-    without = {"path_columns": False}  # a record has it only if it is set
+    without = {"path_columns": False, "delimiter": ","}  # a record has what is set
     options_now = without | options_of(reader)
     options = dict[str, str]()
     ranks = []  # those that something of it concerns

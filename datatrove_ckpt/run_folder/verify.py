@@ -250,9 +250,8 @@ def _check_rank(report: Report, rank: RankLedger) -> Iterator[Problem]:
         return
     is_countable = is_known(str(rank.run.get("output_writer")))
     for commit in rank.commits.values():
-        rows = commit.counts.written
-        if rank.run.get("explode"):
-            rows = sum(file.rows for file in commit.files)
+        # ``explode`` may have changed in the middle of the run.
+        rows = sum(file.rows for file in commit.files) or commit.counts.written
         chunk = CommittedChunk(
             rank, commit.chunk_index, commit.files, rows if is_countable else None
         )

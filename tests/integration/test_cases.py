@@ -187,6 +187,21 @@ def test_a_quote_that_opens_behind_a_whole_row_is_refused(tmp_path, server):
     assert set(server.asked) <= {"a"}  # the row before may have been on its way
 
 
+@pytest.mark.parametrize("given", [";", r"\t"])
+def test_csv_with_another_delimiter_is_read_as_pandas_reads_it(tmp_path, server, command, given):
+    sign = given.replace(r"\t", "\t")
+    content = f'id{sign}text{sign}n\n1{sign}a,b{sign}1,5\n2{sign}"c{sign}d"{sign}\n'.encode()
+    data = write(tmp_path / "data", "a.csv", content)
+    table = pandas.read_csv(io.BytesIO(content), sep=sign, dtype=str, keep_default_na=False)
+    job = f"run --input {data} --prompt {{text}} --endpoint {server.url} --model m --run-folder"
+    words = [*job.split(), f"{tmp_path}/run"]
+    command(*words, "--delimiter", given)
+    found = [{name: row[name] for name in table.columns} for row in rows(tmp_path / "run")]
+    assert found == table.to_dict("records")
+    assert f"delimiter: {sign!r} -> ','" in command(*words, code=1).err
+    assert "';;' is not one character" in command(*words, "--delimiter", ";;", code=2).err
+
+
 DAY = datetime.date(2026, 1, 2)
 COLUMNS = {
     "int64 with nulls": pa.array([1, None, 2**62]),

@@ -2,6 +2,8 @@
 stuck on one.
 """
 
+import pickle
+
 import pytest
 
 from datatrove_ckpt.errors import CkptError, DocumentFailed, DocumentNotSerializable
@@ -74,6 +76,8 @@ def test_a_document_that_cannot_be_written_is_a_clear_stop_or_a_dead_letter(tmp_
     with pytest.raises((DocumentFailed, DocumentNotSerializable)) as stopped:
         run_job(tmp_path, server, 4, rollout)
     str(stopped.value).encode()
+    there = pickle.loads(pickle.dumps(stopped.value))  # as from a worker
+    assert (type(there), str(there)) == (type(stopped.value), str(stopped.value))
     for _ in range(2):  # the second time there is nothing to do
         run_job(tmp_path, server, 4, rollout, on_document_error="dead_letter")
         assert ids(tmp_path) == ["id 0", "id 2", "id 3"]

@@ -198,20 +198,25 @@ def test_a_clash_names_both_files_before_a_request(tmp_path, server):
 
 
 def test_a_step_may_resolve_a_clash_and_change_types(tmp_path, server):
-    def as_text(documents):
-        for document in documents:
+    def as_text(data):  # a name by which the readers before it are found
+        for document in data:
             document.metadata["v0"] = str(document.metadata["v0"])
             document.metadata["v1"] /= 2
             document.metadata["v2"] = float(document.metadata["v2"])
+            document.metadata["v3"] = int(document.metadata["v3"])
             yield document
 
     tables = [
-        a_table([(kind, [value]), (pa.int64(), [1]), (kind, [value])])
-        for kind, value in ((pa.int64(), 1), (pa.string(), "1"))
+        a_table([(kind, [value]), (pa.int64(), [1]), (kind, [value]), (other, [number])])
+        for kind, value, other, number in (
+            (pa.int64(), 1, pa.int16(), 1),
+            (pa.string(), "1", pa.string(), "70000"),
+        )
     ]
     files = run(tmp_path, server, *tables, steps=[as_text])
     assert read(files)["v0"].to_pylist() == ["1"] * 8
     assert read(files)["v1"].to_pylist() == [0.5] * 8
+    assert read(files)["v3"].to_pylist() == [1] * 4 + [70000] * 4  # not in 16 bits, as the first
     for name in ("v1", "v2"):  # though whole floats are integers, too
         assert str(pq.read_schema(files[0]).field(name).type) == "double"
 

@@ -13,10 +13,13 @@ from datatrove_ckpt.checkpoint.history import Progress
 from datatrove_ckpt.errors import (
     CkptError,
     DocumentFailed,
+    ServerRefused,
+    ServerStartFailed,
     ServerUnavailable,
     UnexpectedExit,
 )
 from datatrove_ckpt.inference.client import client
+from datatrove_ckpt.inference.servers import host
 from datatrove_ckpt.testing import FakeServer
 from tests.histories import read_history
 from tests.jobs import STOPS_SOON, ask, documents, ids, letters, rejects, run_job, runner
@@ -28,6 +31,31 @@ def all_of(number):
 
 
 # servers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "patience", "ends"),
+    [
+        ("nothing", 600, "0.1 s:\n.*: Connection refused\n.*server_patience_seconds: 1800"),
+        ("nothing", 500, "0.5 s:"),
+        ("answers", 600, "0.5 s:"),
+        ("a chunk of another task", 600, "0.5 s:"),
+    ],
+)
+def test_only_a_new_run_ends_soon_where_nothing_listens(
+    tmp_path, monkeypatch, before, patience, ends
+):
+    monkeypatch.setattr(host, "NEW_RUN_SECONDS", 0.1)
+    monkeypatch.setattr(host, "ready_window", lambda config: 0.5)
+    settings = {"server_patience_seconds": patience}
+    with FakeServer(status=rejects(["text 3"], 401)) as server:
+        if before == "answers":
+            with pytest.raises(ServerRefused):
+                runner(tmp_path, server).run(documents(4), 0, 2)
+        if before == "a chunk of another task":
+            runner(tmp_path, server).run(documents(2), 1, 2)
+    with pytest.raises(ServerStartFailed, match=f"(?s)No endpoint was ready within {ends}"):
+        runner(tmp_path, server, config=settings).run(documents(4), 0, 2)
 
 
 async def swallows_and_tries_again(document, generate):

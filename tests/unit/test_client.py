@@ -812,21 +812,22 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
     assert "".join(log).count("has sent an answer without a request") == 1
 
 
-def numbered(content):
-    return orjson.dumps({"id": f"chatcmpl-{content:0>31}f", **orjson.loads(chat(content))})
+def numbered(content, form="chatcmpl-{:0>31}f"):
+    return orjson.dumps({"id": form.format(content), **orjson.loads(chat(content))})
 
 
+@pytest.mark.parametrize("form", ["chatcmpl-{:0>31}f", "8231168139794583{:0>3}"])
 @pytest.mark.parametrize(
     "body", [lambda number: b"%d" % number, lambda number: Body([b"[", b"]"], [b"%d" % number])]
 )
 async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(
-    body, log
+    body, form, log
 ):
     """Whether the request is a text or has a picture."""
 
     async def reply(server, writer):
         number = len(server.requests)
-        answer = numbered(str(3 if number == 4 else number))
+        answer = numbered(str(3 if number == 4 else number), form)
         if number == 1:
             answer = chat("1")  # has no id
         writer.write(http(200, answer))

@@ -48,6 +48,8 @@ EARLIER = {"summary": {"moods": ["good", "bad"]}, "rollout_results": [{"text": "
 
 
 def test_a_part_of_an_earlier_answer_is_filled_in_and_the_whole_of_it_as_json():
+    rollout = PromptRollout("{rollout_results[0][text]} {summary[moods][1]} {summary.moods[0]}")
+    assert content(rollout, document(**EARLIER)) == "é bad good"
     rollout = PromptRollout("{rollout_results[0].text} {summary.moods[1]} {summary}")
     assert content(rollout, document(**EARLIER)) == 'é bad {"moods":["good","bad"]}'
 

@@ -47,8 +47,8 @@ from datatrove_ckpt.inference.client.urls import (
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
-# A short one, or a number, may be a counter, the second, or Ollama's 999.
-_ID = re.compile(rb'"id": ?"(?![^"\d]*\d+")[^"]{16,}"')
+# A short one, or a short number, may be a counter, the time, or Ollama's 999.
+_ID = re.compile(rb'"id": ?"(?![^"\d]*\d{1,15}")[^"]{16,}"')
 _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.

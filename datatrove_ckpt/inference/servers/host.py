@@ -57,6 +57,8 @@ from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 _OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
+NEW_RUN_SECONDS = 30.0
+"""How long a new run waits where nothing listens, unless ``server_patience_seconds`` is set."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -65,6 +67,7 @@ class ExternalServers:
 
     Args:
         config: of its ready window, at most ``server_patience_seconds`` count.
+        is_new: no request of the run has been answered yet.
 
     Attributes:
         outage: since when ``start`` has had no answer.
@@ -73,8 +76,9 @@ class ExternalServers:
         ConfigError: an endpoint_url is not a URL, or the key is not set.
     """
 
-    def __init__(self, config: InferenceConfig) -> None:
+    def __init__(self, config: InferenceConfig, is_new: bool = False) -> None:
         self.config = config
+        self._is_new = is_new
         self.outage = Outage(ready_window(config), time.monotonic, config.name)
         self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
         self.api_key = config.endpoint_api_key()
@@ -87,6 +91,8 @@ class ExternalServers:
 
         Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list
         models. An endpoint gets no requests before it is known whether its API is below /v1.
+
+        Where nothing listens, it may be a wrong port, so a new run waits for ``NEW_RUN_SECONDS``.
 
         Raises:
             ServerRefused: see ``EndpointAnswer.refused``.
@@ -109,16 +115,19 @@ class ExternalServers:
                 self.urls = [answer.api for answer in answers if answer.api is not None]
                 return
             failures = failures + 1
+            advice = ""
+            self.outage.patience = window
+            if self._may_be_wrong and all(answer.is_absent for answer in answers):
+                self.outage.patience = min(window, NEW_RUN_SECONDS)
+                advice = " To wait for a server that starts later: server_patience_seconds: 1800."
             self.outage.begun(": HTTP " not in causes[0], started)
             delay = retrying.ENDPOINT.wait(failures)
             if delay > self.outage.left():
                 each = "".join(f"  {cause}\n" for cause in causes)
                 raise ServerStartFailed(
-                    f"No endpoint was ready within {window:g} s:\n{each}Check that the server "
-                    "runs, that this "
-                    "machine can reach it, and its URL. One that answers 429 "
-                    "limits "
-                    "requests: start later."
+                    f"No endpoint was ready within {self.outage.patience:g} s:\n{each}Check that "
+                    "the server runs, that this machine can reach it, and its URL. One that "
+                    f"answers 429 limits requests: start later.{advice}"
                 )
             self.outage.show(causes[0])
             await asyncio.sleep(delay)
@@ -144,6 +153,11 @@ class ExternalServers:
                 return
             looks += 1
             await asyncio.sleep(retrying.RESTART.wait(looks))
+
+    @property
+    def _may_be_wrong(self) -> bool:
+        is_usual = self.config.server_patience_seconds == InferenceConfig.server_patience_seconds
+        return self._is_new and is_usual
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
         """Returns what is wrong with the endpoints that do not answer.
@@ -179,6 +193,7 @@ class EndpointAnswer:
         api: the URL, or its /v1; None: not known yet.
         models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
             list, as with some gateways.
+        is_absent: the connection was refused, so nothing listens there.
     """
 
     url: str
@@ -186,6 +201,7 @@ class EndpointAnswer:
     refused: bool = False
     api: HiddenUrl | None = None
     models: dict[str, object] | None = None
+    is_absent: bool = False
 
 
 async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
@@ -205,7 +221,8 @@ async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:
         if error.kind.endswith(_OTHER_SCHEME) and (scheme := await _other_scheme(target)):
             cause = f"speaks {scheme}: correct its URL"
             return EndpointAnswer(str(target), cause, True)
-        return EndpointAnswer(str(target), str(error), api=api)
+        is_absent = error.kind == ConnectionRefusedError.__name__
+        return EndpointAnswer(str(target), str(error), api=api, is_absent=is_absent)
     status = response.status
     if status in retrying.SERVER.retried:  # another answer may come later
         cause = f"HTTP {status}{', which means too many requests' if status == 429 else ''}"
@@ -287,6 +304,7 @@ async def running(
     shutdown: Shutdown,
     models: RankModels,
     on_outage: Callable[[Outage], None],
+    is_new: bool,
 ) -> AsyncIterator[Watch]:
     """Keeps the servers ready for requests in this block. See ``ServerHost.lend``."""
     config = servers.config
@@ -294,7 +312,7 @@ async def running(
     following: list[asyncio.Task[None]] = []
     try:
         if config.server_type == "endpoint":
-            endpoints = ExternalServers(config)
+            endpoints = ExternalServers(config, is_new)
             on_outage(endpoints.outage)
             await endpoints.start()
             servers.add_endpoints(endpoints.urls, endpoints.api_key)
@@ -360,12 +378,14 @@ class ServerHost:
         rank: int,
         sender: routing.Sender,
         on_outage: Callable[[Outage], None],
+        is_new: bool = False,
     ) -> AsyncIterator[tuple[CompletionClient, Watch]]:
         """Returns a rank's client of one model's servers, once they are ready.
 
         Args:
             configs: of all models of the rank.
             on_outage: gets the outage clock of endpoints before the client is there.
+            is_new: no request of the run has been answered yet.
 
         Raises:
             ServerStartFailed, ServerRefused, ConfigError: see ``InferenceServer.start`` and
@@ -377,7 +397,7 @@ class ServerHost:
             one = _Running(model_servers, asyncio.get_running_loop().create_future())
             self._running[config.name] = one
             # It begins once this rank has joined below.
-            serve = self._serve(one, configs, rank, on_outage)
+            serve = self._serve(one, configs, rank, on_outage, is_new)
             one.serving = asyncio.create_task(serve, context=self._context.copy())
         was_ready = one.ready.done()
         client = CompletionClient(one.servers, sender)
@@ -401,11 +421,13 @@ class ServerHost:
         configs: Sequence[InferenceConfig],
         rank: int,
         on_outage: Callable[[Outage], None],
+        is_new: bool,
     ) -> None:
         if self._models is None:
             self._models = RankModels(configs, rank, self._keeps)
+        kept = running(one.servers, rank, self._shutdown, self._models, on_outage, is_new)
         try:
-            async with running(one.servers, rank, self._shutdown, self._models, on_outage) as watch:
+            async with kept as watch:
                 one.ready.set_result(watch)
                 await self._ends_well.wait()
         except Exception as error:

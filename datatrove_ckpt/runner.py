@@ -97,6 +97,11 @@ class InferenceRunner(Step):
             it is finished: what made the output, what is in it, and how to load it.
         explode (identity): write a row of each item of the list that is the ``answer`` ("item"
             without that name).
+        until (free): written documents after which the run ends, with at most a chunk more for each
+            task at work.
+        max_cost (free): what answers may cost, by ``prices``, before the run ends. Requests in
+            flight are paid, too.
+        max_total_tokens (free): prompt and completion tokens of answers before the run ends.
 
     Raises:
         ConfigError: an argument that cannot work.

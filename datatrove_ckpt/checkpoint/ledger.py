@@ -45,6 +45,7 @@ from datatrove_ckpt.checkpoint.layout import (
     DEAD_LETTERS,
     HISTORY,
     LOCK,
+    PAID,
     RUN,
     SHARD,
     RankListing,
@@ -55,6 +56,7 @@ from datatrove_ckpt.checkpoint.layout import (
     refuse_missing_run_json,
     retry_folders,
 )
+from datatrove_ckpt.checkpoint.limits import Paid, read_paid
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
@@ -117,6 +119,7 @@ class RankLedger:
     holder: Json | None = None
     is_finished: bool = False
     history: History = field(default_factory=History)
+    paid: Paid = Paid()  # noqa: RUF009 (it is immutable)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
     committed: RunNumbers = field(default_factory=RunNumbers)
@@ -190,7 +193,7 @@ class RankLedger:
         )
         last = self.history.last
         if last is not None:
-            found.work = last.total
+            found.work = self.paid.at_least_in(last.total)
             found.skipped = last.skipped
             together = sum(attempt.last_seen - attempt.started for attempt in attempts)
             found.seconds = max(found.seconds, last.seconds.total, together)
@@ -198,7 +201,7 @@ class RankLedger:
                 # The last minute before a kill, or of a running rank, is missing from the history.
                 # But each request of a finished document was sent, unless it was cached.
                 at_least = found.done.requests - last.total.cached
-                found.work = replace(last.total, sent=max(last.total.sent, at_least))
+                found.work = replace(found.work, sent=max(last.total.sent, at_least))
         return found
 
     @property
@@ -388,6 +391,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and HISTORY in found.entries:
         rank.history = read_history(found.path(HISTORY))
+        rank.paid = read_paid(rank.folder / PAID)
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.

@@ -49,13 +49,15 @@ from datatrove_ckpt.common.retrying import (
     http_status,
     naming_hub,
 )
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
+    ends_by_limit,
     given_up_error,
     stats_of_complete,
 )
+from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import job_launch
 from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.process.task_errors import failure_note, log_disabled
@@ -74,7 +76,8 @@ _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
 _CANCELED = "canceled"  # a file in logging_dir
-_ALL_RANKS = 2  # a code of ``code_of_rank``
+_ALL_RANKS = 2  # codes of ``code_of_rank``
+_LIMIT_REACHED = 4
 
 T = TypeVar("T")
 
@@ -205,7 +208,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
             ):
                 file.write(orjson.dumps(failure_note(error)))
-            raise
+            if not isinstance(error, GoalReached):
+                raise
 
     def _as_worker(self) -> LocalPipelineExecutor:
         attempts = self.max_retries + 1
@@ -249,12 +253,14 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         else:  # the markers of ranks that run again would hide failures
             for rank in set(ranks) - set(self._left(ranks)):
                 self.logging_dir.rm(f"completions/{rank:05d}")
-        if ranks:
+        if not ranks:
+            logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
+        elif not ends_by_limit(self.pipeline):
             with naming_hub():
                 self._upload()
             self._work_through()
-        else:
-            logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
+        if self._left(ranks) and ends_by_limit(self.pipeline):
+            return
         if ranks or not self.logging_dir.isfile("stats.json"):
             stats = stats_of_complete(self.logging_dir, range(self.tasks))
             with self.logging_dir.open("stats.json", "wt") as file:
@@ -298,7 +304,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         try:
             self.depends.run()  # it takes part in jobs that run already
             left = self.depends.get_incomplete_ranks(skip_completed=True)
-            if left:
+            if left and not isinstance(limit_reached(self.depends.pipeline), GoalReached):
                 raise CkptError(
                     f"{len(left)} of {self.depends.tasks} tasks of what it depends on are not "
                     "complete."
@@ -352,10 +358,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 lambda: (len(claims.free().ranks), len(claims.workers()), claims.given_up()),
             )
             left = set(self._left(range(self.tasks))) - given_up.keys()
-            if not left and not alive:
+            is_limited = bool(left) and limit_reached(self.pipeline) is not None
+            if not alive and (not left or is_limited):
                 return
             wanted = _wanted(self.workers, len(alive), at_work, free)
-            if left and wanted > 0:
+            if left and not is_limited and wanted > 0:
                 self._start(alive, wanted, retries)
             known = alive
             time.sleep(self.poll_interval)
@@ -385,7 +392,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """
         code, said = self._failure(job)
         retries = job.retries
-        if code == 128 + signal.SIGTERM or self._progress() != job.reached:
+        if code in (128 + signal.SIGTERM, _LIMIT_REACHED) or self._progress() != job.reached:
             retries = 0
         elif stage != "COMPLETED":
             retries += 1

@@ -31,12 +31,14 @@ from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.retrying import code_of_rank
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     check_depends,
     given_up_error,
+    raise_limit_reached,
 )
+from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 from datatrove_ckpt.process.task_errors import own_error, safe_log
 
@@ -173,10 +175,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         # It restores what only the mirror and other nodes have.
         remove_markers(check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
-        if left:
+        if left and limit_reached(self.pipeline) is None:
             raise self._not_complete(left)
         check_after_run(plan)
         worker.run_ranks()
+        raise_limit_reached(self.pipeline, left)
         logger.success(
             f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "
             "checkpoint."
@@ -251,7 +254,8 @@ def _saying_errors() -> Iterator[None]:
         if own is None:
             raise
         safe_log()
-        logger.error(str(own))
+        level = "SUCCESS" if isinstance(own, GoalReached) else "ERROR"
+        logger.log(level, str(own))
         sys.exit(code_of_rank(own))
 
 

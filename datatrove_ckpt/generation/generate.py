@@ -58,6 +58,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
+from datatrove_ckpt.generation.limits import LimitWatch
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.raised_errors import called_at
@@ -142,6 +143,7 @@ class RankRequests:
     observer: RankReporter
     shutdown: Shutdown
     has_batches: bool
+    limits: LimitWatch
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -528,6 +530,7 @@ class Requests:
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
         tokens = rank.observer.answered(completion, model.config)
+        rank.limits.look()
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id

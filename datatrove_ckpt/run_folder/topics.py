@@ -34,6 +34,8 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         if totals.paid:
             yield "paid", totals.paid + _ago(state)
         yield "attempts", _attempts(totals)
+    if state.limits:
+        yield "limits", "; ".join(state.limits.described(state.run_totals))
     if totals.done.odd_answers:
         yield "answers", totals.done.odd_answers.strip()
     if totals.skipped:

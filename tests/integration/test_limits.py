@@ -272,7 +272,7 @@ class Ledger(FakeServer):
 )
 def test_limits_hold_under_kills(command, here, name, code, kind):
     with Ledger(quiet=name == "max_cost") as server:
-        write(server, 6, 900, 5, executor="    ranks_at_once: 2\n    max_rank_attempts: 99\n")
+        write(server, 6, 3000, 5, executor="    ranks_at_once: 2\n    max_rank_attempts: 99\n")
         workers = Workers(server, "", kind, f"{name} {kind}")
         most = 0
         goal = 0
@@ -300,5 +300,5 @@ def test_limits_hold_under_kills(command, here, name, code, kind):
             assert {*server.questions.values()} == {1}, "nothing is paid twice"
         each = Counter(row["id"].partition(" ")[0] for row in rows)
         whole = [str(int(path.name)) for path in Path("logs/completions").glob("*")]
-        assert [each[task] for task in whole] == [900] * len(whole)
+        assert [each[task] for task in whole] == [3000] * len(whole)
         command("verify", "checkpoints", "--full", code=0 if name == "until" else 3)

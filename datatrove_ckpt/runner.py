@@ -103,6 +103,11 @@ class InferenceRunner(Step):
             ``metadata_key``: ``summary_finish_reason``, ``summary_faults``, ``summary_tokens``.
         refusals (free): further phrases that the beginning of a refusal has, in any case. With
             ``quality`` or ``on_refusal``, part of the identity.
+        until (free): written documents after which the run ends, with at most a chunk more for each
+            task at work.
+        max_cost (free): what answers may cost, by ``prices``, before the run ends. Requests in
+            flight are paid, too.
+        max_total_tokens (free): prompt and completion tokens of answers before the run ends.
 
     Raises:
         ConfigError: an argument that cannot work.

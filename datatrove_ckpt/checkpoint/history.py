@@ -431,6 +431,7 @@ def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
 
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
+_LATEST_BYTES = 1 << 15
 _MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
 
 
@@ -552,6 +553,15 @@ class History:
         grown = [getattr(self.last.own, name) - getattr(self.then.own, name) for name in names]
         grown.append(self.last.position.done - self.then.position.done)
         return Rates(*(max(0, number) for number in grown)) * (1 / seconds)
+
+
+def read_latest(path: Path) -> Progress | None:
+    """Returns the last progress line, which is near the end of the file.
+
+    Raises:
+        StorageFailed: it cannot be read.
+    """
+    return next(_latest_progress(last_lines(path, _LATEST_BYTES)), None)
 
 
 def read_history(path: str, most: int = 0) -> History:

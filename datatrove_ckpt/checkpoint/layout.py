@@ -46,6 +46,8 @@ BATCHES_FOLDER = "batches"
 """Their requests, until the answers are there."""
 HISTORY = "history.jsonl"
 """What the rank's attempts did, and when. For people: recovery does not need it."""
+PAID = "paid"
+"""What the rank's attempts have paid, where a run has limits: see ``limits``."""
 FILES = (RUN, COMMITS, LOCK, DEAD_LETTERS, HISTORY, *CACHE_FILES)
 """What is a file in a rank's folder, or missing; and journals."""
 STAGING = "staging"

@@ -39,6 +39,7 @@ from datatrove_ckpt.checkpoint.identity import (
     without_its_secrets,
 )
 from datatrove_ckpt.checkpoint.journal import read_finished
+from datatrove_ckpt.checkpoint.limits import Paid, read_paid
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
@@ -101,6 +102,7 @@ class RankLedger:
     holder: Json | None = None
     is_finished: bool = False
     history: History = field(default_factory=History)
+    paid: Paid = Paid()  # noqa: RUF009 (it is immutable)
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
     committed: RunNumbers = field(default_factory=RunNumbers)
@@ -174,7 +176,7 @@ class RankLedger:
         )
         last = self.history.last
         if last is not None:
-            found.work = last.total
+            found.work = self.paid.at_least_in(last.total)
             found.skipped = last.skipped
             together = sum(attempt.last_seen - attempt.started for attempt in attempts)
             found.seconds = max(found.seconds, last.seconds.total, together)
@@ -182,7 +184,7 @@ class RankLedger:
                 # The last minute before a kill, or of a running rank, is missing from the history.
                 # But each request of a finished document was sent, unless it was cached.
                 at_least = found.done.requests - last.total.cached
-                found.work = replace(last.total, sent=max(last.total.sent, at_least))
+                found.work = replace(found.work, sent=max(last.total.sent, at_least))
         return found
 
     @property
@@ -377,6 +379,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and layout.HISTORY in found.entries:
         rank.history = read_history(found.path(layout.HISTORY))
+        rank.paid = read_paid(rank.folder / layout.PAID)
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, most)
     # Whatever the listing says: the files that were read before promise them.

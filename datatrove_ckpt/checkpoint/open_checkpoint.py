@@ -40,6 +40,7 @@ from datatrove_ckpt.checkpoint.interval import SYNC_TUNING, Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.ledger import scan_complete_commits
+from datatrove_ckpt.checkpoint.limits import RunTotals
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.checkpoint.numbers import Done, Took, unix_seconds
 from datatrove_ckpt.checkpoint.placement import DiskRoom, Placement, Stopping, WaitingChunk
@@ -221,11 +222,13 @@ class OpenCheckpoint:
         self.resumed = point = rank_files.point
         self.clock = rank_files.clock
         """Measures this attempt."""
+        self.own = rank_files.own
+        """What this attempt did, for others to count in."""
         self.error: BaseException | None = None
         """What went wrong in the publisher's or the mirror's thread; after ``close``, in any
         thread.
         """
-        self._folder = folder = settings.folder
+        self.folder = folder = settings.folder
         self._files = rank_files  # used in the storage thread only, except its two counters
         self._chunks = ChunkTracker(folder, settings.records_per_chunk, point, self._publish)
         self._storage = StorageThread(rank_files)
@@ -236,6 +239,7 @@ class OpenCheckpoint:
         self._complete = 0
         self._records_per_chunk = settings.records_per_chunk
         self._admitted = self._finished = self._finished_bytes = 0
+        self._written = point.finished.written
         self._closing = threading.Lock()
         self._closed = False
         self._storage.start()
@@ -279,11 +283,11 @@ class OpenCheckpoint:
         finally:
             self.lease.lock.release(remove=completed)
         if completed:
-            files.disk.sync_dir(self._folder)  # that the rank is finished survives power loss, too
+            files.disk.sync_dir(self.folder)  # that the rank is finished survives power loss, too
 
     def run_has_answers(self) -> bool:
         """Whether an earlier attempt of this task, or any task on this disk, had answers."""
-        chunks = layout.last_chunk_of(self._folder).parent.glob("*.txt")
+        chunks = layout.last_chunk_of(self.folder).parent.glob("*.txt")
         return not self.resumed.is_fresh or any(chunks)
 
     # documents and answers -----------------------------------------------------------------------
@@ -324,6 +328,7 @@ class OpenCheckpoint:
         """Hands a document over to be written. It is done once its line is in the journal."""
         self._storage.put(finished, len(finished.document), slot.chunk)
         self._finished += 1
+        self._written += finished.outcome == "written"
         self._finished_bytes += len(finished.document)
         self._chunks.document_finished(slot.chunk)
 
@@ -359,6 +364,16 @@ class OpenCheckpoint:
         It has the last chunk's numbers after ``close``.
         """
         return self._files.done
+
+    @property
+    def totals(self) -> RunTotals:
+        """What all attempts of the rank committed and paid, now."""
+        return self._files.paid.totals(self.done.counts.written)
+
+    @property
+    def most_written(self) -> int:
+        """How many documents are written once all that are admitted are done, at most."""
+        return self._written + self._admitted - self._finished
 
     @property
     def congested(self) -> bool:
@@ -457,6 +472,7 @@ class CheckpointManager:
     keep_answers: bool = False
     accept_changes: bool = False
     mirror: Mirror | None = None
+    keeps_paid: bool = False
     shutdown: Shutdown = field(default_factory=Shutdown)
 
     @property
@@ -554,7 +570,9 @@ class LockedRank:
             point.interrupted = interrupted and not self.is_first
             interval = Interval(settings.sync_seconds, SYNC_TUNING)
             run = settings.identity.digest
-            rank_files = RankFiles(folder, cache, log, fence, interval, point, old, run)
+            rank_files = RankFiles(
+                folder, cache, log, fence, interval, point, old, run, settings.keeps_paid
+            )
             rank_files.start_history()
             undo.pop_all()
         return RankLease(self.lock, rank_files, settings.mirror)

@@ -22,10 +22,17 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
+from datatrove_ckpt.checkpoint.limits import Paid, PaidFile, read_paid
 from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
-from datatrove_ckpt.checkpoint.request_cache import Answer, AnswerKey, CachedRequest, RequestCache
+from datatrove_ckpt.checkpoint.request_cache import (
+    Answer,
+    AnswerKey,
+    CachedRequest,
+    RequestCache,
+)
+from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.process.slurm_job import job_id
 
 if TYPE_CHECKING:
@@ -114,6 +121,7 @@ class RankFiles:
         point: what recovery found.
         old: the answers of an old run and of samples, see ``old_answers``.
         run: digest of the run's identity.
+        keeps_paid: what is paid is written at each group of answers, for the limits of the run.
     """
 
     folder: Path
@@ -124,6 +132,7 @@ class RankFiles:
     point: ResumePoint
     old: RequestCache | None = None
     run: str = ""
+    keeps_paid: bool = False
 
     def __post_init__(self) -> None:
         point = self.point
@@ -134,6 +143,8 @@ class RankFiles:
         """
         self.finished = point.finished
         """The documents that all attempts finished: those in commits and those in journals."""
+        self.own = WorkCounts()
+        """What this attempt did. Other rooms count there, on the event loop."""
         self.clock = RankClock(point.committed.seconds)
         self.committed = 0
         """Number of chunks that this process committed."""
@@ -144,6 +155,10 @@ class RankFiles:
         self._journals = dict(point.journals)
         self._dead_letters = files.AppendFile(self.folder / layout.DEAD_LETTERS)
         self._history = history.HistoryLog(self.folder / layout.HISTORY, self.fence.number)
+        # A kill cuts off the history's last seconds, and none of this file.
+        earlier = self._history.earlier
+        earlier.total = read_paid(self.folder / layout.PAID).at_least_in(earlier.total)
+        self._paid = [PaidFile(self.folder / layout.PAID)] if self.keeps_paid else []
         self._chunks_before = len(self.log.commits)
         self._unbroken = point.next_chunk
         self._dirty: dict[Path, ChunkJournal] = {}
@@ -158,7 +173,10 @@ class RankFiles:
 
     def close(self, completed: bool) -> None:
         try:
+            for file in self._paid:
+                file.close()
             if completed:
+                files.disk.remove(self.folder / layout.PAID)
                 self.cache.remove()
             elif self.fence.lost:
                 self.cache.abandon()
@@ -178,6 +196,8 @@ class RankFiles:
         self.fence.check()
         self._plan_sync()
         if answers:
+            for file in self._paid:
+                file.write(self.paid)
             self.cache.put(answers)
         for chunk, group in documents.items():
             journal = self._journal(chunk)
@@ -185,6 +205,17 @@ class RankFiles:
             journal.append(group)
             self._dirty[journal.path] = journal
             self.finished += DocumentCounts.of([finished.took for finished in group])
+
+    @property
+    def paid(self) -> Paid:
+        """Returns what all attempts have paid until now. Any thread may call it."""
+        earlier = self._history.earlier.total
+        own = self.own
+        return Paid(
+            earlier.prompt_tokens + own.prompt_tokens,
+            earlier.completion_tokens + own.completion_tokens,
+            earlier.cost + own.cost,
+        )
 
     def answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""

@@ -27,6 +27,7 @@ from datatrove_ckpt.config.paths import COMMAND_FILE
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
+    LimitReached,
     StorageFailed,
     TooManyDeadLetters,
     UnexpectedExit,
@@ -151,7 +152,7 @@ def _checked_run(
             raise
         advise(own, plan, arguments.command)
         code = 1  # scripts know it
-        if arguments.worker or isinstance(own, WaitsForBatches):
+        if arguments.worker or isinstance(own, WaitsForBatches | LimitReached):
             code = retrying.code_of_rank(own)
         return fail(own, code)
     finally:
@@ -223,6 +224,10 @@ def _execute(
                     card.write_card(runner, root, shown)
                 except (OSError, CkptError) as error:
                     say(f"The card was not written: {error}")
+    goal = plan.limit_reached()
+    if goal is not None:
+        advise(goal, plan, arguments.command)
+        fail(goal, 0)
     return sum(job.counts.dead for job in jobs.values())
 
 

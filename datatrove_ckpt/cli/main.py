@@ -53,6 +53,7 @@ exit codes:
   1  stopped by an error, or problems were found; after run, the same command resumes
   2  a mistake in a file or on the command line; nothing was started
   3  verify: no problem, but something is not finished
+  4  run: max_cost or max_total_tokens is reached; a higher one resumes
   128 + n  ended by signal n, so 130 for Ctrl-C; after run, the same command resumes
 
 datatrove-ckpt COMMAND --help tells more about each command, with examples and its exit codes.
@@ -320,6 +321,7 @@ def run() -> None:
       2  a mistake in CONFIG or on the command line; nothing was started
          with --worker also: the checkpoint or the input is another run's, so no task can go on
       3  with --worker: no task is free, but some were given up; they are named
+      4  max_cost or max_total_tokens is reached; a higher one resumes
       75  with --no-wait: batches are at the provider; the same command collects their answers
       128 + n  ended by signal n, so 130 for Ctrl-C; the same command resumes
          with --worker also 143: stopped early without a signal, by a time limit or a notice

@@ -13,7 +13,7 @@ import orjson
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.errors import CkptError, WaitsForBatches
+from datatrove_ckpt.errors import CkptError, LimitReached, WaitsForBatches
 from datatrove_ckpt.errors.names import with_originals
 
 
@@ -81,7 +81,7 @@ def fail(error: BaseException, code: int) -> int:
     if not isinstance(error, CkptError):
         text = hub_refusal(error) or text
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    if not isinstance(error, WaitsForBatches):  # all is well
+    if not isinstance(error, LimitReached | WaitsForBatches):  # all is well
         text = f"error: {text}"
     note("\n".join([text, *notes]))
     return code

@@ -90,6 +90,7 @@ _SLURM: Node = {
     "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
 }
 _TYPED = ("ParquetReader", "IpcReader")  # JSON has fewer types than their files
+_CHUNK = 1000  # documents
 _FILENAME = "${rank}_chunk_${chunk_index}."
 _TASKS: dict[str, tuple[str, Node]] = {
     "embed": ("EmbedRollout", {"column": "embedding"}),
@@ -217,7 +218,7 @@ def expand(content: Node, only_look: bool = False) -> Node:
             answer = content.get("column", rollout["init_args"].get("column"))
     config = _server(job, content, only_look)
     runner: Node = {"rollout_fn": rollout, "config": config, "answer": answer}
-    runner["records_per_chunk"] = 1000
+    runner["records_per_chunk"] = _chunk(begun, content)
     places = {"InferenceConfig": config, "InferenceRunner": runner}
     for name in [reader["class_path"]] if reader["class_path"] else _READERS:
         places[name] = reader["init_args"]
@@ -242,6 +243,15 @@ def expand(content: Node, only_look: bool = False) -> Node:
     if job.kubernetes is not None:
         long["kubernetes"] = own["kubernetes"]
     return long
+
+
+def _chunk(begun: Node, content: Node) -> int:
+    """Returns how many documents an output file has: fewer if the run ends after few documents."""
+    until = content.get("until")
+    usual = _CHUNK
+    if isinstance(until, int):
+        usual = min(_CHUNK, max(1, until // 10))
+    return int(begun.get("records_per_chunk", usual))
 
 
 def _mistake(text: str) -> ConfigError:

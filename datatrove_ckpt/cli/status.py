@@ -81,6 +81,10 @@ def _what_next(state: RunState) -> Iterator[str]:
     if state.is_finished:
         return
     command = state.command or "the command that started it"
+    reached = state.limits.reached(state.run_totals)
+    if reached is not None:
+        yield f"Nothing runs. {reached} The last one: {command}"
+        return
     failed = [rank.rank for rank in state.ranks if rank.state == "failed"]
     if failed:
         log = ""

@@ -26,7 +26,7 @@ def verify(arguments: argparse.Namespace) -> int:
     code = 0
     if report.problems:
         code = 1
-    elif report.unfinished:
+    elif report.unfinished and report.goal is None:
         code = 3
     lines = [*map(str, report.problems), *map(str, report.unfinished)]
     for name, old, new in mixed_settings(report.accepted):
@@ -63,6 +63,8 @@ def _verdict(report: Report, full: bool) -> str:
     found = plural_or_no(len(report.problems), "problem")
     if report.unfinished:
         found += f", {plural(len(report.unfinished), 'thing')} not finished"
+    if report.unfinished and report.goal is not None:
+        found += " (until is reached)"
     checked = "sizes; --full compares contents, too"
     if full:
         checked = "sizes and contents"

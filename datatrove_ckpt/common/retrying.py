@@ -30,7 +30,9 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentError,
     GivenUp,
+    GoalReached,
     InputError,
+    LimitReached,
     OutputFailed,
     OutputMismatch,
     Preempted,
@@ -561,13 +563,15 @@ def code_of_rank(error: BaseException) -> int:
     """Returns the exit code of a rank or worker that an error stopped, for a scheduler such as
     Kubernetes.
 
-    2 stops all, 3 this one; 143 restarts it always, 1 a few times; 75 means "later", as in
+    2 and 4 stop all, 3 this one; 143 restarts it always, 1 a few times; 75 means "later", as in
     sysexits.
     """
     if isinstance(error, Preempted):  # a time limit or a notice
         return 128 + signal.SIGTERM
     if isinstance(error, WaitsForBatches):
         return os.EX_TEMPFAIL
+    if isinstance(error, LimitReached):
+        return 0 if isinstance(error, GoalReached) else 4
     if READING.passes(error):  # the hub, or S3, is away
         return 1
     if isinstance(error, ConfigError | CheckpointMismatch):

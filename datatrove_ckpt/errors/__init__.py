@@ -23,6 +23,8 @@ CkptError
 ├── WorkerDied
 ├── Preempted                  the same command resumes
 ├── WaitsForBatches            --no-wait: the same command collects the answers
+├── LimitReached               max_cost or max_total_tokens: a higher one goes on
+│   └── GoalReached            until: as many documents as wanted are in the output
 ├── ServerError
 │   ├── ServerStartFailed
 │   ├── ServerDied             it has no restart left
@@ -295,6 +297,20 @@ class WaitsForBatches(CkptError):
     """Batches of requests are at the provider, and ``--no-wait`` ends the run meanwhile.
 
     Run the same command again later: it collects the answers.
+    """
+
+
+class LimitReached(CkptError):
+    """``max_cost`` or ``max_total_tokens`` ended the run; some tasks are not complete.
+
+    Finished work is saved; the same command with a higher limit resumes.
+    """
+
+
+class GoalReached(LimitReached):
+    """``until`` ended the run: at least so many documents are in the output files.
+
+    The same command with a higher number resumes.
     """
 
 

@@ -37,19 +37,21 @@ from loguru import logger
 from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
-from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
+from datatrove_ckpt.common.formatting import plural, seconds_of
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
     may_hold_secret,
     may_name_secret,
 )
-from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp
+from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
+    ends_by_limit,
     given_up_error,
     prepare,
     stats_of_complete,
 )
+from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.run_folder.where import default_mirror
@@ -67,7 +69,8 @@ _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
 _CANCELED = "canceled"  # a file in logging_dir
-_ALL_RANKS = 2  # a code of ``code_of_rank``
+_ALL_RANKS = 2  # codes of ``code_of_rank``
+_LIMIT_REACHED = 4
 
 T = TypeVar("T")
 
@@ -196,7 +199,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 self.logging_dir.open(_note(os.environ[job_launch.LAUNCH]), "wb") as file,
             ):
                 file.write(orjson.dumps(task_errors.failure_note(error)))
-            raise
+            if not isinstance(error, GoalReached):
+                raise
 
     def _as_worker(self) -> LocalPipelineExecutor:
         attempts = self.max_retries + 1
@@ -240,12 +244,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         else:  # the markers of ranks that run again would hide failures
             for rank in set(ranks) - set(self._left(ranks)):
                 self.logging_dir.rm(f"completions/{rank:05d}")
-        if ranks:
+        if ranks and not ends_by_limit(self.pipeline):
             with retrying.naming_hub():
                 self._upload()
             self._work_through()
-        else:
-            logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
+        if self._left(ranks) and ends_by_limit(self.pipeline):
+            return
         if ranks or not self.logging_dir.isfile("stats.json"):
             stats = stats_of_complete(self.logging_dir, range(self.tasks))
             with self.logging_dir.open("stats.json", "wt") as file:
@@ -289,7 +293,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         try:
             self.depends.run()  # it takes part in jobs that run already
             left = self.depends.get_incomplete_ranks(skip_completed=True)
-            if left:
+            if left and not isinstance(limit_reached(self.depends.pipeline), GoalReached):
                 raise CkptError(
                     f"{len(left)} of {self.depends.tasks} tasks of what it depends on are not "
                     "complete."
@@ -344,10 +348,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     alive[job.id] = job
             free, at_work, given_up = self._asked("The claims of tasks cannot be listed", look)
             left = set(self._left(range(self.tasks))) - given_up.keys()
-            if not left and not alive:
+            is_limited = bool(left) and limit_reached(self.pipeline) is not None
+            if not alive and (not left or is_limited):
                 return
             wanted = _wanted(self.workers, len(alive), at_work, free)
-            if left and wanted > 0:
+            if left and not is_limited and wanted > 0:
                 self._start(alive, wanted, retries)
             known = alive
             time.sleep(self.poll_interval)
@@ -381,7 +386,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         with suppress(Exception), self.logging_dir.open(_note(job.launch), "rb") as file:
             code, said = orjson.loads(file.read())
         retries = job.retries
-        if code == 128 + signal.SIGTERM or self._progress() != job.reached:
+        if code in (128 + signal.SIGTERM, _LIMIT_REACHED) or self._progress() != job.reached:
             retries = 0
         elif stage != "COMPLETED":
             retries += 1

@@ -102,7 +102,7 @@ _RULES: list[JsonObject] = [
     # Evicted, node lost.
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     _on_exit("Ignore", 129, 130, 138, 143),  # drained on SIGHUP, SIGINT, SIGUSR1, SIGTERM
-    _on_exit("FailJob", 2),
+    _on_exit("FailJob", 2, 4),
     _on_exit("FailIndex", 3),
 ]
 

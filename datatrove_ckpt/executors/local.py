@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, closing, nullcontext
 from copy import copy, deepcopy
 from functools import partial
@@ -41,10 +42,13 @@ from datatrove_ckpt.errors import (
     ConfigError,
     DocumentError,
     GivenUp,
+    GoalReached,
+    LimitReached,
     ServerError,
     UnexpectedExit,
     WorkerDied,
 )
+from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.generation.user_code import no_exit
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.process.gc_tuning import gc_tuned
@@ -165,6 +169,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
                 self._write_stats(stats_of_complete(self.logging_dir, local), local)
             return None
+        if ends_by_limit(self.pipeline):
+            return None
         self.save_executor_as_json()
         complete = len(local) - len(ranks)
         if complete:
@@ -182,13 +188,15 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         with self._screen(len(local), complete, stats) as screen:
             self._run_ranks(ranks, screen, done)
-        if complete < len(local):  # other processes have completed the others
-            stats = stats_of_complete(self.logging_dir, local)
         for seconds in _MARKER_LOOKS:
             time.sleep(seconds)
             left = self.get_incomplete_ranks(ranks, skip_completed=True)
             if not left or self.logging_dir.is_local():
                 break
+        if left and ends_by_limit(self.pipeline):
+            return stats
+        if complete < len(local):  # other processes have completed the others
+            stats = stats_of_complete(self.logging_dir, local)
         if left:
             raise CkptError(
                 f"{len(left)} of {self.world_size} tasks have ended, but are not marked as "
@@ -210,6 +218,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         Raises:
             ConfigError: ``logging_dir`` cannot hold claims.
+            LimitReached: the run has reached a limit, ``until`` included.
             GivenUp: no task is free, and some were given up, by this process or another one.
             CheckpointLocked: another process runs all tasks.
             CkptError: a task failed by something that may pass, or is wrong for all tasks.
@@ -224,6 +233,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         worker._is_worker = True
         local = range(self.world_size)
         ranks = self.get_incomplete_ranks(local)
+        raise_limit_reached(self.pipeline, ranks)
         stats = stats_of_complete(self.logging_dir, set(local) - set(ranks))
         completed = []
 
@@ -234,6 +244,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
         with self._screen(len(local), len(local) - len(ranks), stats) as screen:
             worker._take_and_run(ranks, screen, done)
+        raise_limit_reached(self.pipeline, self.get_incomplete_ranks(local))
         return len(completed)
 
     def _run_for_rank(self, rank: int, local_rank: int = 0, node_rank: int = -1) -> PipelineStats:
@@ -397,6 +408,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         """Runs the ranks that no other process runs. Then ``run`` waits for the others, and a
         worker ends.
 
+        Returns when a limit of the run is reached, too.
+
         Raises:
             CkptError: no free rank could be claimed.
             GivenUp: some ranks were given up.
@@ -421,7 +434,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                     with Preemption([], 0.0) as preemption:  # which requeues the job, and raises
                         preemption.stop_for_time_limit()
                 if free:
-                    worker._run_all(free, screen, done, may_overlap=not are_left)
+                    if worker._run_all(free, screen, done, may_overlap=not are_left):
+                        return
                     line_at = 0.0
                     if not claims.failures:
                         continue
@@ -461,11 +475,13 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _run_all(
         self, ranks: Sequence[int], screen: Screen | None, done: _Done, may_overlap: bool = True
-    ) -> None:
+    ) -> bool:
+        """Returns whether this process has met a limit of the run, and left ranks for that."""
         overlap = may_overlap and self._most_at_once > 1 and len(ranks) > self.workers
         if self.workers != 1:
             self._in_workers(ranks, screen, overlap, done)
-            return
+            return False
+        limit_met = threading.Event()
         wanted = iter(ranks)
         if self._claims is not None:
             wanted = iter(self._claims.next, None)
@@ -475,7 +491,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             copied.pipeline = deepcopy(self.pipeline)
             return copied
 
-        self._work_through(TaskList(wanted, done), make_executor, 0, overlap)
+        tasks = TaskList(_unless(limit_met, wanted), done)
+        self._work_through(tasks, make_executor, 0, overlap, limit_met)
+        return limit_met.is_set()
 
     def _run_taken(self, rank: int, slot: int) -> PipelineStats | None:
         """Runs a rank, and notes its end in its claim. Returns None if this process has not
@@ -540,17 +558,25 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         make_executor: Callable[[], LocalPipelineExecutor],
         slot: int,
         overlap: bool,
+        limit_met: threading.Event,
     ) -> None:
         """Runs ranks in this process, each with an executor and steps of its own; ``overlap``: at
-        once, in threads.
+        once, in threads. ``limit_met``: set once a rank meets a limit of the run. The others end by
+        themselves.
         """
         folder = Path.cwd()
 
         def run(rank: int) -> PipelineStats | None:
+            if limit_met.is_set() and self._claims is None:  # thousands of ranks may be left
+                return None
             os.chdir(folder)  # another rank's step may have left it
             executor = make_executor()
             executor.logging_dir = _own_listings(executor.logging_dir)
-            return executor._run_taken(rank, slot)
+            try:
+                return executor._run_taken(rank, slot)
+            except LimitReached:
+                limit_met.set()
+                return None
 
         from datatrove_ckpt.inference.servers.warm import close_warm_servers
 
@@ -597,7 +623,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             context, self.workers, work, numbers, attempts, stop_seconds, screen
         ) as workers:
             for rank, stats in workers.run(ranks):
-                done(rank, stats)
+                if stats is not None:
+                    done(rank, stats)
         if workers.signal:
             end_as(workers.signal)
         again = {*self.get_incomplete_ranks(workers.lost, skip_completed=True), *anew}
@@ -634,6 +661,8 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         if not self.depends._launched:
             logger.info("Running first what this executor depends on.")
             self.depends.run()
+        if isinstance(limit_reached(self.depends.pipeline), GoalReached):
+            return
         alone = self.depends.local_tasks == self.depends.world_size
         while left := len(self.depends.get_incomplete_ranks(skip_completed=True)):
             if alone:  # nobody else will run them
@@ -658,7 +687,33 @@ def _work(
     from datatrove_ckpt.run_folder.run_plan import RunPlan
 
     RunPlan(executor).check_code(identities)
-    executor._work_through(ranks, make_executor, slot, overlap)
+    executor._work_through(ranks, make_executor, slot, overlap, threading.Event())
+
+
+def _unless(stopped: threading.Event, ranks: Iterator[int]) -> Iterator[int]:
+    while not stopped.is_set() and (rank := next(ranks, None)) is not None:
+        yield rank
+
+
+def ends_by_limit(pipeline: Sequence[object]) -> bool:
+    """Whether the run has as many documents as it shall have (``until``), so that it ends well.
+
+    Raises:
+        LimitReached: the run may cost no more.
+    """
+    reached = limit_reached(pipeline)
+    if reached is not None and not isinstance(reached, GoalReached):
+        raise reached
+    return reached is not None
+
+
+def raise_limit_reached(pipeline: Sequence[object], left: Sequence[int]) -> None:
+    """Raises:
+    LimitReached: ranks are left, and the run has reached a limit.
+    """
+    reached = limit_reached(pipeline) if left else None
+    if reached is not None:
+        raise reached
 
 
 def _own_listings(folder: DataFolder) -> DataFolder:

@@ -31,12 +31,14 @@ from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
 from datatrove_ckpt.common.retrying import code_of_rank
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     given_up_error,
     prepare,
+    raise_limit_reached,
 )
+from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
 
@@ -171,10 +173,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         # It restores what only the mirror and other nodes have.
         findings.remove_markers(findings.check_job(plan))
         left = worker.get_incomplete_ranks(skip_completed=True)
-        if left:
+        if left and limit_reached(self.pipeline) is None:
             raise self._not_complete(left)
         findings.check_after_run(plan)
         worker.run_ranks()
+        raise_limit_reached(self.pipeline, left)
         logger.success(
             f"The output of {plural(self.tasks, 'task')} is complete, and was compared with the "
             "checkpoint."
@@ -249,7 +252,8 @@ def _saying_errors() -> Iterator[None]:
         if own is None:
             raise
         task_errors.safe_log()
-        logger.error(str(own))
+        level = "SUCCESS" if isinstance(own, GoalReached) else "ERROR"
+        logger.log(level, str(own))
         sys.exit(code_of_rank(own))
 
 

@@ -63,6 +63,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.failures import unanswered
+from datatrove_ckpt.generation.limits import LimitWatch
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import INVALID, REPEATING, Quality
 from datatrove_ckpt.generation.raised_errors import called_at
@@ -153,6 +154,7 @@ class RankRequests:
     shutdown: Shutdown
     has_batches: bool
     quality: Quality
+    limits: LimitWatch
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -617,6 +619,7 @@ class Requests:
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
         tokens = rank.observer.answered(completion, model.config)
+        rank.limits.look()
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
         response_id = completion.response_id

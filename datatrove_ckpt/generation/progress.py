@@ -33,9 +33,9 @@ from datatrove_ckpt.checkpoint.history import (
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.redaction import redact
-from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
+from datatrove_ckpt.common.work_counts import InputPosition
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.errors import CkptError, WaitsForBatches
+from datatrove_ckpt.errors import CkptError, LimitReached, WaitsForBatches
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.inference.client.answers import Completion, token_counts
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage
@@ -82,7 +82,7 @@ class RankReporter:
     def __init__(
         self, rank: int, checkpoint: OpenCheckpoint, shutdown: Shutdown, interval: float
     ) -> None:
-        self.own = WorkCounts()
+        self.own = checkpoint.own
         self._rank = rank
         self._checkpoint = checkpoint
         self._shutdown = shutdown
@@ -330,6 +330,8 @@ class RankReporter:
             return End(why="stopped", what=history.WAITS_FOR_BATCHES)
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
+        if isinstance(error, LimitReached):
+            return End(why="stopped", what=str(error).partition(" is reached")[0])
         what = "" if error is None else type(error).__name__
         if isinstance(error, CkptError):  # a foreign error's text may hold a secret
             what = redact(f"{what}: {error}")

@@ -33,13 +33,14 @@ from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
-from datatrove_ckpt.errors import CkptError, ConfigError
+from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, next_retry, offer_skipping, taken_letters
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
+from datatrove_ckpt.generation.limits import LimitWatch, limit_reached
 from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
@@ -149,6 +150,11 @@ class _Run:
             if old.unchecked:
                 logger.warning(f"Task {rank}:{old.unchecked}")
         root = self.root
+        if step.checkpoints_local_dir is not None:
+            step.limits.note(root)
+        reached = limit_reached([step])
+        if reached is not None:
+            raise reached
         if step.checkpoints_remote_dir is not None:
             from datatrove_ckpt.mirror.restore import restore_rank
 
@@ -216,6 +222,7 @@ class _Run:
             keep_answers=step.keep_answers,
             accept_changes=step.accept_changes,
             mirror=self._open_mirror(folder, identity),
+            keeps_paid=bool(step.limits),
             shutdown=preemption.shutdown,
         )
         with manager.look() as found:
@@ -334,7 +341,8 @@ class _Run:
             if step.retry_dead_letters:
                 done = done.of_retry()
             fill_stats(step.stats, others + done, rank_folder(self.root, rank))
-            if shutdown.is_requested and not completed:
+            is_early = shutdown.is_requested or isinstance(shutdown.failure, LimitReached)
+            if is_early and not completed:
                 self._log_stop(checkpoint, progress.own.documents)
         checkpoint.raise_failure()
         if again:
@@ -356,9 +364,12 @@ class _Run:
             asyncio.create_task(progress.report()),
             asyncio.create_task(self.preemption.watch_time_limit()),
         ]
+        limits = LimitWatch(self.step, checkpoint, self.preemption.shutdown)
+        if limits.is_on:
+            watchers.append(asyncio.create_task(limits.keep_looking()))
         try:
             if not self.has_batches:
-                return await self._run_rollouts(data, checkpoint, progress, results)
+                return await self._run_rollouts(data, checkpoint, progress, results, limits)
             from datatrove_ckpt.generation.provider_passes import ProviderPasses  # few runs need it
 
             step = self.step
@@ -366,7 +377,7 @@ class _Run:
             progress.waits_for_batches = await passes.settle()
             if progress.waits_for_batches:
                 return True
-            if not await self._run_rollouts(data, checkpoint, progress, results):
+            if not await self._run_rollouts(data, checkpoint, progress, results, limits):
                 return False
             progress.waits_for_batches = True
             await passes.settle()
@@ -382,6 +393,7 @@ class _Run:
         checkpoint: OpenCheckpoint,
         progress: RankReporter,
         results: Results,
+        limits: LimitWatch,
     ) -> bool:
         step = self.step
         preemption = self.preemption
@@ -401,6 +413,7 @@ class _Run:
                     preemption.shutdown,
                     self.has_batches,
                     Quality(step.refusals),
+                    limits,
                     self.rank,
                     bind_shared(step.rollout_fn, shared),
                     servers,
@@ -462,7 +475,8 @@ class _Run:
                 f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
                 "again to resume."
             )
-        logger.warning(f"Task {self.rank}: interrupted by {shutdown.cause}{saved}")
+        cause = shutdown.cause or str(shutdown.failure).partition(" is reached")[0]
+        logger.warning(f"Task {self.rank}: interrupted by {cause}{saved}")
 
     def _log_end(self, checkpoint: OpenCheckpoint, progress: RankReporter) -> None:
         step = self.step

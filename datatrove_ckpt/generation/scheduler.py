@@ -277,12 +277,19 @@ class Scheduler(RankRequests):
                     self._server_needed.set()
                 while self.checkpoint.congested or self.checkpoint.publishing_behind:
                     await self.next_look()
+                if slot.ordinal == slot.chunk.first_ordinal:
+                    await self._wait_for_goal()
                 await self._document_limit.acquire(source.size)
                 # The awaits above may not have yielded.
                 if self.shutdown.is_stopping or self.shutdown.aborted:
                     await wait_until_cancelled()
                 work = self._process(source, slot)
                 self.documents[slot.ordinal] = self._loop.create_task(work)
+
+    async def _wait_for_goal(self) -> None:
+        while self.limits.may_suffice() and not self.shutdown.is_stopping:
+            self.checkpoint.hurry()
+            await self.next_look()
 
     # background ----------------------------------------------------------------------------------
 
@@ -486,6 +493,8 @@ async def stop_when_requested(
     if not clients:
         for task in serving:  # a model may need minutes to load
             task.cancel()
+    elif shutdown.is_finishing:
+        logger.info(f"{shutdown.failure} {in_flight} requests in flight are still answered.")
     elif shutdown.failure is None or in_flight:
         why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
         logger.warning(

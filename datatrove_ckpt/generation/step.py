@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -19,8 +19,9 @@ from loguru import logger
 from multiprocess.reduction import ForkingPickler
 
 from datatrove_ckpt.checkpoint.identity import RunIdentity, recorded_settings
+from datatrove_ckpt.checkpoint.limits import Limits
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.common.declared import Count, NotNegative, Seconds, check
+from datatrove_ckpt.common.declared import Count, NotNegative, Positive, Seconds, check
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.redaction import Veiled
 from datatrove_ckpt.config import InferenceConfig, MonitoringConfig
@@ -92,6 +93,9 @@ class Step(PipelineStep):
     explode: bool = False
     quality: bool = False
     refusals: Sequence[str] = ()
+    until: Count | None = None
+    max_cost: Positive | None = None
+    max_total_tokens: Count | None = None
     hub_pace: CommitPace = field(init=False)
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     form: str = field(default="", init=False)
@@ -133,6 +137,7 @@ class Step(PipelineStep):
         if isinstance(self.rollout_fn, BatchRollout) and self.model.rollouts_per_document > 1:
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
         self._check_names()
+        self._check_limits()
         local = self.checkpoints_local_dir
         check_writer(self.output_writer, checkpoints=local is not None)
         if local is None:
@@ -157,6 +162,21 @@ class Step(PipelineStep):
             raise ConfigError(
                 f"metadata_key: {key!r} would replace the document's own. Give another name."
             )
+
+    def _check_limits(self) -> None:
+        if self.max_cost is not None and not all(one.prices for one in self.models.values()):
+            raise ConfigError(
+                "needs the prices of a million tokens. Add what your provider takes, such as "
+                "prices: {prompt: 2, completion: 8}",
+                setting="max_cost",
+            )
+        for name, value in asdict(self.limits).items():
+            if value is not None and any(one.provider_batches for one in self.models.values()):
+                raise ConfigError(
+                    "cannot stop provider_batches, which are sent as a whole. Set limit of the "
+                    "reader.",
+                    setting=name,
+                )
 
     def _check_folders(self, local: str) -> None:
         if get_protocol(local) not in ("file", "local"):
@@ -187,10 +207,18 @@ class Step(PipelineStep):
             "answers_from": self.answers_from,
             "checkpoints_remote_dir": self.checkpoints_remote_dir,
             **dict.fromkeys(self.settings_for_letters, True),
+            **asdict(self.limits),
         }
         for name, value in given.items():
             if value:
                 raise ConfigError("needs checkpoints_local_dir; set that, too.", setting=name)
+
+    @property
+    def limits(self) -> Limits:
+        until = self.until
+        if self.retry_dead_letters:  # of a run whose tasks are all complete
+            until = None
+        return Limits(until, self.max_cost, self.max_total_tokens)
 
     @property
     def models(self) -> dict[str, InferenceConfig]:

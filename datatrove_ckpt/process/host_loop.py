@@ -82,6 +82,10 @@ class HostLoop:
     def is_stopping(self) -> bool:
         return self._shutdown is not None and self._shutdown.is_stopping
 
+    @property
+    def is_finishing(self) -> bool:
+        return self._shutdown is not None and self._shutdown.is_finishing
+
     @contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
         """Marks where the rank has something to save.
@@ -106,7 +110,8 @@ class HostLoop:
 
     def cancel(self) -> None:
         """Lets the rank drain. A second call ends the drain. On the caller's loop."""
-        self.stop(_CAUSE, self._cause != "" or self.is_stopping)
+        is_draining = self.is_stopping and not self.is_finishing
+        self.stop(_CAUSE, self._cause != "" or is_draining)
 
     def stop(self, cause: str, is_fast: bool) -> None:
         """Lets the rank drain for another reason. In any thread, or in a signal handler."""

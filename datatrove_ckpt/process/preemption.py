@@ -34,7 +34,7 @@ import multiprocess
 from loguru import logger
 
 from datatrove_ckpt.common.redaction import secrets_among
-from datatrove_ckpt.errors import ConfigError, Preempted, printable
+from datatrove_ckpt.errors import ConfigError, LimitReached, Preempted, printable
 from datatrove_ckpt.process import parent_watch, slurm_job
 from datatrove_ckpt.process.host_loop import host_loop, rank_of_many
 from datatrove_ckpt.process.screen import exit_now
@@ -355,7 +355,9 @@ class Preemption:
         if not self.shutdown.is_requested:
             handle_between_ranks(numbers)
             return
-        if error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
+        if error is not None and not isinstance(
+            error, Preempted | KeyboardInterrupt | LimitReached
+        ):
             logger.error(
                 f"This task was stopped by {self.shutdown.cause}, and it also failed: {error}"
             )
@@ -378,8 +380,10 @@ class Preemption:
         # A failing rank drains already. A worker's parent may stop all after another rank's
         # failure.
         shutdown = self.shutdown
-        is_first = not shutdown.is_stopping or (
-            worker_slot() is not None and not shutdown.is_requested
+        is_first = (
+            not shutdown.is_stopping
+            or shutdown.is_finishing
+            or (worker_slot() is not None and not shutdown.is_requested)
         )
         shutdown.request(
             (self._notice if number == signal.SIGTERM else "") or signal.Signals(number).name

@@ -89,22 +89,31 @@ class Shutdown:
     def request(self, cause: str) -> None:
         """Stops the rank early. A second request changes nothing."""
         if not self.cause:
-            self._begin()
+            self._begin(self.drain_seconds)
             self.cause = cause
             self._changed()
 
     def fail(self, failure: BaseException) -> None:
         """Lets the rank drain, and end with its first failure. On the event loop."""
+        self._fail(failure, self.drain_seconds)
+
+    def finish(self, reason: BaseException) -> None:
+        """Lets the rank end early with ``reason``, which no request in flight is given up for: they
+        are paid. A signal limits that time. On the event loop.
+        """
+        self._fail(reason, math.inf)
+
+    def _fail(self, failure: BaseException, drain_seconds: float) -> None:
         if self.failure is None and not self.aborted:
-            self._begin()
+            self._begin(drain_seconds)
             self.failure = failure
             self._changed()
 
-    def _begin(self) -> None:
-        if not self.is_stopping:
-            began = time.monotonic()
-            self.deadline = began + self.drain_seconds
-            self._began_at = began
+    def _begin(self, drain_seconds: float) -> None:
+        now = time.monotonic()
+        if not self.is_stopping or self.is_finishing:
+            self._began_at = now
+        self.deadline = min(self.deadline, now + drain_seconds)
 
     def fast_stop(self) -> None:
         self.is_fast = True
@@ -126,6 +135,11 @@ class Shutdown:
     @property
     def is_stopping(self) -> bool:
         return self._began_at > 0
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether the rank ends early, and takes its time: see ``finish``."""
+        return self.is_stopping and not self.cause and math.isinf(self.deadline)
 
     @property
     def has_failed(self) -> bool:
@@ -206,8 +220,8 @@ class Shutdown:
         waits = True
 
         def hurry() -> None:
-            if waits and self.is_fast and not limit.expired():
-                limit.reschedule(loop.time())
+            if waits and not limit.expired():
+                limit.reschedule(loop.time() + max(0.0, self.deadline - time.monotonic()))
 
         try:
             async with asyncio.timeout(max(0.0, self.deadline - time.monotonic())) as limit:

@@ -18,7 +18,7 @@ from loguru import logger
 
 from datatrove_ckpt.common.redaction import log_text
 from datatrove_ckpt.common.retrying import code_of_rank
-from datatrove_ckpt.errors import CkptError, Preempted, WaitsForBatches, causes
+from datatrove_ckpt.errors import CkptError, LimitReached, Preempted, WaitsForBatches, causes
 
 _DATATROVE = "datatrove.executor"
 _ROUTINE = (
@@ -118,7 +118,8 @@ def _patch(theirs: Callable[[Any], None] | None, record: Any) -> None:
         trace = "".join(traceback.format_exception(error)).rstrip()
         if own is None:
             record["message"] += f"\n{trace}"
-        elif isinstance(own, Preempted):  # the rank has said so, with what is saved: it is no error
+        elif isinstance(own, Preempted | LimitReached):
+            # The rank has said so, with what is saved: it is no error.
             hidden_as = "DEBUG"
         elif isinstance(own, WaitsForBatches):  # all is well
             hidden_as = "INFO"

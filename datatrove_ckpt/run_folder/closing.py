@@ -53,7 +53,7 @@ def closing_line(runner: RunnerPlan, root: Path, job: JobSums, started: float, c
     if errors:
         work += f" Lines with an error in the output: {errors} of {counts.written}."
     work += str(skipped)
-    if idle:
+    if idle and not runner.plan.incomplete(skip_completed=True):
         work += f" {idle} of {plural(job.ranks, 'task')} had no documents."
     work += f"{counts.odd_answers}{_attempts(job)}"
     work += OldRuns(runner.step.changed(accept_changes=True), runner.identity).unchecked

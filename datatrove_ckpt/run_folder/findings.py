@@ -779,6 +779,7 @@ def check_before_run(plan: RunPlan) -> None:
     note_steps(plan)
     for runner, root in plan.kept:
         note_output(root, runner.step.output_writer.output_folder.resolve_paths(""))
+        runner.step.limits.note(root)
         mirror = runner.step.checkpoints_remote_dir
         if mirror is not None and root.is_dir():
             from datatrove_ckpt.mirror.restore import upload_finished_ranks

@@ -16,6 +16,7 @@ from datatrove_ckpt.checkpoint.ledger import (
     find_ranks,
     read_rank,
 )
+from datatrove_ckpt.checkpoint.limits import noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import without_flag
 from datatrove_ckpt.config.paths import COMMAND_FILE
@@ -55,6 +56,7 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         now = time.time()
     state = RunState(place.what, place.is_copy, now)
     state.logs = place.logging_dir
+    state.limits = noted_limits(place.folder)
     if place.config:
         state.command = shlex.join(["datatrove-ckpt", "run", *place.given])
         state.tasks = place.tasks

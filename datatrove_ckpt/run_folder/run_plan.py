@@ -28,8 +28,9 @@ from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
 from datatrove_ckpt.common.retrying import naming_hub
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_name, step_place
+from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.output.folders import refuse_equal_folders, refuse_own_output, writers_of
 from datatrove_ckpt.output.writer_checks import check_rank_in_template
 from datatrove_ckpt.runner import InferenceRunner
@@ -230,6 +231,12 @@ class RunPlan:
         with naming_hub():  # a run looks there first
             found: list[int] = self._executor.get_incomplete_ranks(ranks, skip_completed)
         return found
+
+    def limit_reached(self) -> LimitReached | None:
+        """Returns the limit that keeps incomplete ranks from running."""
+        if self.incomplete(skip_completed=True):
+            return limit_reached(self._executor.pipeline)
+        return None
 
     def completed(self) -> list[int]:
         """Returns the ranks of this executor that have a marker, so that they do not run."""

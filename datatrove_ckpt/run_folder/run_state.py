@@ -31,6 +31,7 @@ from datatrove_ckpt.checkpoint.history import (
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, few
+from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, is_limit
 from datatrove_ckpt.checkpoint.numbers import (
     Buckets,
     Rates,
@@ -189,6 +190,7 @@ class RunState:
         identity: the settings that all ranks share.
         missing: ranks of the run that have no folder.
         gone: missing ranks that had committed chunks.
+        limits: of the last start; none if they are not known here.
         foreign: ranks with higher numbers than the run has. They are not counted.
         workers: the processes that have claimed ranks, or may do so.
         given_up: ranks that workers no longer try, with the causes.
@@ -211,6 +213,7 @@ class RunState:
     given_up: dict[int, str] = field(default_factory=dict)
     ranks: list[RankStatus] = field(default_factory=list)
     retries: list[RankStatus] = field(default_factory=list)
+    limits: Limits = field(default_factory=Limits)
     totals: Totals = field(default_factory=Totals)
     retried: Totals = field(default_factory=Totals)
     sampled: RunNumbers = field(default_factory=RunNumbers)
@@ -227,6 +230,14 @@ class RunState:
         found.rates += again.rates
         found.as_of = found.as_of or again.as_of
         return found
+
+    @property
+    def run_totals(self) -> RunTotals:
+        """Returns what ``limits`` compares."""
+        together = self.together
+        work = together.work
+        tokens = work.prompt_tokens + work.completion_tokens
+        return RunTotals(together.counts.written, tokens, work.cost)
 
     @property
     def causes(self) -> Counter[str]:
@@ -287,6 +298,7 @@ def to_json(state: RunState) -> bytes:
         "foreign": state.foreign,
         "workers": state.workers,
         "given_up": state.given_up,
+        "limits": state.limits,
         "totals": state.totals,
         "retried": state.retried,
         "sampled": state.sampled.work,
@@ -575,7 +587,7 @@ def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
         rank.need_attention("failed", f"{ago} on {attempt.host}: {attempt.what}")
     elif attempt.why == "stopped":
         rank.state = "interrupted"
-        if attempt.what != WAITS_FOR_BATCHES:
+        if attempt.what != WAITS_FOR_BATCHES and not is_limit(attempt.what):
             reason = f"{attempt.how_it_ended} {ago}; what it did is saved"
             rank.need_attention("interrupted", reason)
     else:

@@ -36,6 +36,8 @@ def topics(state: RunState) -> Iterator[tuple[str, str]]:
         if totals.paid:
             yield "paid", totals.paid + _whole_cost(state) + _ago(state)
         yield "attempts", _attempts(totals)
+    if state.limits:
+        yield "limits", "; ".join(state.limits.described(state.run_totals))
     sampled = state.sampled
     if sampled.work.requests:
         text = f"{sampled.at_least}{counted(sampled.work.requests, 'request')}"

@@ -38,10 +38,17 @@ from datatrove_ckpt.checkpoint.ledger import (
     read_rank,
     read_ranks,
 )
+from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import plural, repair_command
 from datatrove_ckpt.common.retrying import RetryPolicy, failure_line, file_system_call, http_status
-from datatrove_ckpt.errors import CheckpointError, ConfigError, OutputFailed, OutputMismatch
+from datatrove_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    LimitReached,
+    OutputFailed,
+    OutputMismatch,
+)
 from datatrove_ckpt.output.arrow_types import Schema
 from datatrove_ckpt.output.chunk_writing import misfits, read_schema
 from datatrove_ckpt.output.committed import (
@@ -122,6 +129,12 @@ class Report:
                 self.unfinished.append(problem)
             else:
                 self.problems.append(problem)
+
+    @property
+    def goal(self) -> LimitReached | None:
+        """Why the run is as finished as it shall be: ``until``."""
+        until = noted_limits(self.checkpoints).until
+        return Limits(until).reached(RunTotals(self.sums.counts.written))
 
     @property
     def recorded(self) -> str:

@@ -30,6 +30,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folder,
     retry_number,
 )
+from datatrove_ckpt.checkpoint.limits import read_paid
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
 from datatrove_ckpt.checkpoint.numbers import Buckets, DocumentCounts, Seconds
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
@@ -295,11 +296,11 @@ def test_a_second_connection_is_locked_out(tmp_path):
 CHUNK = Chunk(0, 0)
 
 
-def make_storage(folder, interval=None):
+def make_storage(folder, interval=None, **more):
     fence = RunClaim(folder, RunIdentity({})).take()
     log, cache = CommitLog(folder / "commits.jsonl"), RequestCache(folder / "cache")
     every = interval or Interval(60, SYNC_TUNING)
-    rank_files = RankFiles(folder, cache, log, fence, every, ResumePoint())
+    rank_files = RankFiles(folder, cache, log, fence, every, ResumePoint(), **more)
     return StorageThread(rank_files), rank_files
 
 
@@ -324,6 +325,20 @@ def test_what_was_queued_meanwhile_is_one_group_and_calls_run_in_order(tmp_path,
     storage.stop()
     assert storage.error is None
     assert (transactions, seen, storage.backlog_bytes) == ([10], [10], 0)
+
+
+def test_a_kill_before_the_history_has_a_line_loses_none_of_what_is_paid(tmp_path):
+    _, rank_files = make_storage(tmp_path, keeps_paid=True)
+    rank_files.own.prompt_tokens = 5
+    rank_files.own.cost = 7
+    rank_files.write([request(0)], {})
+    rank_files.own.cost = 8  # an answer that was not written
+    rank_files.cache.close()
+    _, again = make_storage(tmp_path)
+    again.own.cost = 1
+    assert again.paid == (5, 0, 8)
+    (tmp_path / "paid").write_bytes(b"damaged")
+    assert read_paid(tmp_path / "paid") == (0, 0, 0)
 
 
 def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):

@@ -255,7 +255,10 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch,
     ("line", "found"),
     [
         ("datatrove-ckpt rep", "repair report"),
-        ("datatrove-ckpt run job.yaml --max-t", "--max-tokens --max-tokens-per-part"),
+        (
+            "datatrove-ckpt run job.yaml --max-t",
+            "--max-tokens --max-tokens-per-part --max-total-tokens",
+        ),
         ("datatrove-ckpt run --js", "--json-schema"),
         ("datatrove-ckpt run --tex", "--text-key --texts-per-request"),
         ("datatrove-ckpt run --che", "--checkpoints-remote-dir"),

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from datatrove_ckpt.errors import Preempted
+from datatrove_ckpt.errors import GoalReached, Preempted
 from datatrove_ckpt.process.shutdown import Shutdown
 
 
@@ -41,6 +41,18 @@ def test_a_failure_aborts_and_the_first_one_counts():
     assert str(shutdown.failure) == "first"
     assert shutdown.aborted
     assert not shutdown.is_requested
+
+
+async def test_what_finishes_takes_its_time_until_a_signal_comes():
+    shutdown = Shutdown(0.01)
+    shutdown.finish(GoalReached())
+    assert shutdown.is_stopping
+    assert shutdown.is_finishing
+    assert await shutdown.wait_for(asyncio.sleep(0.05))
+    threading.Timer(0.01, shutdown.request, ["SIGTERM"]).start()
+    assert not await shutdown.wait_for(asyncio.sleep(600))
+    assert not shutdown.is_finishing
+    assert isinstance(shutdown.failure, GoalReached)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,249 @@
+"""``until``, ``max_cost`` and ``max_total_tokens``: where a run stops.
+
+The tasks of a run do not talk to each other. Each adds to its own numbers, which it knows exactly,
+what the others have written to their folders:
+
+    written documents    commits.jsonl: so they are in the output files
+    tokens and cost      the file ``paid``; of a task that is complete, or that is known from its
+                         mirror, the last progress line of history.jsonl
+
+Both only grow, so a limit that one process has seen reached stays reached.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.history import Progress, read_latest
+from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID, is_rank, retry_folders
+from datatrove_ckpt.checkpoint.lines import explained, seal, unseal
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import plural, plural_is
+from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.errors import CkptError, GoalReached, LimitReached
+
+_FILE = "limits.json"
+
+
+class RunTotals(NamedTuple):
+    """Documents in the output files, tokens of all answers, and their ``cost`` in billionths."""
+
+    written: int = 0
+    tokens: int = 0
+    cost: int = 0
+
+    def plus(self, other: RunTotals) -> RunTotals:
+        return RunTotals(*map(sum, zip(self, other, strict=True)))
+
+    @property
+    def documents(self) -> str:
+        return f"{plural_is(self.written, 'document')} in the output files."
+
+    def or_more(self, other: RunTotals) -> RunTotals:
+        return RunTotals(*map(max, zip(self, other, strict=True)))
+
+
+NO_TOTALS = RunTotals()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The settings of an ``InferenceRunner``. ``max_cost``: in the currency of ``prices``."""
+
+    until: int | None = None
+    max_cost: float | None = None
+    max_total_tokens: int | None = None
+
+    def __bool__(self) -> bool:
+        return self != Limits()
+
+    def reached(self, totals: RunTotals) -> LimitReached | None:
+        """Returns the first limit that is reached, ``until`` before the others."""
+        if self.until is not None and totals.written >= self.until:
+            return GoalReached(
+                f"{self.until} is reached: {totals.documents} {_MORE}",
+                setting="until",
+                changes=[{"until": 2 * self.until}],
+            )
+        if self.max_cost is not None and totals.cost >= 1e9 * self.max_cost:
+            return LimitReached(
+                f"{self.max_cost:g} is reached: the answers cost {totals.cost / 1e9:.6g}, and "
+                f"{totals.documents} {_MORE}",
+                setting="max_cost",
+                changes=[{"max_cost": f"{2 * self.max_cost:g}"}],
+            )
+        if self.max_total_tokens is not None and totals.tokens >= self.max_total_tokens:
+            return LimitReached(
+                f"{self.max_total_tokens} is reached: the answers took "
+                f"{plural(totals.tokens, 'token')}, and {totals.documents} {_MORE}",
+                setting="max_total_tokens",
+                changes=[{"max_total_tokens": 2 * self.max_total_tokens}],
+            )
+        return None
+
+    def described(self, totals: RunTotals) -> Iterator[str]:
+        """Yields how far each limit is."""
+        if self.until is not None:
+            yield f"until: {totals.written:,} of {self.until:,} documents"
+        if self.max_cost is not None:
+            yield f"max_cost: {totals.cost / 1e9:.6g} of {self.max_cost:g}"
+        if self.max_total_tokens is not None:
+            yield f"max_total_tokens: {totals.tokens:,} of {self.max_total_tokens:,}"
+
+    def note(self, root: Path) -> None:
+        """Writes the limits beside the tasks' folders, for commands that only read the run.
+
+        Raises:
+            StorageFailed: the disk refuses it.
+        """
+        if self == noted_limits(root):
+            return
+        path = root / _FILE
+        files.disk.make_dirs(root)
+        with explained("write", path):
+            if self:  # in its place: tasks that start together write the same
+                path.write_bytes(orjson.dumps(asdict(self)))
+            else:
+                path.unlink(missing_ok=True)
+
+
+def is_limit(cause: str) -> bool:
+    """Whether a limit stopped an attempt, by the ``what`` of its ``End``."""
+    return cause.partition(":")[0] in asdict(Limits())
+
+
+_MORE = "What is finished is saved. The same command with a higher limit goes on."
+
+
+def noted_limits(root: Path) -> Limits:
+    """Returns the limits of the last start. They are hints: a damaged file has none."""
+    with suppress(OSError, ValueError, TypeError):
+        content: JsonObject = orjson.loads((root / _FILE).read_bytes())
+        return Limits(**content)
+    return Limits()
+
+
+class Paid(NamedTuple):
+    """What all attempts of a rank have paid: tokens, and ``cost`` in billionths."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: int = 0
+
+    def at_least_in(self, work: WorkCounts) -> WorkCounts:
+        """Returns ``work`` with at least these numbers."""
+        return replace(
+            work,
+            prompt_tokens=max(self.prompt_tokens, work.prompt_tokens),
+            completion_tokens=max(self.completion_tokens, work.completion_tokens),
+            cost=max(self.cost, work.cost),
+        )
+
+    def totals(self, written: int) -> RunTotals:
+        return RunTotals(written, self.prompt_tokens + self.completion_tokens, self.cost)
+
+
+class PaidFile:
+    """``paid`` of a rank, written over at each group of answers: a kill loses none of it, and other
+    tasks read it. A power loss leaves what the history has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE)
+
+    def write(self, paid: Paid) -> None:
+        os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(_PAID_BYTES), 0)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+_PAID_BYTES = 200
+
+
+def read_paid(path: Path) -> Paid:
+    """Returns zeros if there is no file, or it is damaged: then only the history knows."""
+    with suppress(OSError, ValueError, TypeError):
+        body = unseal(path.read_bytes().rstrip(b" "))
+        if body is not None:
+            return Paid(**orjson.loads(body))
+    return Paid()
+
+
+@dataclass
+class _RankTotals:
+    """How far a rank is, as its files say. Only what is new is read."""
+
+    folder: Path
+    totals: RunTotals = NO_TOTALS
+    _stamps: tuple[object, ...] = ()
+    _written: int = 0
+    _read: int = 0
+    _last: bytes = b""
+
+    def look(self) -> None:
+        stamps = tuple(_stamp(self.folder / name) for name in (COMMITS, HISTORY, PAID))
+        if stamps == self._stamps:
+            return
+        self._read_commits()
+        latest = read_latest(self.folder / HISTORY) or Progress()
+        total = latest.total
+        noted = RunTotals(0, total.prompt_tokens + total.completion_tokens, total.cost)
+        paid = read_paid(self.folder / PAID)
+        self.totals = paid.totals(self._written).or_more(noted)
+        self._stamps = stamps
+
+    def _read_commits(self) -> None:
+        path = self.folder / COMMITS
+        with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
+            file.seek(self._read - len(self._last))
+            if file.read(len(self._last)) != self._last:  # another file of this name
+                file.seek(0)
+                self._read = self._written = 0
+            for line in file:
+                body = unseal(line)
+                if body is None:  # it is being written
+                    break
+                self._written += orjson.loads(body)["tally"]["written"]
+                self._read += len(line)
+                self._last = line
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_ino, found.st_size, found.st_mtime_ns
+    return ()
+
+
+@dataclass
+class TotalsReader:
+    """How far the ranks below a folder are, and their retries of dead letters."""
+
+    root: Path
+    _ranks: dict[str, _RankTotals] = field(default_factory=dict)
+
+    def read(self) -> dict[str, RunTotals]:
+        """Returns the totals by folder, such as "00000" or "retry-00001/00000"."""
+        found = {}
+        for name in self._names():
+            rank = self._ranks.setdefault(name, _RankTotals(self.root / name))
+            with suppress(CkptError, OSError):  # what was read before still holds
+                rank.look()
+            found[name] = rank.totals
+        return found
+
+    def _names(self) -> Iterator[str]:
+        for folder in (self.root, *retry_folders(self.root)):
+            prefix = "" if folder == self.root else f"{folder.name}/"
+            with suppress(OSError):
+                names = os.listdir(folder)  # noqa: PTH208 (speed)
+                yield from (f"{prefix}{name}" for name in sorted(names) if is_rank(name))

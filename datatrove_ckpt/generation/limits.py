@@ -1,0 +1,173 @@
+"""Stops a task when the run has reached ``until``, ``max_cost`` or ``max_total_tokens``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from loguru import logger
+
+from datatrove_ckpt.checkpoint.interval import Interval, Tuning
+from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID
+from datatrove_ckpt.checkpoint.limits import NO_TOTALS, RunTotals, TotalsReader
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
+from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
+from datatrove_ckpt.generation.step import Step
+from datatrove_ckpt.process.shutdown import Shutdown
+
+# A look at 10,000 tasks takes 0.1 s on a local disk, and seconds on others.
+_LOOKS = Tuning(share=0.02, shortest=0.1, longest=60.0, first=1.0)
+_OWN_LOOK_SECONDS = 0.01
+
+
+class RunReader:
+    """How far all tasks of a run are, here and on the mirror. Tasks of a process share it."""
+
+    def __init__(self, root: Path, mirror: str | None) -> None:
+        self.root = root
+        self._local = TotalsReader(root)
+        self._copies: list[MirrorCopy] = []
+        if mirror is not None:
+            self._copies.append(MirrorCopy(mirror))
+        self._guard = threading.Lock()
+        self._interval = Interval("auto", _LOOKS)
+        self._next_look = 0.0
+        self._found: dict[str, RunTotals] = {}
+
+    def read(self, without: str = "", anew: bool = True) -> RunTotals:
+        """Returns the sums over all tasks.
+
+        Args:
+            without: the folder of a task that is not counted.
+            anew: looks now; else the last look may do.
+
+        Raises:
+            CkptError: the mirror cannot be read.
+        """
+        with self._guard:
+            if anew or time.monotonic() >= self._next_look:
+                started = time.monotonic()
+                self._look()
+                ended = time.monotonic()
+                self._interval.took(ended - started)
+                self._next_look = ended + self._interval.seconds
+            found = self._found
+        sums = NO_TOTALS
+        for name, totals in found.items():
+            if name != without:
+                sums = sums.plus(totals)
+        return sums
+
+    def _look(self) -> None:
+        found = self._local.read()
+        for copy in self._copies:
+            for name, totals in copy.read().items():
+                found[name] = totals.or_more(found.get(name, NO_TOTALS))
+        self._found = found
+
+
+class MirrorCopy:
+    """A copy of what a mirror says of its tasks, brought up to date at each ``read``."""
+
+    def __init__(self, url: str) -> None:
+        from datatrove_ckpt.mirror.restore import MirrorReader
+
+        self._folder = TemporaryDirectory(prefix="datatrove-ckpt-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        self._mirror = MirrorReader(url, folder, _is_wanted)
+        self._copied = TotalsReader(folder)
+
+    def read(self) -> dict[str, RunTotals]:
+        self._mirror.refresh()
+        return self._copied.read()
+
+
+def _is_wanted(name: str, size: int) -> bool:
+    return name in (COMMITS, HISTORY, PAID)
+
+
+@lru_cache(8)
+def _reader(root: Path, mirror: str | None, pid: int) -> RunReader:
+    return RunReader(root, mirror)
+
+
+def _reader_of(step: Step) -> RunReader:
+    root = Path(str(step.checkpoints_local_dir))
+    with suppress(ConfigError):  # the node that starts jobs may not know a variable of theirs
+        root = step.checkpoints_root
+    return _reader(root, step.checkpoints_remote_dir, os.getpid())
+
+
+def limit_reached(steps: Iterable[object]) -> LimitReached | None:
+    """Returns the first limit that the run of a pipeline has reached.
+
+    Raises:
+        CkptError: a mirror cannot be read.
+    """
+    for step in steps:
+        if isinstance(step, Step) and step.limits:
+            totals = _reader_of(step).read()
+            reached: LimitReached | None = step.limits.reached(totals)
+            if reached is not None:
+                return reached
+    return None
+
+
+@dataclass(eq=False)
+class LimitWatch:
+    """How far the run is from its limits, for one task.
+
+    Attributes:
+        others: what the other tasks have, as of the last look.
+    """
+
+    step: Step
+    checkpoint: OpenCheckpoint
+    shutdown: Shutdown
+    others: RunTotals = NO_TOTALS
+
+    def __post_init__(self) -> None:
+        self._limits = self.step.limits
+        self.is_on = bool(self._limits)
+
+    def may_suffice(self) -> bool:
+        """Whether ``until`` is reached if each document in work is written, but for the one that
+        would begin another chunk. It waits: that chunk may never be whole.
+        """
+        until = self._limits.until
+        if until is None:
+            return False
+        return self.others.written + self.checkpoint.most_written > until
+
+    def look(self) -> None:
+        """Stops the task if the run has reached a limit, and the task is not about to be
+        complete. On the event loop, after each answer and from time to time.
+        """
+        if self.is_on:
+            reached = self._limits.reached(self.others.plus(self.checkpoint.totals))
+            if reached is not None and not self.checkpoint.all_committed:
+                self.shutdown.finish(reached)
+
+    async def keep_looking(self) -> None:
+        reader = _reader_of(self.step)
+        name = str(self.checkpoint.folder.relative_to(reader.root))
+        warned = ""
+        while True:
+            try:
+                self.others = await asyncio.to_thread(reader.read, name, anew=False)
+            except CkptError as error:
+                if not warned:
+                    warned = str(error)
+                    logger.warning(f"How far other tasks are is not known: {warned}")
+            looked = time.monotonic()
+            while time.monotonic() < looked + _LOOKS.shortest:
+                self.look()
+                await asyncio.sleep(_OWN_LOOK_SECONDS)

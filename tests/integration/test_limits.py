@@ -1,0 +1,304 @@
+"""``until``, ``max_cost`` and ``max_total_tokens``: where a run ends, and how it goes on.
+
+The server is the ledger: what it has answered is what was paid.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached
+from datatrove_ckpt.executors.local import LocalPipelineExecutor
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.testing import FakeServer, outputs
+from tests import processes
+from tests.jobs import ask, ids, run_job, runner
+from tests.kept import answers_kept
+from tests.patience import until
+from tests.yaml_jobs import endpoint, job_yaml, write_tasks
+
+TASKS, DOCUMENTS, CHUNK, AT_ONCE = 3, 8, 2, 4
+PRICES = "prices: {prompt: 100000, completion: 200000}"
+USAGE = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+COST, TOKENS = 2, 15
+"""Of each answer."""
+
+
+@pytest.fixture
+def server():
+    with FakeServer() as running:
+        running.usage = USAGE
+        yield running
+
+
+def write(server, tasks=TASKS, documents=DOCUMENTS, chunk=CHUNK, executor=""):
+    config = f"{endpoint(server)}, max_concurrent_generations: {AT_ONCE}, {PRICES}"
+    more = f"          records_per_chunk: {chunk}\n          drain_seconds: 0\n"
+    text = (job_yaml(config, tasks) + more).replace("workers: 1\n", f"workers: 1\n{executor}")
+    Path("job.yaml").write_text(text)
+    write_tasks(Path.cwd(), tasks, documents)
+
+
+def flag(name, value):
+    return f"--pipeline.1.{name}={value}"
+
+
+def written():
+    return sum(content.count(b"\n") for content in outputs(Path("output")).values())
+
+
+def completed():
+    return len(list(Path("logs/completions").glob("*")))
+
+
+def paid(command):
+    status = json.loads(command("status", "checkpoints", "--json").out)
+    work = status["totals"]["work"]
+    return work["cost"] / 1e9, work["prompt_tokens"] + work["completion_tokens"]
+
+
+@pytest.mark.matrix("worker", [(), ("--worker",)])
+def test_until_ends_the_run_well_and_a_higher_one_goes_on(server, command, here, worker):
+    write(server)
+    for goal in (5, 5, 13):
+        asked = server.asked.total()
+        said = command("run", "job.yaml", *worker, flag("until", goal))
+        assert f"until: {goal} is reached: " in said
+        assert flag("until", 2 * goal) in said
+        assert goal <= written() < goal + CHUNK
+        assert server.asked.total() == written(), "no chunk is left half done"
+        assert completed() == goal // (DOCUMENTS + 1), "no task is complete that was cut short"
+    assert asked < written(), "5, again, asks nothing"
+    assert "no problem, 2 things not finished (until is reached)" in command(
+        "verify", "checkpoints", "--full"
+    )
+    said = command("status", "checkpoints")
+    assert "until: 14 of 13 documents" in said
+    assert "No task needs attention" in said
+    assert "Nothing runs. until: 13 is reached" in said
+    command("export", "checkpoints", "all.jsonl")
+    assert Path("all.jsonl").read_bytes().count(b"\n") == 14
+    command("run", "job.yaml")
+    assert not Path("checkpoints/limits.json").exists()
+    assert {*server.asked.values()} == {1}
+    assert server.asked.total() == written() == TASKS * DOCUMENTS
+
+
+@pytest.mark.matrix(
+    ("name", "value", "each", "worker"),
+    [
+        ("max_cost", 20, COST, ()),
+        ("max_total_tokens", 150, TOKENS, ()),
+        ("max_cost", 20, COST, ("--worker",)),
+    ],
+)
+def test_money_and_tokens_end_the_run_with_exit_code_4(
+    server, command, here, name, value, each, worker
+):
+    write(server)
+    server._delay = lambda payload, times: 0.01
+    said = command("run", "job.yaml", *worker, flag(name, value), code=4)
+    answers = server.asked.total()
+    assert said.err.rstrip().splitlines()[-2].startswith(f"{name}: {value} is reached: ")
+    assert flag(name, 2 * value) in said
+    assert value <= answers * each <= value + AT_ONCE * each
+    assert paid(command) == (answers * COST, answers * TOKENS)
+    command("run", "job.yaml", *worker, flag(name, value), code=4)
+    assert server.asked.total() == answers
+    assert f"{name}: " in command("status", "checkpoints")
+    assert "2 things" in command("verify", "checkpoints", code=3)
+    command("run", "job.yaml", flag(name, 1000 * value))
+    assert {*server.asked.values()} == {1}, "the drain takes its time, with drain_seconds: 0"
+    assert paid(command) == (server.asked.total() * COST, server.asked.total() * TOKENS)
+
+
+def test_until_counts_what_is_written(server, tmp_path):
+    async def every_second(document, generate):
+        return await ask(document, generate) if int(document.id[3:]) % 2 else None
+
+    with pytest.raises(GoalReached, match="until: 5 is reached: 5 documents"):
+        run_job(tmp_path, server, 40, every_second, until=5)
+    assert ids(tmp_path) == [f"id {number}" for number in (1, 3, 5, 7, 9)]
+    run_job(tmp_path, server, 40, every_second)
+    assert len(ids(tmp_path)) == 20
+    run_job(tmp_path / "whole", server, 4, until=4)  # no error: all is done
+
+
+def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
+    write_tasks(here, 2, DOCUMENTS)
+    first = LocalPipelineExecutor(
+        [JsonlReader("input"), runner(here / "a", server, until=4)], 2, 1, logging_dir="a/logs"
+    )
+    second = LocalPipelineExecutor(
+        [JsonlReader("a/output"), runner(here / "b", server)], 1, 1, logging_dir="b/logs"
+    )
+    second.depends = first
+    second.run()
+    assert len(ids(here / "b")) == 4
+    first.pipeline[1] = first.pipeline[1].changed(until=None, max_total_tokens=30)
+    with pytest.raises(LimitReached):
+        first.run()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"max_cost": 1}, "max_cost: needs the prices of a million tokens. Add "),
+        ({"until": 0}, "until: 0 is not a whole number >= 1"),
+        ({"until": 5, "checkpoints_local_dir": None}, "until: needs checkpoints_local_dir"),
+        ({"until": 5, "config": {"provider_batches": True}}, "until: cannot stop provider_batches"),
+    ],
+)
+def test_limits_that_cannot_work_are_refused(server, tmp_path, more, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        runner(tmp_path, server, **more)
+
+
+def test_chunks_of_the_short_form_are_a_tenth_of_until_and_stay(server, command, here):
+    write_tasks(here, 1, 30)
+    words = ["--run-folder", "run", "--input", "input", "--model", "fake", "--endpoint"]
+    job = ("run", *words, server.url, "--prompt", "Say {text}")
+    command(*job, "--until", 20)
+    assert {len(one.splitlines()) for one in outputs(here / "run/output").values()} == {2}
+    command(*job)
+    assert len(outputs(here / "run/output")) == 15
+
+
+# Kills: at any moment, and at moments when what the server has answered is on the disk, so that its
+# ledger is known to the answer.
+
+KILLS, STEP, DELAY = 200, 60, 0.03
+
+
+class Workers:
+    """``run --worker`` with real processes, which are killed and replaced.
+
+    ``kind``: "one" or "four" at a time; "late": up to four, which come when chance has it.
+    """
+
+    def __init__(self, server, limit, kind, seed):
+        self.limit = limit
+        self.kills = 0
+        self.chance = random.Random(seed)
+        self._server = server
+        self._kind = kind
+        self._alive = []
+        self._codes = Counter()
+
+    def run(self, code):
+        """Until all have ended by themselves, with this exit code."""
+        self._codes.clear()
+        self._start()
+        while self._alive:
+            due = self._server.billed + self.chance.randrange(1, 25)
+            until(lambda due=due: self._server.billed >= due or self._ended())
+            for process in self._ended():
+                said = process.communicate()[0]
+                assert process.returncode == code, said
+                self._codes[code] += 1
+                self._alive.remove(process)
+            if self._alive and not self._codes and self.kills < KILLS:
+                self._kill()
+                self._start()
+
+    def _ended(self):
+        return [process for process in self._alive if process.poll() is not None]
+
+    def _start(self):
+        wanted = {"one": 1, "four": 4}.get(self._kind) or self.chance.randrange(1, 5)
+        command = [sys.executable, "-m", "datatrove_ckpt", "run", "job.yaml", "--worker"]
+        while len(self._alive) < wanted:
+            self._alive.append(processes.start([*command, self.limit]))
+
+    def _kill(self):
+        victim = self.chance.choice(self._alive)
+        with self._server.before_a_kill():
+            os.killpg(victim.pid, signal.SIGKILL)
+            victim.communicate()
+        self._alive.remove(victim)
+        self.kills += 1
+
+
+class Ledger(FakeServer):
+    """Counts what it has answered. ``quiet``: a kill comes when all of that is on the disk; what is
+    asked meanwhile gets no answer, and is not billed.
+    """
+
+    def __init__(self, quiet):
+        super().__init__(self._bill, self._refuse, self._come)
+        self.billed = 0
+        self.questions = Counter()
+        self._came = self._passed = 0
+        self.usage = USAGE
+        self._quiet = quiet
+        self._is_paused = False
+
+    def _bill(self, payload, times):
+        self.billed += 1
+        self.questions[payload["messages"][-1]["content"]] += 1
+        return "an answer"
+
+    def _come(self, payload, times):
+        self._came += 1
+        return DELAY
+
+    def _refuse(self, payload, times):
+        self._passed += 1
+        return 503 if self._is_paused else None
+
+    @contextmanager
+    def before_a_kill(self):
+        self._is_paused = self._quiet
+        if self._quiet:
+            until(lambda: answers_kept(Path("checkpoints")) == self.billed)
+        yield
+        came = self._came
+        until(lambda: self._passed >= came)  # what the victim has asked is refused, too
+        self._is_paused = False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one", "four", "late"])
+@pytest.mark.parametrize(
+    ("name", "code"), [("until", 0), ("max_cost", 4)], ids=["until", "max_cost"]
+)
+def test_limits_hold_under_kills(command, here, name, code, kind):
+    with Ledger(quiet=name == "max_cost") as server:
+        write(server, 6, 3000, 5, executor="    ranks_at_once: 2\n    max_rank_attempts: 99\n")
+        workers = Workers(server, "", kind, f"{name} {kind}")
+        most = 0
+        goal = 0
+        at_once = {"one": 2, "four": 8, "late": 8}[kind]
+        while workers.kills < KILLS:
+            goal += STEP
+            workers.limit = flag(name, goal * (COST if name == "max_cost" else 1))
+            workers.run(code)
+            done = server.billed if name == "max_cost" else written()
+            assert done >= goal
+            most = max(most, done - goal)
+            cost, tokens = paid(command)
+            lost = server.billed * COST - cost
+            assert 0 <= lost <= (0 if name == "max_cost" else workers.kills * 2 * AT_ONCE * COST)
+            assert tokens * COST == cost * TOKENS
+        # A chunk for each task at work, and what comes until they see each other's commits.
+        assert most <= at_once * (5 + AT_ONCE * 0.5 / DELAY)
+        rows = [
+            json.loads(line)
+            for one in outputs(Path("output")).values()
+            for line in one.splitlines()
+        ]
+        assert max(Counter(row["id"] for row in rows).values()) == 1
+        if name == "max_cost":
+            assert {*server.questions.values()} == {1}, "nothing is paid twice"
+        each = Counter(row["id"].partition(" ")[0] for row in rows)
+        whole = [str(int(path.name)) for path in Path("logs/completions").glob("*")]
+        assert [each[task] for task in whole] == [3000] * len(whole)
+        command("verify", "checkpoints", "--full", code=0 if name == "until" else 3)

@@ -72,6 +72,10 @@ OTHER = {
     "on_cut_off": "drop",
     "on_loop": {"retry": 2, "temperature": 0.9},
     "on_refusal": "dead_letter",
+    "refusals": ["no"],
+    "until": 1000,
+    "max_cost": 1000.0,
+    "max_total_tokens": 1000,
     # of the runner
     "rollout_fn": another,
     "output_writer": lambda job: other_writer(job.folder),
@@ -135,6 +139,8 @@ class Job:
         elif changed is not None:
             usual = arguments.get(changed, RUNNER[changed].default)
             arguments[changed] = self._other(changed, usual)
+        if changed == "max_cost":
+            config["prices"] = {"prompt": 1}
         return InferenceRunner(config=InferenceConfig(**config), **arguments)
 
     def _other(self, name, usual):

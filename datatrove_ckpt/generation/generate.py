@@ -6,10 +6,10 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import orjson
@@ -57,6 +57,8 @@ from datatrove_ckpt.errors import (
     named,
 )
 from datatrove_ckpt.generation.batches import Batches
+from datatrove_ckpt.generation.calls import Call, Calls
+from datatrove_ckpt.generation.calls import result_of as result_of_call
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
@@ -156,6 +158,7 @@ class RankRequests:
         }
         self.model = next(iter(self.models.values()))
         self.quality = Quality()
+        self.calls = Calls(self.observer.own)
         self.waiting = 0
         self.documents: dict[int, asyncio.Task[None]] = {}
         self.all_started = False
@@ -210,6 +213,13 @@ class Answers:
         self.tokens: list[int] = []
         self.reasons: dict[str, int] = {}
         self._rank = rank
+
+    def key(self, rollout_idx: int, digest: str) -> AnswerKey:
+        """Counts equal requests of a rollout."""
+        request = rollout_idx, digest
+        occurrence = self.occurrences.get(request, 0)
+        self.occurrences[request] = occurrence + 1
+        return AnswerKey(rollout_idx, digest, occurrence)
 
     async def cached(self) -> dict[AnswerKey, Answer]:
         """Returns what earlier attempts have kept."""
@@ -405,9 +415,7 @@ class Requests:
             digest = self._digest(sent, way)
         except ConfigError as error:
             raise _failed(error, payload) from error
-        request = rollout_idx, digest
-        key = AnswerKey(rollout_idx, digest, answers.occurrences.get(request, 0))
-        answers.occurrences[request] = key.occurrence + 1
+        key = answers.key(rollout_idx, digest)
         if config.seed is not None and generates and "seed" not in sent:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way))
@@ -685,6 +693,44 @@ class Requests:
         rank.checkpoint.put_answer(answers.slot, answers.doc_id, key, answer)
         if rank.checkpoint.congested:
             await rank.wait_for_storage()
+
+    async def once(
+        self,
+        name: str,
+        function: Callable[..., object],
+        /,
+        *args: object,
+        time_limit: float | None = None,
+        keep_errors: type[Exception] | tuple[type[Exception], ...] = (),
+        **kwargs: object,
+    ) -> Any:
+        """See ``rollouts.Generate``."""
+        rank = self._rank
+        answers = self._answers
+        if answers.have_ended:
+            await wait_until_cancelled()
+        call = Call(name, function, args, kwargs, time_limit, keep_errors)
+        try:
+            digest = call.digest
+        except TypeError as error:
+            await self._refused(
+                f"the arguments of generate.once({name!r}, ...) tell calls apart, so they must be "
+                f"JSON: {error}. Give the function what is no JSON in another way"
+            )
+        key = answers.key(self._rollout_idx, digest)
+        if answers.slot.cached:
+            saved = (await answers.cached()).get(key)
+            if saved is not None and saved.result is not None:
+                return result_of_call(saved.result)
+        answers.request_started()
+        try:
+            if rank.shutdown.is_stopping:
+                await wait_until_cancelled()
+            result = await rank.calls.make(call)
+        finally:
+            answers.request_finished()
+        await self._keep(key, Answer(result, None))
+        return result_of_call(result)
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).

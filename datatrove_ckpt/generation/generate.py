@@ -6,7 +6,8 @@ A server's answer is cached. Everything here runs on the event loop of ``schedul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
@@ -56,6 +57,7 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
+from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.calls import Call, Calls
 from datatrove_ckpt.generation.calls import result_of as result_of_call
@@ -186,6 +188,7 @@ class Answers:
         failure: stops the rank.
         hashes, payloads: of the last request of each rollout.
         requests: of each rollout, those that ended.
+        found: of each rollout, its requests and calls that earlier attempts have kept.
         tokens: prompt and completion tokens of each answer in turn.
         failed: requests without an answer.
         order, is_suspect: see ``attempts.Request``.
@@ -210,6 +213,7 @@ class Answers:
         self.hashes = [""] * rollouts
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
+        self.found = [0] * rollouts
         self.tokens: list[int] = []
         self.reasons: dict[str, int] = {}
         self._rank = rank
@@ -434,6 +438,7 @@ class Requests:
                 result = await self._send(key, body, sent, payload, way, answer)
             else:
                 self._count_cached(result)
+                answers.found[rollout_idx] += 1
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
@@ -721,6 +726,7 @@ class Requests:
         if answers.slot.cached:
             saved = (await answers.cached()).get(key)
             if saved is not None and saved.result is not None:
+                answers.found[self._rollout_idx] += 1
                 return result_of_call(saved.result)
         answers.request_started()
         try:
@@ -731,6 +737,19 @@ class Requests:
             answers.request_finished()
         await self._keep(key, Answer(result, None))
         return result_of_call(result)
+
+    @asynccontextmanager
+    async def url(self) -> AsyncIterator[str]:
+        """See ``rollouts.Generate``."""
+        answers = self._answers
+        async with serve(self) as base_url:
+            yield base_url
+        if not answers.slot.cached:
+            return
+        number = self._rollout_idx
+        kept = sum(key.rollout_idx == number for key in await answers.cached())
+        if kept > answers.found[number] < answers.requests[number]:
+            _warn_of_other_prompts(answers.doc_id)
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
@@ -805,6 +824,15 @@ class Requests:
                 wrong = wrong or f"generate.{name} takes texts, and not a {type(text).__name__}"
         if wrong:
             await self._refused(wrong)
+
+
+@lru_cache(maxsize=3)
+def _warn_of_other_prompts(document: str) -> None:
+    logger.warning(
+        f"Document {document!r}: its agent has not asked for answers that an earlier attempt has "
+        "saved, and has asked other questions, which were paid for. Are time or random numbers in "
+        "its prompts?"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -182,6 +183,15 @@ class Generate(Protocol):
             CallFailed: an error that is kept.
             TimeoutError: the call took too long.
             DocumentNotSerializable: the result is too large, or no JSON.
+        """
+
+    def url(self) -> AbstractAsyncContextManager[str]:
+        """Serves an OpenAI-compatible address, for agents that take a ``base_url``; any key will
+        do. What is asked there (chat, completions, other paths) is a request of this document for
+        the model of the run. Streams are replayed from whole answers.
+
+        An agent that blocks belongs into a thread (``asyncio.to_thread``). One that puts the time
+        into its prompts asks, and pays, again after a kill.
         """
 
 

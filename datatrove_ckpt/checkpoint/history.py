@@ -7,8 +7,8 @@ the attempt, from 1: the owner's fence in ``run.json``).
     k           keys
     start       host, pid, job (of Slurm, or null), v (our version)
     server      what, name, url (without secrets, or null), why
-    progress    s, d, r, len, c, all, own, err, own_err, tier, own_tier, q, cap, w, out, pos, skip:
-                see ``Progress``
+    progress    s, d, r, len, c, all, own, err, q, cap, w, out, pos, skip, tier, call, failed, ms,
+                and own_ of err and of the last four: see ``Progress``
     spread      ms, pt, ct, bad: see ``Spread``
     end         why, what
 
@@ -183,9 +183,9 @@ class Progress(_Record):
             and tokens, cached answers included ("d", and, if any, "r" and "len" for reasons and
             lengths). Exact after any kills.
         chunks: committed chunks of all attempts ("c").
-        total: what all attempts did ("all", "err" and "tier"), without the last minute of killed
+        total: what all attempts did ("all", "err", "tier", ...), without the last minute of killed
             attempts.
-        own: what this attempt did ("own", "own_err" and "own_tier").
+        own: what this attempt did ("own", "own_err", "own_tier", ...).
         places: requests that the servers have room for ("cap", if any).
         in_flight: requests at a server ("q", with the next two).
         waiting: requests that wait for a server, a free slot or their next attempt.
@@ -225,8 +225,9 @@ class Progress(_Record):
             "out": list(self.silence if self.silence.model else self.silence[:3]),
             "pos": list(self.position),
         }
-        if self.total.tiers:
-            found |= {"tier": self.total.tiers, "own_tier": self.own.tiers}
+        for key, name in _COUNTERS.items():
+            if counter := getattr(self.total, name):
+                found |= {key: counter, f"own_{key}": getattr(self.own, name)}
         if self.documents.reasons:
             found["r"] = dict(self.documents.reasons.most_common(_MAX_KINDS))
         if self.documents.lengths:
@@ -261,10 +262,21 @@ class Progress(_Record):
         )
 
 
+_COUNTERS = {
+    "tier": "tiers",
+    "call": "calls",
+    "failed": "failed_calls",
+    "ms": "call_milliseconds",
+}
+"""Of ``WorkCounts``, by their keys; a key is left out while nothing is counted."""
+
+
 def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
     errors = _named_counts(data[f"{prefix}err"])
-    tiers = _named_counts(data.get(f"{prefix}tier", {}))
-    return WorkCounts.of_numbers(data[numbers], errors=errors, tiers=tiers)
+    others = {
+        name: _named_counts(data.get(f"{prefix}{key}", {})) for key, name in _COUNTERS.items()
+    }
+    return WorkCounts.of_numbers(data[numbers], errors=errors, **others)
 
 
 @dataclass(slots=True, kw_only=True)

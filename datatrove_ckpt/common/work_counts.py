@@ -73,6 +73,7 @@ class WorkCounts(Added):
         reasoning_tokens: those among the completion tokens.
         cost: of the answers, in billionths, at the ``prices`` of the config.
         tiers: answers by the ``service_tier`` that the server names.
+        calls, failed_calls, call_milliseconds: of ``generate.once``, by name.
     """
 
     documents: int = 0
@@ -90,6 +91,9 @@ class WorkCounts(Added):
     cost: int = 0
     errors: Counter[str] = field(default_factory=Counter, kw_only=True)
     tiers: Counter[str] = field(default_factory=Counter, kw_only=True)
+    calls: Counter[str] = field(default_factory=Counter, kw_only=True)
+    failed_calls: Counter[str] = field(default_factory=Counter, kw_only=True)
+    call_milliseconds: Counter[str] = field(default_factory=Counter, kw_only=True)
 
     @property
     def lost(self) -> int:

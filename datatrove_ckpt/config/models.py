@@ -18,7 +18,7 @@ from datatrove_ckpt.errors import ConfigError
 
 _NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
 # Taken by ``generate``, or by fields of a run's identity.
-_OF_GENERATE = "classify count_finished embed score"
+_OF_GENERATE = "classify count_finished embed once score url"
 _OF_CODE = "imports output_writer rollout_fn shared_context uses"
 _OF_IDENTITY = (
     f"identity_version metadata_key models records_per_chunk rollout_version tasks {_OF_CODE}"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import orjson
@@ -61,7 +62,10 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
+from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.batches import Batches
+from datatrove_ckpt.generation.calls import Call, Calls
+from datatrove_ckpt.generation.calls import result_of as result_of_call
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.limits import LimitWatch
 from datatrove_ckpt.generation.progress import RankReporter
@@ -169,6 +173,7 @@ class RankRequests:
             for name, config in self.configs.items()
         }
         self.model = next(iter(self.models.values()))
+        self.calls = Calls(self.observer.own)
         self.waiting = 0
         self.documents: dict[int, asyncio.Task[None]] = {}
         self.all_started = False
@@ -196,6 +201,7 @@ class Answers:
         failure: stops the rank.
         hashes, payloads: of the last request of each rollout.
         requests: of each rollout, those that ended.
+        found: of each rollout, its requests and calls that earlier attempts have kept.
         tokens: prompt and completion tokens of each answer in turn.
         failed: requests without an answer.
         order, is_suspect: see ``attempts.Request``.
@@ -221,6 +227,7 @@ class Answers:
         self.hashes = [""] * rollouts
         self.payloads: list[Payload] = [{}] * rollouts
         self.requests = [0] * rollouts
+        self.found = [0] * rollouts
         self.tokens: list[int] = []
         self.reasons: dict[str, int] = {}
         self.results: list[Result] = []
@@ -513,6 +520,7 @@ class Requests:
                 result = await self._send(key, body, sent, payload, way, answer)
             else:
                 self._count_cached(result)
+                answers.found[rollout_idx] += 1
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
@@ -780,6 +788,58 @@ class Requests:
         if rank.checkpoint.congested:
             await rank.wait_for_storage()
 
+    async def once(
+        self,
+        name: str,
+        function: Callable[..., object],
+        /,
+        *args: object,
+        time_limit: float | None = None,
+        keep_errors: type[Exception] | tuple[type[Exception], ...] = (),
+        **kwargs: object,
+    ) -> Any:
+        """See ``rollouts.Generate``."""
+        rank = self._rank
+        answers = self._answers
+        if answers.have_ended:
+            await wait_until_cancelled()
+        call = Call(name, function, args, kwargs, time_limit, keep_errors)
+        try:
+            digest = call.digest
+        except TypeError as error:
+            await self._refused(
+                f"the arguments of generate.once({name!r}, ...) tell calls apart, so they must be "
+                f"JSON: {error}. Give the function what is no JSON in another way"
+            )
+        key = answers.next_key(self._rollout_idx, digest)
+        if answers.slot.cached:
+            saved = (await answers.cached()).get(key)
+            if saved is not None and saved.result is not None:
+                answers.found[self._rollout_idx] += 1
+                return result_of_call(saved.result)
+        answers.request_started()
+        try:
+            if rank.shutdown.is_stopping:
+                await wait_until_cancelled()
+            result = await rank.calls.make(call)
+        finally:
+            answers.request_finished()
+        await self._keep(key, Answer(result, None))
+        return result_of_call(result)
+
+    @asynccontextmanager
+    async def url(self) -> AsyncIterator[str]:
+        """See ``rollouts.Generate``."""
+        answers = self._answers
+        async with serve(self) as base_url:
+            yield base_url
+        if not answers.slot.cached:
+            return
+        number = self._rollout_idx
+        kept = sum(key.rollout_idx == number for key in await answers.cached())
+        if kept > answers.found[number] < answers.requests[number]:
+            _warn_of_other_prompts(answers.doc_id)
+
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
 
@@ -853,6 +913,15 @@ class Requests:
                 wrong = wrong or f"generate.{name} takes texts, and not a {type(text).__name__}"
         if wrong:
             await self._refused(wrong)
+
+
+@lru_cache(maxsize=3)
+def _warn_of_other_prompts(document: str) -> None:
+    logger.warning(
+        f"Document {document!r}: its agent has not asked for answers that an earlier attempt has "
+        "saved, and has asked other questions, which were paid for. Are time or random numbers in "
+        "its prompts?"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from datatrove.data import Document
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.work_counts import Tokens
+from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.inference.client.answers import token_counts
 from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.answers import is_cut_off
@@ -127,7 +128,12 @@ class _Noting:
             request.is_empty = not (text or answer.tool_calls or answer.answer)
         return answer
 
-    def __getattr__(self, name: str) -> _Noting:
+    def url(self) -> AbstractAsyncContextManager[str]:
+        return serve(self)
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
+        if name == "once":  # asks no model
+            return cast("Callable[..., Awaitable[object]]", getattr(self._generate, name))
         return _Noting(getattr(self._generate, name), self._noted, self._model or name)
 
 

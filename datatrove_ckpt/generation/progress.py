@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import cast
+from typing import Any, cast
 
 from loguru import logger
 
@@ -279,8 +279,10 @@ class RankReporter:
     def progress(self) -> history.Progress:
         """Returns where the attempt stands. The checkpoint fills in the rest."""
         # Copies of the counters: they grow while other threads add them up.
-        errors = Counter(self.own.errors)
-        own = replace(self.own, errors=errors, tiers=Counter(self.own.tiers))
+        counters: dict[str, Any] = {
+            name: one.copy() for name, one in self.own.fields().items() if isinstance(one, Counter)
+        }
+        own = replace(self.own, **counters)
         found = history.Progress(own=own, position=self.position())
         for client in self.clients:
             found.in_flight += client.in_flight

@@ -531,12 +531,13 @@ async def stop_when_requested(
 
 async def _drained(rank: Scheduler, models: Sequence[Model]) -> None:
     rank.checkpoint.hurry()
-    # Over when no request is in flight, none is sent any more, and every document waits for one.
-    # Twice: an answer that has just come still has to be passed to its rollout.
+    # Over when no request or call is in flight, none begins any more, and every document waits for
+    # one. Twice: an answer that has just come still has to be passed to its rollout.
     quiet = 0.0
     while quiet < _GRACE_SECONDS:
         await rank.next_look()
-        if any(model.client.result().in_flight and not model.is_dead for model in models):
+        in_flight = any(model.client.result().in_flight and not model.is_dead for model in models)
+        if in_flight or rank.calls.running:
             quiet = 0.0
         elif quiet and rank.waiting == len(rank.documents):
             break

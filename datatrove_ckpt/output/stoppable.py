@@ -22,6 +22,7 @@ def in_thread(call: Callable[[], T], name: str) -> Future[T]:
     result: Future[T] = Future()
 
     def run() -> None:
+        result.set_running_or_notify_cancel()  # who waits may be cancelled, the call cannot
         try:
             result.set_result(call())
         except BaseException as error:

@@ -10,6 +10,7 @@ closes nothing (``end_fork``).
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 import threading
@@ -149,7 +150,13 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not asyncio.all_tasks(loop) and not any(thread.is_alive() for thread in threads):
-        runner.close()
+        try:
+            runner.close()
+        except OSError as error:
+            # uvloop, where a rollout has left a connection open. All is done and saved.
+            if error.errno != errno.EBUSY:
+                raise
+            left_behind.append((runner, set()))
         return
     # Nothing may be collected: a coroutine that ignores its cancellation would log that.
     left_behind.append((runner, asyncio.all_tasks(loop)))

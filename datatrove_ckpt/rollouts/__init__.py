@@ -12,6 +12,7 @@ from datatrove_ckpt.rollouts.batch import BatchRollout, batch_line
 from datatrove_ckpt.rollouts.chunked import ChunkedRollout, split_text
 from datatrove_ckpt.rollouts.embed import ClassifyRollout, EmbedRollout
 from datatrove_ckpt.rollouts.interface import (
+    CallFailed,
     Classification,
     Document,
     Generate,
@@ -27,6 +28,7 @@ from datatrove_ckpt.rollouts.settings import ReadyMade
 
 __all__ = [
     "BatchRollout",
+    "CallFailed",
     "ChunkedRollout",
     "Classification",
     "ClassifyRollout",

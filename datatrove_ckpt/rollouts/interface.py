@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
@@ -76,6 +77,21 @@ class Classification:
     scores: dict[str, float]
 
 
+class CallFailed(Exception):
+    """A call of ``generate.once`` that has failed, now or in an earlier attempt.
+
+    ``kind``: the name of the error's class.
+    """
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(kind, text)
+        self.kind = kind
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
 class Generate(Protocol):
     """The second argument of a rollout: sends one request.
 
@@ -137,6 +153,45 @@ class Generate(Protocol):
     async def score(self, query: str, texts: Sequence[str], /) -> Floats:
         """Returns how well each text fits the query, as a cross-encoder or reranker says: an array
         of the shape (texts,).
+        """
+
+    async def once(
+        self,
+        name: str,
+        function: Callable[..., object],
+        /,
+        *args: object,
+        time_limit: float | None = None,
+        keep_errors: type[Exception] | tuple[type[Exception], ...] = (),
+        **kwargs: object,
+    ) -> Any:
+        """Calls ``function(*args, **kwargs)``, a coroutine function or a plain one, which runs in a
+        thread. Its result is saved like an answer, and is not asked for again after a kill; but a
+        call that was in flight is made again.
+
+        Args:
+            name: of the call. Name and arguments tell calls apart; equal ones of a rollout, their
+                order.
+            args, kwargs: JSON values.
+            time_limit: in seconds. A thread cannot be stopped: its result is thrown away.
+            keep_errors: these errors of the function are saved, too, and raised as ``CallFailed``.
+
+        Returns:
+            The result as JSON has it: a tuple comes back as a list. At most 100 MB.
+
+        Raises:
+            CallFailed: an error that is kept.
+            TimeoutError: the call took too long.
+            DocumentNotSerializable: the result is too large, or no JSON.
+        """
+
+    def url(self) -> AbstractAsyncContextManager[str]:
+        """Serves an OpenAI-compatible address, for agents that take a ``base_url``; any key will
+        do. What is asked there (chat, completions, other paths) is a request of this document for
+        the model of the run. Streams are replayed from whole answers.
+
+        An agent that blocks belongs into a thread (``asyncio.to_thread``). One that puts the time
+        into its prompts asks, and pays, again after a kill.
         """
 
 

@@ -265,6 +265,14 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
         yield "servers", counted(work.restarts, "restart")
     if work.errors:
         yield "errors", _named_counts(work.errors) + ago
+    if work.calls:
+        said = []
+        for name, number in work.calls.most_common():
+            text = f"{number:,} {name} ({duration(work.call_milliseconds[name] / 1000)}"
+            if failed := work.failed_calls[name]:
+                text += f", {failed:,} failed"
+            said.append(f"{text})")
+        yield "calls", totals.at_least + ", ".join(said)
 
 
 def _named_counts(numbers: Mapping[str, int]) -> str:

@@ -142,7 +142,9 @@ class FakeServer:
             for index in range(min(payload.get("n", 1), self.most_choices))
         ]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
-        answer = {"id": "fake", "choices": choices, "usage": self.usage or usage}
+        usage["total_tokens"] = sum(usage.values())
+        answer = {"id": "fake", "created": 0, "choices": choices, "usage": self.usage or usage}
+        answer["object"] = "chat.completion" if "messages" in payload else "text_completion"
         if "service_tier" in payload:
             answer["service_tier"] = payload["service_tier"]
         return web.Response(body=orjson.dumps(answer), content_type="application/json")

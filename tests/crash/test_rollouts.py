@@ -9,7 +9,13 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.rollouts import ChunkedRollout, ClassifyRollout, EmbedRollout, JudgeRollout
+from datatrove_ckpt.rollouts import (
+    CallFailed,
+    ChunkedRollout,
+    ClassifyRollout,
+    EmbedRollout,
+    JudgeRollout,
+)
 from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.crash.test_every_effect import OF_FILES
 from tests.integration.test_typed_ways import PATHS
@@ -31,11 +37,23 @@ async def retried(document, generate):
 RETRIES = {"seed": 7, "on_loop": {"retry": 1, "temperature": 1}}
 
 
+async def searching(document, generate):
+    found = await generate.once("look", str.split, document.text)
+    failed = ""
+    try:
+        await generate.once("parse", int, found[0], keep_errors=ValueError)
+    except CallFailed as error:
+        failed = str(error)
+    answer = await generate(chat(found[0] + failed))
+    return {"found": await generate.once("look", str.split, document.text), "answer": answer.text}
+
+
 @pytest.mark.matrix(
     "rollout",
     [
         pairs,
         retried,
+        searching,
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
         JudgeRollout(
             "Q {text}",

@@ -26,7 +26,9 @@ from tests.patience import until
 from tests.yaml_jobs import write_tasks
 
 JOB = """
+import json
 import sys
+from urllib.request import Request, urlopen
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers import JsonlWriter, ParquetWriter
@@ -36,17 +38,27 @@ folder, url, kind, tasks = sys.argv[1:]
 config = InferenceConfig("endpoint", "fake", endpoint_url=url, max_concurrent_generations=8)
 
 
+def look(text):
+    body = {"messages": [{"role": "user", "content": text}]}
+    request = Request(url + "/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
+    with urlopen(request) as answer:
+        return {"text": json.load(answer)["choices"][0]["message"]["content"]}
+
+
 async def rollout(document, generate):
+    found = {}
+    if kind == "calls":
+        found = await generate.once("look", look, "look at " + document.text)
     first = await generate({"messages": [{"role": "user", "content": document.text}], "temperature": 1})
     second = await generate({"messages": [{"role": "user", "content": document.text + " again"}]})
-    return [first, second]
+    return [found, first, second]
 
 
 name = "${rank}_chunk_${chunk_index}." + ("parquet" if kind == "parquet" else "jsonl")
 writer = (
     ParquetWriter(folder + "/output", name)
     if kind == "parquet"
-    else JsonlWriter(folder + "/output", name, compression=None if kind == "plain" else kind)
+    else JsonlWriter(folder + "/output", name, compression="gzip" if kind == "gzip" else None)
 )
 runner = InferenceRunner(
     rollout, config, writer, checkpoints_local_dir=folder + "/checkpoints", records_per_chunk=7, sync_seconds=0.01
@@ -133,6 +145,8 @@ class Job:
     def _answer(self, payload, times):
         """Just before an answer is sent. Tells it without depending on when it is asked for."""
         question = payload["messages"][-1]["content"]
+        if question.startswith("look"):  # no answer of a model: ``answers_kept`` has none of them
+            return f"answer to {question}"
         killed = self.killed
         if self._answers % EVERY == 0:
             due = self._kept + self._answers - 2 * self._tasks * IN_FLIGHT
@@ -174,6 +188,8 @@ def undisturbed(tmp_path_factory):
     ("kind", "number", "tasks"),
     [
         ("plain", signal.SIGKILL, 1),
+        pytest.param("calls", signal.SIGKILL, 1, marks=pytest.mark.slow),
+        pytest.param("calls", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("plain", signal.SIGKILL, 2, marks=pytest.mark.slow),
         pytest.param("gzip", signal.SIGKILL, 1, marks=pytest.mark.slow),
         pytest.param("parquet", signal.SIGKILL, 1, marks=pytest.mark.slow),
@@ -228,7 +244,9 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         assert history.last_attempt == read_run(folder / "run.json")["owner"]["fence"]
         assert [attempt.end.why for attempt in history.attempts if attempt.end][-1] == "done"
         done = history.last.documents
+        calls = history.last.total.calls["look"]
         assert (done.read, done.requests) == (DOCUMENTS, QUESTIONS)
+        assert (calls > 0) == (kind == "calls")
     # What is asked to stop waits for its answers.
     most = tasks * LOST if number == signal.SIGKILL else 0
     assert max(job.asked_again()) <= most

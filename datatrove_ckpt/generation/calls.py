@@ -1,0 +1,153 @@
+"""Calls that a rollout makes besides its requests: each is made once, and saved like an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from datatrove_ckpt.checkpoint.ledger import OTHERS
+from datatrove_ckpt.checkpoint.request_cache import payload_hash
+from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.work_counts import WorkCounts
+from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
+from datatrove_ckpt.errors import DocumentNotSerializable
+from datatrove_ckpt.output.documents import has_nan
+from datatrove_ckpt.output.stoppable import in_thread
+from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.rollouts import CallFailed
+
+_THREADS = 64
+_MOST_BYTES = 100_000_000
+_MOST_NAMES = 20  # a name may be made of the document
+_RESULT = "once"
+_ERROR = "once_error"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``generate.once``, which documents the fields."""
+
+    name: str
+    function: Callable[..., object]
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    time_limit: float | None
+    keep_errors: type[Exception] | tuple[type[Exception], ...]
+
+    @property
+    def digest(self) -> str:
+        """Raises TypeError: JSON cannot express the arguments."""
+        arguments = [_RESULT, self.name, self.args, self.kwargs]
+        return payload_hash(orjson.dumps(arguments, option=PAYLOAD_JSON | orjson.OPT_SORT_KEYS))
+
+
+class Calls:
+    """The calls of a rank. Must be made on its event loop.
+
+    Attributes:
+        running: how many have begun and not ended; a drain waits for them.
+    """
+
+    def __init__(self, counts: WorkCounts) -> None:
+        self.running = 0
+        self._counts = counts
+        self._threads = asyncio.Semaphore(_THREADS)
+
+    async def make(self, call: Call) -> bytes:
+        """Returns what is saved of the call.
+
+        Raises:
+            DocumentNotSerializable: the result cannot be saved.
+            Exception: whatever the function raised, and is not kept; a TimeoutError, too.
+        """
+        counts = self._counts
+        name = redact(call.name)
+        if name not in counts.calls and len(counts.calls) >= _MOST_NAMES:
+            name = OTHERS
+        counts.calls[name] += 1
+        self.running += 1
+        started = time.monotonic()
+        try:
+            result = await self._result(call)
+        except Exception as error:
+            counts.failed_calls[name] += 1
+            if not isinstance(error, call.keep_errors):
+                raise
+            return orjson.dumps({_ERROR: [type(error).__name__, str(error)]})
+        finally:
+            self.running -= 1
+            counts.call_milliseconds[name] += round(1000 * (time.monotonic() - started))
+        return _saved(call.name, result)
+
+    async def _result(self, call: Call) -> object:
+        function = call.function
+        try:
+            async with asyncio.timeout(call.time_limit) as limit:
+                if inspect.iscoroutinefunction(function):
+                    return await function(*call.args, **call.kwargs)
+                result = await self._in_thread(call)
+                if inspect.isawaitable(result):
+                    return await result
+                return result
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            text = f"generate.once({call.name!r}) took longer than {call.time_limit:g} s"
+            raise TimeoutError(text) from error
+
+    async def _in_thread(self, call: Call) -> object:
+        loop = asyncio.get_running_loop()
+        context = contextvars.copy_context()
+        await self._threads.acquire()
+
+        def work() -> tuple[object, BaseException | None]:
+            try:
+                return context.run(call.function, *call.args, **call.kwargs), None
+            except BaseException as error:  # no future can hold a StopIteration
+                return None, error
+            finally:
+                # Here, because a thread goes on after its time limit.
+                call_soon(loop, self._threads.release)
+
+        result, error = await asyncio.wrap_future(in_thread(work, "datatrove-ckpt call"))
+        if error is not None:
+            raise error
+        return result
+
+
+def _saved(name: str, result: object) -> bytes:
+    try:
+        saved = orjson.dumps({_RESULT: result}, option=PAYLOAD_JSON)
+    except TypeError as error:
+        raise DocumentNotSerializable(
+            f"generate.once({name!r}) cannot save a result that is no JSON: {error}."
+        ) from error
+    if b"null" in saved and has_nan(result):
+        raise DocumentNotSerializable(
+            f"generate.once({name!r}) cannot save NaN or infinity, which JSON lacks: return None."
+        )
+    if len(saved) > _MOST_BYTES:
+        raise DocumentNotSerializable(
+            f"generate.once({name!r}) has a result of {len(saved) / 1e6:,.0f} MB, and the limit is "
+            f"{_MOST_BYTES / 1e6:.0f} MB. Write it to a file, and return its path."
+        )
+    return saved
+
+
+def result_of(saved: bytes) -> Any:
+    """Returns the result of a saved call.
+
+    Raises:
+        CallFailed: it failed, and its error was kept.
+    """
+    fields = orjson.loads(saved)
+    if _ERROR in fields:
+        raise CallFailed(*fields[_ERROR])
+    return fields[_RESULT]

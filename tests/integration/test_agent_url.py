@@ -1,0 +1,169 @@
+"""``generate.url()``: an agent's requests are those of its document. Real agents are in
+tests/real/test_agents.py.
+"""
+
+import asyncio
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import aiohttp
+import orjson
+import pytest
+
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation.noted_requests import noting
+from datatrove_ckpt.process import event_loop
+from datatrove_ckpt.rollouts import Document, InferenceResult
+from tests.integration.test_typed_ways import embeddings
+from tests.jobs import chat, rows, run_job
+
+
+async def posted(url, payload, path="/chat/completions"):
+    """Returns the status and the body of an answer."""
+    async with aiohttp.ClientSession() as session, session.post(url + path, json=payload) as answer:
+        return answer.status, await answer.read()
+
+
+async def asked(url, text, **more):
+    status, body = await posted(url, chat(text, **more))
+    assert status == 200, body
+    return orjson.loads(body)
+
+
+def results(folder):
+    return [row["metadata"]["rollout_results"][0] for row in rows(folder)]
+
+
+def test_what_an_agent_asks_is_saved_and_counted(tmp_path, server):
+    broken = SimpleNamespace(now=True)
+
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            first = await asked(url, document.text, model="its own name")
+            both = await asyncio.gather(*(asked(url, "equal", temperature=1) for _ in range(2)))
+        if broken.now:
+            raise ValueError
+        said = [one["choices"][0]["message"]["content"] for one in (first, *both)]
+        return [*said, first["model"]]
+
+    with pytest.raises(CkptError, match="ValueError"):
+        run_job(tmp_path, server, 1, rollout)
+    broken.now = False
+    run_job(tmp_path, server, 1, rollout)
+    assert server.asked == {"text 0": 1, "equal": 2}
+    assert {payload["model"] for payload in server.payloads} == {"fake"}
+    (found,) = results(tmp_path)
+    assert found[1] == found[2] != found[0]
+    assert found[3] == "its own name"
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+def test_a_stream_is_a_whole_answer(tmp_path, server, with_usage):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    server.message = {"tool_calls": [call]}
+    server.finish_reason = "tool_calls"
+
+    async def rollout(document, generate):
+        options = {"stream": True, "stream_options": {"include_usage": with_usage}}
+        async with generate.url() as url:
+            _, body = await posted(url, chat(document.text, tools=[{}], **options))
+        *parts, last, end = body.decode().split("\n\n")
+        assert (last, end) == ("data: [DONE]", "")
+        return [orjson.loads(part.removeprefix("data: ")) for part in parts]
+
+    run_job(tmp_path, server, 1, rollout)
+    assert "stream" not in server.payloads[0]
+    (found,) = results(tmp_path)
+    assert [bool(part["choices"]) for part in found] == [True, False][: 1 + with_usage]
+    (choice,) = found[0]["choices"]
+    assert choice["delta"]["tool_calls"] == [{"index": 0, **call}]
+    assert (found[0]["object"], choice["finish_reason"]) == ("chat.completion.chunk", "tool_calls")
+    assert ("usage" in found[-1]) == with_usage
+
+
+def test_other_paths_and_what_is_refused(tmp_path, server):
+    server.paths["/v1/embeddings"] = embeddings
+    server._status = lambda payload, times: 400 if "messages" in payload else None
+
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            told = [
+                await posted(url, {"input": "a"}, "/embeddings"),
+                await posted(url, chat(document.text)),
+                await posted(url, [1]),
+                await posted(url, {"input": "a", "stream": True}, "/responses"),
+                await posted(url.replace("/v1", ""), chat("a")),
+                await posted(url[: url.index("/", 8)] + "/v1", chat("a")),
+            ]
+        return [status for status, _ in told] + [told[1][1].decode()]
+
+    run_job(tmp_path, server, 1, rollout)
+    (found,) = results(tmp_path)
+    assert found[:-1] == [200, 400, 400, 400, 404, 404]
+    assert "refused" in orjson.loads(found[-1])["error"]["message"]
+    assert server.asked["a"] == 0
+
+
+def test_an_agent_that_fails_may_leave_its_connection_open(tmp_path, server):
+    async def rollout(document, generate):
+        session = aiohttp.ClientSession()
+        try:
+            async with generate.url() as url:
+                await session.post(f"{url}/chat/completions", json=chat(document.text))
+                raise ValueError("no plan")
+        finally:
+            await session.close()
+
+    with pytest.raises(CkptError, match="no plan"):
+        run_job(tmp_path, server, 1, rollout)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_connection_that_is_left_open_fails_no_run(tmp_path, server):
+    left = []
+
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            parts = urlsplit(url)
+            left.append(await asyncio.open_connection(parts.hostname, parts.port))
+            return (await asked(url, document.text))["id"]
+
+    run_job(tmp_path, server, 1, rollout)
+    assert results(tmp_path) == ["fake"]
+    event_loop.left_behind.clear()
+
+
+def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log):
+    broken = SimpleNamespace(now=True)
+
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            await asked(url, f"{document.text}, said at {broken.now}")
+        if broken.now:
+            raise ValueError
+        return 1
+
+    with pytest.raises(CkptError, match="ValueError"):
+        run_job(tmp_path, server, 1, rollout)
+    assert not any("time or random" in line for line in log)
+    broken.now = False
+    run_job(tmp_path, server, 1, rollout)
+    assert sum("time or random" in line for line in log) == 1
+
+
+def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
+    noted = {}
+
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            await asked(url, document.text)
+        return await generate.once("look", str.upper, document.text)
+
+    async def generate(payload, **settings):
+        return InferenceResult("yes", "stop", {"prompt_tokens": 3}, answer={"choices": []})
+
+    generate.once = lambda name, function, text: asyncio.sleep(0, function(text))
+    document = Document(text="a", id="1")
+    assert asyncio.run(noting(rollout, noted)(document, generate)) == "A"
+    ((request,),) = noted.values()
+    assert (request.question, request.tokens.prompt) == ("a", 3)

@@ -1,0 +1,160 @@
+"""``generate.once``: what a rollout calls besides the model is called once, and saved."""
+
+import asyncio
+import math
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation import calls
+from datatrove_ckpt.rollouts import CallFailed
+from tests.jobs import ask, rows, run_job
+
+
+async def doubled(text):
+    await asyncio.sleep(0)
+    return text * 2
+
+
+class Doubles:
+    async def __call__(self, text):
+        return text * 2
+
+
+def in_a_thread(text):
+    return threading.current_thread() is not threading.main_thread(), text
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "expected"),
+    [
+        (doubled, {}, "text 0text 0"),
+        (partial(doubled), {}, "text 0text 0"),
+        (Doubles(), {}, "text 0text 0"),
+        (in_a_thread, {}, [True, "text 0"]),
+        (lambda text, **others: others, {"n": {"b": [1]}}, {"n": {"b": [1]}}),
+    ],
+    ids=["coroutine", "partial", "asynchronous object", "thread", "keywords"],
+)
+def test_the_result_comes_back_as_json_has_it(tmp_path, server, function, kwargs, expected):
+    async def rollout(document, generate):
+        return {"found": await generate.once("call", function, document.text, **kwargs)}
+
+    run_job(tmp_path, server, 1, rollout)
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"found": expected}]
+
+
+async def sleeps(text):
+    await asyncio.sleep(9)
+
+
+def raises_stop(text):
+    return next(iter(()))
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        (lambda text: object(), {}, r"once\('call'\) cannot save a result that is no JSON"),
+        (lambda text: [math.nan], {}, r"once\('call'\) cannot save NaN"),
+        (lambda text: "a" * 2000, {}, r"once\('call'\) has a result of .* and the limit is"),
+        (raises_stop, {}, "StopIteration"),
+        (str.split, {"x": object()}, r"arguments of generate.once\('call', ...\).* must be JSON"),
+        (lambda text: time.sleep(2), {"time_limit": 0.01}, r"once\('call'\) took longer than 0.01"),
+        (sleeps, {"time_limit": 0.01}, "took longer than 0.01 s"),
+    ],
+    ids=["object", "NaN", "size", "StopIteration", "arguments", "thread's time", "time"],
+)
+def test_a_call_that_cannot_be_saved_is_named(
+    tmp_path, server, monkeypatch, function, settings, message
+):
+    monkeypatch.setattr(calls, "_MOST_BYTES", 1000)
+
+    async def rollout(document, generate):
+        await generate.once("call", function, document.text, **settings)
+
+    with pytest.raises(CkptError, match=message):
+        run_job(tmp_path, server, 1, rollout)
+
+
+def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, command):
+    called = []
+    broken = SimpleNamespace(now=True)
+
+    def fails(kind):
+        called.append(kind)
+        raise {"kept": LookupError, "raised": ValueError}[kind](kind)
+
+    def works_later():
+        called.append("later")
+        if broken.now:
+            raise ConnectionError
+        return 1
+
+    async def rollout(document, generate):
+        said = []
+        for kind in ("kept", "raised"):
+            try:
+                await generate.once("tests", fails, kind, keep_errors=(LookupError, OSError))
+            except CallFailed as error:
+                said.append(str(error))
+            except ValueError:
+                said.append("as it is")
+        answer = await ask(document, generate)
+        await generate.once("later", works_later)
+        return [*said, answer.text]
+
+    with pytest.raises(CkptError, match="ConnectionError"):
+        run_job(tmp_path, server, 1, rollout)
+    broken.now = False
+    run_job(tmp_path, server, 1, rollout)
+    assert called == ["kept", "raised", "later", "raised", "later"]
+    assert {*server.asked.values()} == {1}
+    kept = rows(tmp_path)[0]["metadata"]["rollout_results"]
+    assert kept[0][:2] == ["LookupError: kept", "as it is"]
+    shown = command("status", str(tmp_path / "checkpoints")).out
+    assert "3 tests (" in shown
+    assert "3 failed), 2 later (" in shown
+    assert "1 failed)" in shown
+
+
+def test_equal_calls_of_a_rollout_are_told_apart_by_their_order(tmp_path, server):
+    numbers = iter(range(100))
+    broken = SimpleNamespace(now=True)
+
+    async def rollout(document, generate):
+        found = [await generate.once("draw", lambda: next(numbers)) for _ in range(3)]
+        answer = await ask(document, generate)
+        if broken.now:
+            raise ValueError
+        return [*found, answer.text]
+
+    with pytest.raises(CkptError, match="ValueError"):
+        run_job(tmp_path, server, 1, rollout)
+    broken.now = False
+    run_job(tmp_path, server, 1, rollout)
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"][0][:3] == [0, 1, 2]
+
+
+def test_so_many_threads_run_at_once_and_no_more(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(calls, "_THREADS", 2)
+    running = []
+    most = []
+    both = threading.Barrier(2)
+
+    def call(number):
+        running.append(number)
+        most.append(len(running))
+        both.wait(10)
+        running.remove(number)
+
+    async def rollout(document, generate):
+        await asyncio.gather(*(generate.once("call", call, number) for number in range(6)))
+        return 1
+
+    run_job(tmp_path, server, 1, rollout)
+    assert max(most) == 2

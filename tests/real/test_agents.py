@@ -1,0 +1,107 @@
+"""Agents of others inside a rollout, killed after each of their requests."""
+
+import asyncio
+
+import openai
+import pytest
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import rows, run_job
+
+CALL = {"id": "c1", "type": "function"}
+
+
+async def by_openai(document, url):
+    async with openai.AsyncOpenAI(base_url=url, api_key="unused") as client:
+        messages = [{"role": "user", "content": document.text}]
+        whole = await client.chat.completions.create(model="any", messages=messages)
+        messages.append({"role": "assistant", "content": whole.choices[0].message.content})
+        parts = []
+        stream = await client.chat.completions.create(model="any", messages=messages, stream=True)
+        async for chunk in stream:
+            parts.append(chunk.choices[0].delta.content)
+    return "".join(parts)
+
+
+async def by_pydantic_ai(document, url):
+    model = OpenAIChatModel("any", provider=OpenAIProvider(base_url=url, api_key="unused"))
+    agent = Agent(model)
+
+    @agent.tool_plain
+    def look(word: str) -> str:
+        """Looks up a word."""
+        return f"found {word}"
+
+    return (await agent.run(document.text)).output
+
+
+@tool
+def look(word: str) -> str:
+    """Looks up a word.
+
+    Args:
+        word: the word.
+    """
+    return f"found {word}"
+
+
+async def by_smolagents(document, url):
+    model = OpenAIServerModel("any", api_base=url, api_key="unused")
+    agent = ToolCallingAgent([look], model, max_steps=3, verbosity_level=0)
+    return str(await asyncio.to_thread(agent.run, document.text))
+
+
+class Model:
+    """Calls ``look`` first, and answers when it was found."""
+
+    def __init__(self):
+        self.left = 0
+        self.server = FakeServer(self.answer, self.status)
+
+    def status(self, payload, times):
+        self.left -= 1
+        return 401 if self.left < 0 else None
+
+    def answer(self, payload, times):
+        names = [one["function"]["name"] for one in payload.get("tools", ())]
+        found = "found rain" in str(payload["messages"])
+        self.server.message = {}
+        if "look" in names and not found:
+            function = {"name": "look", "arguments": '{"word": "rain"}'}
+            self.server.message = {"tool_calls": [{**CALL, "function": function}]}
+        elif "final_answer" in names:
+            function = {"name": "final_answer", "arguments": '{"answer": "it rained"}'}
+            self.server.message = {"tool_calls": [{**CALL, "function": function}]}
+        return f"{len(payload['messages'])} messages"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("agent", [by_openai, by_pydantic_ai, by_smolagents])
+def test_an_agent_is_killed_after_each_request_and_pays_none_twice(tmp_path, agent):
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            return await agent(document, url)
+
+    model = Model()
+    stops = 0
+    with model.server as server:
+        model.left = 1000
+        (tmp_path / "undisturbed").mkdir()
+        run_job(tmp_path / "undisturbed", server, 1, rollout)
+        expected = rows(tmp_path / "undisturbed")
+        asked = server.asked.copy()
+        server.asked.clear()
+        for _ in range(asked.total()):
+            model.left = 1
+            try:
+                run_job(tmp_path, server, 1, rollout)
+            except CkptError:
+                stops += 1
+    assert stops == asked.total() - 1 > 0  # each is answered once, and the one after it refused
+    assert rows(tmp_path) == expected
+    assert server.asked.total() == asked.total() + stops

@@ -13,7 +13,7 @@ import pytest
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.process import event_loop
-from datatrove_ckpt.rollouts import Document, InferenceResult
+from datatrove_ckpt.rollouts import Document
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import chat, rows, run_job
 
@@ -160,7 +160,10 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
         return await generate.once("look", str.upper, document.text)
 
     async def generate(payload, **settings):
-        return InferenceResult("yes", "stop", {"prompt_tokens": 3}, answer={"choices": []})
+        usage = {"prompt_tokens": 3}
+        return SimpleNamespace(
+            text="yes", finish_reason="stop", usage=usage, tool_calls=None, answer={}
+        )
 
     generate.once = lambda name, function, text: asyncio.sleep(0, function(text))
     document = Document(text="a", id="1")

@@ -142,7 +142,6 @@ class FakeServer:
             for index in range(min(payload.get("n", 1), self.most_choices))
         ]
         usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
-        usage["total_tokens"] = sum(usage.values())
         answer = {"id": "fake", "created": 0, "choices": choices, "usage": self.usage or usage}
         answer["object"] = "chat.completion" if "messages" in payload else "text_completion"
         if "service_tier" in payload:

@@ -125,8 +125,8 @@ class InferenceConfig:
             at fault. If fewer than 50 are answered, it stops the task after
             ``server_patience_seconds``.
         server_patience_seconds (free): how long the run waits while requests fail, and none is
-            answered (unreachable, 5xx, 429). Then the task stops; no document is blamed. Unless it
-            is set, a new run waits 30 s for an endpoint where nothing listens.
+            answered (unreachable, 5xx, 429). Then the task stops; no document is blamed. At 600, a
+            new run at a terminal waits 30 s for an endpoint where nothing listens.
         server_stop_timeout_sec (free): time until a server that was asked to stop is killed.
         replicas (free): servers on this node, each on its own tp * dp * pp GPUs (llamacpp: share of
             the cores).

@@ -37,7 +37,7 @@ from loguru import logger
 from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
-from datatrove_ckpt.common.formatting import plural, seconds_of
+from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
 from datatrove_ckpt.common.redaction import (
     MIRROR_KEY_VARIABLE,
     may_hold_secret,
@@ -244,7 +244,9 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         else:  # the markers of ranks that run again would hide failures
             for rank in set(ranks) - set(self._left(ranks)):
                 self.logging_dir.rm(f"completions/{rank:05d}")
-        if ranks and not ends_by_limit(self.pipeline):
+        if not ranks:
+            logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
+        elif not ends_by_limit(self.pipeline):
             with retrying.naming_hub():
                 self._upload()
             self._work_through()

@@ -175,8 +175,7 @@ def test_an_odd_csv_row_is_refused_before_its_request(tmp_path, run, server, row
     assert "three" not in server.asked  # rows before may have been on their way
     path.write_bytes(path.read_bytes().replace(row, b"two"))
     assert len(run(server, path)) == 3
-    assert server.asked["three"] == 1
-    assert max(server.asked.values()) <= 2  # an answer in flight at an error of the input is lost
+    assert server.asked.total() == 3
 
 
 def table(*columns):

@@ -34,17 +34,19 @@ def all_of(number):
 
 
 @pytest.mark.parametrize(
-    ("before", "patience", "ends"),
+    ("before", "patience", "at_terminal", "ends"),
     [
-        ("nothing", 600, "0.1 s:\n.*: Connection refused\n.*server_patience_seconds: 1800"),
-        ("nothing", 500, "0.5 s:"),
-        ("answers", 600, "0.5 s:"),
-        ("a chunk of another task", 600, "0.5 s:"),
+        ("nothing", 600, True, "0.1 s:\n.*: Connection refused\n.*server_patience_seconds: 1800"),
+        ("nothing", 600, False, "0.5 s:"),  # a job's server may start later
+        ("nothing", 500, True, "0.5 s:"),
+        ("answers", 600, True, "0.5 s:"),
+        ("a chunk of another task", 600, True, "0.5 s:"),
     ],
 )
-def test_only_a_new_run_ends_soon_where_nothing_listens(
-    tmp_path, monkeypatch, before, patience, ends
+def test_only_a_new_run_at_a_terminal_ends_soon_where_nothing_listens(
+    tmp_path, monkeypatch, before, patience, at_terminal, ends
 ):
+    monkeypatch.setattr(host, "has_terminal", lambda: at_terminal)
     monkeypatch.setattr(host, "NEW_RUN_SECONDS", 0.1)
     monkeypatch.setattr(host, "ready_window", lambda config: 0.5)
     settings = {"server_patience_seconds": patience}

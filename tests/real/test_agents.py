@@ -1,17 +1,21 @@
-"""Agents of others inside a rollout, killed after each of their requests."""
+"""Agents of others inside a rollout, killed after each of their requests: pip install openai
+pydantic-ai-slim[openai] smolagents[openai].
+"""
 
 import asyncio
 
-import openai
 import pytest
-from pydantic_ai import Agent
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
-from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import rows, run_job
+
+openai = pytest.importorskip("openai")
+pydantic_ai = pytest.importorskip("pydantic_ai")
+models = pytest.importorskip("pydantic_ai.models.openai")
+providers = pytest.importorskip("pydantic_ai.providers.openai")
+smolagents = pytest.importorskip("smolagents")
+tool = smolagents.tool  # it knows its decorator by this name
 
 CALL = {"id": "c1", "type": "function"}
 
@@ -29,8 +33,10 @@ async def by_openai(document, url):
 
 
 async def by_pydantic_ai(document, url):
-    model = OpenAIChatModel("any", provider=OpenAIProvider(base_url=url, api_key="unused"))
-    agent = Agent(model)
+    model = models.OpenAIChatModel(
+        "any", provider=providers.OpenAIProvider(base_url=url, api_key="unused")
+    )
+    agent = pydantic_ai.Agent(model)
 
     @agent.tool_plain
     def look(word: str) -> str:
@@ -51,8 +57,8 @@ def look(word: str) -> str:
 
 
 async def by_smolagents(document, url):
-    model = OpenAIServerModel("any", api_base=url, api_key="unused")
-    agent = ToolCallingAgent([look], model, max_steps=3, verbosity_level=0)
+    model = smolagents.OpenAIServerModel("any", api_base=url, api_key="unused")
+    agent = smolagents.ToolCallingAgent([look], model, max_steps=3, verbosity_level=0)
     return str(await asyncio.to_thread(agent.run, document.text))
 
 

@@ -1218,19 +1218,19 @@ def slow_fsdp_rank(rank, run):
     """Changes the model while its parts are written, and leaves what a restore gives."""
     from torch.distributed.fsdp import fully_shard
 
-    from datatrove_ckpt.torch import checkpoints as module
+    from datatrove_ckpt.torch import sharded
 
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight)
     fully_shard(model)
     goes_on = threading.Event()
-    usual = module.save_parts
+    usual = sharded.save_parts
 
     def slow(*arguments):
         assert goes_on.wait(60)
         usual(*arguments)
 
-    module.save_parts = slow
+    sharded.save_parts = slow
     with checkpoints(run, asynchronous=True) as saved:
         saved.save(
             1, model=model, once=SimpleNamespace(state_dict=iter([{"": model.weight}]).__next__)

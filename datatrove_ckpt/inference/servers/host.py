@@ -54,11 +54,12 @@ from datatrove_ckpt.inference.servers.server import (
     request_health,
 )
 from datatrove_ckpt.inference.servers.warm import RankModels
+from datatrove_ckpt.process.screen import has_terminal
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
 _OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
 NEW_RUN_SECONDS = 30.0
-"""How long a new run waits where nothing listens, unless ``server_patience_seconds`` is set."""
+"""How long a new run at a terminal waits where nothing listens, at the usual patience."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -92,7 +93,8 @@ class ExternalServers:
         Every status except 401, 403, 429 and 5xx counts as an answer: some gateways do not list
         models. An endpoint gets no requests before it is known whether its API is below /v1.
 
-        Where nothing listens, it may be a wrong port, so a new run waits for ``NEW_RUN_SECONDS``.
+        Where nothing listens, it may be a wrong port: at a terminal a new run waits only for
+        ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
 
         Raises:
             ServerRefused: see ``EndpointAnswer.refused``.
@@ -157,7 +159,7 @@ class ExternalServers:
     @property
     def _may_be_wrong(self) -> bool:
         is_usual = self.config.server_patience_seconds == InferenceConfig.server_patience_seconds
-        return self._is_new and is_usual
+        return self._is_new and is_usual and has_terminal()
 
     def _causes(self, answers: list[EndpointAnswer]) -> list[str]:
         """Returns what is wrong with the endpoints that do not answer.

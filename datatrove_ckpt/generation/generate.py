@@ -823,8 +823,8 @@ class Requests:
             digest = call.digest
         except TypeError as error:
             await self._refused(
-                f"the arguments of generate.once({name!r}, ...) tell calls apart, so they must be "
-                f"JSON: {error}. Give the function what is no JSON in another way"
+                f"the name and arguments of generate.once({name!r}, ...) tell calls apart, so they "
+                f"must be JSON: {error}. Give the function what is no JSON in another way"
             )
         key = answers.next_key(self._rollout_idx, digest)
         if answers.slot.cached:

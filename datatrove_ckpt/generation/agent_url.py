@@ -32,7 +32,8 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
         if not path.startswith(f"{secret}/v1/") or request.method != "POST":
-            return _refusal(404, f"No POST to {redact(path.removeprefix(secret))} here")
+            asked = f"{request.method} {redact(path.removeprefix(secret))}"
+            return _refusal(404, f"{asked} has no answer here; POST below /v1/ has")
         try:
             payload = orjson.loads(await request.content.read())
             options = payload.pop("stream_options", None) or {}

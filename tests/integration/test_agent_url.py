@@ -95,12 +95,13 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
                 await posted(url.replace("/v1", ""), chat("a")),
                 await posted(url[: url.index("/", 8)] + "/v1", chat("a")),
             ]
-        return [status for status, _ in told] + [told[1][1].decode()]
+        return [status for status, _ in told] + [told[1][1].decode(), told[5][1].decode()]
 
     run_job(tmp_path, server, 1, rollout)
     (found,) = results(tmp_path)
-    assert found[:-1] == [200, 400, 400, 400, 404, 404]
-    assert "refused" in orjson.loads(found[-1])["error"]["message"]
+    assert found[:-2] == [200, 400, 400, 400, 404, 404]
+    assert "refused" in orjson.loads(found[-2])["error"]["message"]
+    assert "POST /v1/chat/completions has no answer here" in found[-1]
     assert server.asked["a"] == 0
 
 

@@ -63,7 +63,11 @@ def raises_stop(text):
         (lambda text: [math.nan], {}, r"once\('call'\) cannot save NaN"),
         (lambda text: "a" * 2000, {}, r"once\('call'\) has a result of .* and the limit is"),
         (raises_stop, {}, "StopIteration"),
-        (str.split, {"x": object()}, r"arguments of generate.once\('call', ...\).* must be JSON"),
+        (
+            str.split,
+            {"x": object()},
+            r"the name and arguments of generate.once\('call', ...\).* must be JSON",
+        ),
         (lambda text: time.sleep(2), {"time_limit": 0.01}, r"once\('call'\) took longer than 0.01"),
         (sleeps, {"time_limit": 0.01}, "took longer than 0.01 s"),
     ],

@@ -148,6 +148,7 @@ class RankRequests:
         configs: of the models, by their names.
         has_batches: requests may be parked for a batch.
         quality: finds what is wrong with answers.
+        code: hash of the user's code.
         waiting: documents that wait for an answer.
         documents: the documents in work, by ordinal. They handle their errors themselves.
     """
@@ -159,6 +160,7 @@ class RankRequests:
     has_batches: bool
     quality: Quality
     limits: LimitWatch
+    code: str
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -805,7 +807,7 @@ class Requests:
             await wait_until_cancelled()
         call = Call(name, function, args, kwargs, time_limit, keep_errors)
         try:
-            digest = call.digest
+            digest = call.digest(rank.code)
         except TypeError as error:
             await self._refused(
                 f"the arguments of generate.once({name!r}, ...) tell calls apart, so they must be "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,13 +29,20 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
     is refused.
     """
     secret = f"/{secrets.token_urlsafe(24)}"
+    asked: set[asyncio.Task[Any]] = set()
+    # Requests whose agent has hung up. Its next try gets the answer: it would be paid twice.
+    left = defaultdict[tuple[str, bytes], list[asyncio.Task[Any]]](list)
+
+    async def ask(payload: JsonObject, path: str) -> Any:
+        return await generate(payload, path=path, whole=True)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
         if not path.startswith(f"{secret}/v1/") or request.method != "POST":
             return _refusal(404, f"No POST to {redact(path.removeprefix(secret))} here")
         try:
-            payload = orjson.loads(await request.content.read())
+            body = await request.content.read()
+            payload = orjson.loads(body)
             options = payload.pop("stream_options", None) or {}
             is_stream = payload.pop("stream", False)
         except (ValueError, AttributeError, TypeError) as error:
@@ -43,8 +51,17 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} has no streams here: ask without stream")
+        equal = left[path, body]
+        if equal:
+            task = equal.pop(0)
+        else:
+            task = asyncio.create_task(ask(payload, path))
+            asked.add(task)
         try:
-            result = await generate(payload, path=path, whole=True)
+            result = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            equal.append(task)
+            raise
         except InferenceError as error:
             return _refusal(400, str(error))
         except Exception as error:  # the rank stops
@@ -54,10 +71,10 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         if not is_stream:
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         parts = [*_chunks(answer, bool(options.get("include_usage")))]
-        body = b"".join(b"data: %s\n\n" % orjson.dumps(part) for part in parts)
-        return web.Response(body=body + b"data: [DONE]\n\n", content_type="text/event-stream")
+        stream = b"".join(b"data: %s\n\n" % orjson.dumps(part) for part in parts)
+        return web.Response(body=stream + b"data: [DONE]\n\n", content_type="text/event-stream")
 
-    server = web.Server(handle, access_log=None)
+    server = web.Server(handle, access_log=None, handler_cancellation=True)
     listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
         port = listener.sockets[0].getsockname()[1]
@@ -66,6 +83,9 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         listener.close()
         server.pre_shutdown()
         await server.shutdown(_LINGER_SECONDS)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 def _refusal(status: int, text: str) -> web.Response:

@@ -68,7 +68,16 @@ def raises_stop(text):
         (lambda text: time.sleep(2), {"time_limit": 0.01}, r"once\('call'\) took longer than 0.01"),
         (sleeps, {"time_limit": 0.01}, "took longer than 0.01 s"),
     ],
-    ids=["object", "NaN", "size", "StopIteration", "arguments", "NaN as argument", "thread's time", "time"],
+    ids=[
+        "object",
+        "NaN",
+        "size",
+        "StopIteration",
+        "arguments",
+        "NaN as argument",
+        "thread's time",
+        "time",
+    ],
 )
 def test_a_call_that_cannot_be_saved_is_named(
     tmp_path, server, monkeypatch, function, settings, message

@@ -43,6 +43,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP, ON_REFUSAL, AnswerPolicy
 from datatrove_ckpt.config.generation_params import (
     PAYLOAD_JSON,
+    TOKEN_LIMITS,
     merged,
     refuse_near_misses,
     refuse_unsendable,
@@ -446,13 +447,17 @@ class Requests:
         # Not the order of the retries, which depends on the order of parallel answers.
         first = self._answers.next_key(self._rollout_idx, f"first {digest}")
         result = await self._answered(payload, way, whole)
-        changed = self._config.default_generation_params.get("extra_body")
-        changed = dict(payload.get("extra_body", changed) or {})
+        defaults = self._config.default_generation_params
+        changed = dict(payload.get("extra_body", defaults.get("extra_body")) or {})
         while setting := self._rank.quality.first_case(policies, result):
             policy = policies[setting]
             if retries[setting] == policy.retries:
                 break
             retries[setting] += 1
+            if not policy.params.keys().isdisjoint(TOKEN_LIMITS):
+                # A limit under the other name would win, or be refused beside the new one.
+                given = {*defaults, *payload, *changed}
+                changed |= dict.fromkeys(given.intersection(TOKEN_LIMITS))
             changed |= policy.params
             payload = {**payload, "extra_body": changed}
             try:

@@ -30,7 +30,7 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
     """
     secret = f"/{secrets.token_urlsafe(24)}"
     asked: set[asyncio.Task[Any]] = set()
-    # Requests whose agent has hung up. Its next try gets the answer: it would be paid twice.
+    # Requests whose agent has hung up: its next try takes their answers, and is not paid again.
     left = defaultdict[tuple[str, bytes], list[asyncio.Task[Any]]](list)
 
     async def ask(payload: JsonObject, path: str) -> Any:
@@ -51,16 +51,16 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} has no streams here: ask without stream")
-        equal = left[path, body]
-        if equal:
-            task = equal.pop(0)
+        if left.get((path, body)):
+            task = left[path, body].pop(0)
         else:
             task = asyncio.create_task(ask(payload, path))
             asked.add(task)
+            task.add_done_callback(asked.discard)  # contexts of agents are long
         try:
             result = await asyncio.shield(task)
         except asyncio.CancelledError:
-            equal.append(task)
+            left[path, body].append(task)
             raise
         except InferenceError as error:
             return _refusal(400, str(error))
@@ -83,9 +83,10 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         listener.close()
         server.pre_shutdown()
         await server.shutdown(_LINGER_SECONDS)
-        for task in asked:
+        running = [*asked]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _refusal(status: int, text: str) -> web.Response:

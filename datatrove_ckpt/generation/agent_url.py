@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,14 +29,21 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
     is refused.
     """
     secret = f"/{secrets.token_urlsafe(24)}"
+    asked: set[asyncio.Task[Any]] = set()
+    # Requests whose agent has hung up: its next try takes their answers, and is not paid again.
+    left = defaultdict[tuple[str, bytes], list[asyncio.Task[Any]]](list)
+
+    async def ask(payload: JsonObject, path: str) -> Any:
+        return await generate(payload, path=path, whole=True)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
         if not path.startswith(f"{secret}/v1/") or request.method != "POST":
-            asked = f"{request.method} {redact(path.removeprefix(secret))}"
-            return _refusal(404, f"{asked} has no answer here; POST below /v1/ has")
+            what = f"{request.method} {redact(path.removeprefix(secret))}"
+            return _refusal(404, f"{what} has no answer here; POST below /v1/ has")
         try:
-            payload = orjson.loads(await request.content.read())
+            body = await request.content.read()
+            payload = orjson.loads(body)
             options = payload.pop("stream_options", None) or {}
             is_stream = payload.pop("stream", False)
         except (ValueError, AttributeError, TypeError) as error:
@@ -44,8 +52,17 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} has no streams here: ask without stream")
+        if left.get((path, body)):
+            task = left[path, body].pop(0)
+        else:
+            task = asyncio.create_task(ask(payload, path))
+            asked.add(task)
+            task.add_done_callback(asked.discard)  # contexts of agents are long
         try:
-            result = await generate(payload, path=path, whole=True)
+            result = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            left[path, body].append(task)
+            raise
         except InferenceError as error:
             return _refusal(400, str(error))
         except Exception as error:  # the rank stops
@@ -55,10 +72,10 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         if not is_stream:
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         parts = [*_chunks(answer, bool(options.get("include_usage")))]
-        body = b"".join(b"data: %s\n\n" % orjson.dumps(part) for part in parts)
-        return web.Response(body=body + b"data: [DONE]\n\n", content_type="text/event-stream")
+        stream = b"".join(b"data: %s\n\n" % orjson.dumps(part) for part in parts)
+        return web.Response(body=stream + b"data: [DONE]\n\n", content_type="text/event-stream")
 
-    server = web.Server(handle, access_log=None)
+    server = web.Server(handle, access_log=None, handler_cancellation=True)
     listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
         port = listener.sockets[0].getsockname()[1]
@@ -67,6 +84,10 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         listener.close()
         server.pre_shutdown()
         await server.shutdown(_LINGER_SECONDS)
+        running = [*asked]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _refusal(status: int, text: str) -> web.Response:

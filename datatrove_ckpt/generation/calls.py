@@ -41,11 +41,20 @@ class Call:
     time_limit: float | None
     keep_errors: type[Exception] | tuple[type[Exception], ...]
 
-    @property
-    def digest(self) -> str:
-        """Raises TypeError: JSON cannot express the arguments."""
-        arguments = [_RESULT, self.name, self.args, self.kwargs]
-        return payload_hash(orjson.dumps(arguments, option=PAYLOAD_JSON | orjson.OPT_SORT_KEYS))
+    def digest(self, code: str) -> str:
+        """Hashes the call.
+
+        Args:
+            code: hash of the run's code: other code may make another result of equal arguments.
+
+        Raises:
+            TypeError: JSON cannot express the arguments.
+        """
+        arguments = [_RESULT, self.name, self.args, self.kwargs, code]
+        data = orjson.dumps(arguments, option=PAYLOAD_JSON | orjson.OPT_SORT_KEYS)
+        if b"null" in data and has_nan(arguments):  # orjson writes null for NaN
+            raise TypeError("NaN and infinity are none")
+        return payload_hash(data)
 
 
 class Calls:

@@ -43,6 +43,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP, ON_REFUSAL, AnswerPolicy
 from datatrove_ckpt.config.generation_params import (
     PAYLOAD_JSON,
+    TOKEN_LIMITS,
     merged,
     refuse_near_misses,
     refuse_unsendable,
@@ -148,6 +149,7 @@ class RankRequests:
         configs: of the models, by their names.
         has_batches: requests may be parked for a batch.
         quality: finds what is wrong with answers.
+        code: hash of the user's code.
         waiting: documents that wait for an answer.
         documents: the documents in work, by ordinal. They handle their errors themselves.
     """
@@ -159,6 +161,7 @@ class RankRequests:
     has_batches: bool
     quality: Quality
     limits: LimitWatch
+    code: str
 
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -449,13 +452,17 @@ class Requests:
         # Not the order of the retries, which depends on the order of parallel answers.
         first = self._answers.next_key(self._rollout_idx, f"first {digest}")
         result = await self._answered(payload, way, whole)
-        changed = self._config.default_generation_params.get("extra_body")
-        changed = dict(payload.get("extra_body", changed) or {})
+        defaults = self._config.default_generation_params
+        changed = dict(payload.get("extra_body", defaults.get("extra_body")) or {})
         while setting := self._rank.quality.first_case(policies, result):
             policy = policies[setting]
             if retries[setting] == policy.retries:
                 break
             retries[setting] += 1
+            if not policy.params.keys().isdisjoint(TOKEN_LIMITS):
+                # A limit under the other name would win, or be refused beside the new one.
+                given = {*defaults, *payload, *changed}
+                changed |= dict.fromkeys(given.intersection(TOKEN_LIMITS))
             changed |= policy.params
             payload = {**payload, "extra_body": changed}
             try:
@@ -820,7 +827,7 @@ class Requests:
             await wait_until_cancelled()
         call = Call(name, function, args, kwargs, time_limit, keep_errors)
         try:
-            digest = call.digest
+            digest = call.digest(rank.code)
         except TypeError as error:
             await self._refused(
                 f"the name and arguments of generate.once({name!r}, ...) tell calls apart, so they "

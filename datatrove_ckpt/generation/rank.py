@@ -414,6 +414,7 @@ class _Run:
                     self.has_batches,
                     Quality(step.refusals),
                     limits,
+                    step.code().digest,
                     self.rank,
                     bind_shared(step.rollout_fn, shared),
                     servers,

@@ -82,6 +82,10 @@ class CodeIdentity:
     def fields(self) -> dict[str, object]:
         return self.made.fields
 
+    @property
+    def digest(self) -> str:
+        return digest(repr(sorted(self.fields.items())))
+
 
 def code_identity(
     rollout_fn: object,

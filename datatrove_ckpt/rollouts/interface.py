@@ -170,8 +170,8 @@ class Generate(Protocol):
         call that was in flight is made again.
 
         Args:
-            name: of the call. Name and arguments tell calls apart; equal ones of a rollout, their
-                order.
+            name: of the call. Name, arguments and the rollout's code tell calls apart; equal ones
+                of a rollout, their order.
             args, kwargs: JSON values.
             time_limit: in seconds. A thread cannot be stopped: its result is thrown away.
             keep_errors: these errors of the function are saved, too, and raised as ``CallFailed``.

@@ -159,7 +159,7 @@ def _lines(
 
 
 def _row(setting: str, value: str) -> str:
-    shown = value[:_MOST].replace("|", "\\|").replace("\n", " ")
+    shown = value[:_MOST].replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
     return f"| {setting} | {shown} |"
 
 

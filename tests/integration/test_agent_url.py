@@ -14,6 +14,7 @@ from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.rollouts import Document
+from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import chat, rows, run_job
 
@@ -103,6 +104,24 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
     assert "refused" in orjson.loads(found[-2])["error"]["message"]
     assert "POST /v1/chat/completions has no answer here" in found[-1]
     assert server.asked["a"] == 0
+
+
+def test_an_agent_that_hangs_up_and_asks_again_pays_once(tmp_path):
+    with FakeServer(hold_after=0) as server:
+
+        async def rollout(document, generate):
+            async with generate.url() as url:
+                given_up = asyncio.create_task(asked(url, document.text))
+                while not server.payloads:
+                    await asyncio.sleep(0.01)
+                given_up.cancel()
+                await asyncio.wait([given_up])
+                server.release()
+                return [await asked(url, document.text) for _ in range(2)]
+
+        run_job(tmp_path, server, 1, rollout)
+    assert server.asked == {"text 0": 2}
+    assert len(results(tmp_path)[0]) == 2
 
 
 def test_an_agent_that_fails_may_leave_its_connection_open(tmp_path, server):

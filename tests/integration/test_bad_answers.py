@@ -31,7 +31,7 @@ class Server(FakeServer):
 
     def play(self, payload, times):
         number = payload["messages"][-1]["content"][-1]
-        is_short = payload.get("max_tokens", 0) < 2048
+        is_short = (payload.get("max_completion_tokens") or payload.get("max_tokens", 0)) < 2048
         self.finish_reason = "length" if number in "34" and is_short else "stop"
         self.message = {"refusal": "no"} if number == "5" else {}
         if number in "67":
@@ -86,6 +86,14 @@ def counts(folder):
             {"3": 2, "4": 2},
             "",
         ),
+        (
+            {
+                "on_cut_off": {"retry": 1, "max_tokens": 2048},
+                "default_generation_params": {"max_completion_tokens": 5},
+            },
+            {"3": 2, "4": 2},
+            "",
+        ),
     ],
     ids=str,
 )
@@ -99,7 +107,8 @@ def test_a_bad_answer_is_kept_retried_or_dropped(tmp_path, server, config, asked
     assert (found.requests, found.prompt_tokens) == (number, 2 * number)
     sent = [one for one in server.payloads if one["messages"][0]["content"] == "text 3"]
     if "on_cut_off" in config and asked:
-        assert sent[1] == {**sent[0], "max_tokens": 2048}
+        other_limit = dict.fromkeys(sent[0].keys() & {"max_completion_tokens"})
+        assert sent[1] == {**sent[0], **other_limit, "max_tokens": 2048}
         assert texts(tmp_path)["3"] == ["fine 3"]
 
 

@@ -13,7 +13,7 @@ RUN = (
     "--input",
     "input/0.jsonl",
     "--prompt",
-    "Say | {text}",
+    "Say | <b>{text}",
     "--model",
     "m",
     "--run-folder",
@@ -35,7 +35,7 @@ def test_the_card_says_what_made_the_output_and_loads_it(
     command(*RUN, *flags)
     card = (here / "r/card.md").read_text()
     assert card.startswith("# r\n\nMade by datatrove-ckpt ")
-    assert "\n| rollout_fn.prompt | Say \\| {text} |\n" in card
+    assert "\n| rollout_fn.prompt | Say \\| &lt;b>{text} |\n" in card
     assert f"\n| input | {here}/input/0.jsonl |\n" in card
     assert "\n- tokens of a document: 3 prompt, 2 completion on average\n" in card
     assert "GPU" not in card
@@ -58,7 +58,7 @@ def test_a_card_is_rendered_as_the_site_renders_pages(here, server, command):
     write_input(here, ["a"])
     command(*RUN, "--endpoint", server.url)
     html = render((here / "r/card.md").read_text(), extensions=["tables", "fenced_code"])
-    assert "<td>Say | {text}</td>" in html
+    assert "<td>Say | &lt;b" in html
     assert html.count("<h2>") == 4
     assert html.count("<pre>") == 2
     assert "<li>documents: 1 done" in html

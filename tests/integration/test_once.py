@@ -68,10 +68,20 @@ def raises_stop(text):
             {"x": object()},
             r"the name and arguments of generate.once\('call', ...\).* must be JSON",
         ),
+        (str.split, {"x": math.nan}, r"arguments of generate.once\('call', ...\).* NaN"),
         (lambda text: time.sleep(2), {"time_limit": 0.01}, r"once\('call'\) took longer than 0.01"),
         (sleeps, {"time_limit": 0.01}, "took longer than 0.01 s"),
     ],
-    ids=["object", "NaN", "size", "StopIteration", "arguments", "thread's time", "time"],
+    ids=[
+        "object",
+        "NaN",
+        "size",
+        "StopIteration",
+        "arguments",
+        "NaN as argument",
+        "thread's time",
+        "time",
+    ],
 )
 def test_a_call_that_cannot_be_saved_is_named(
     tmp_path, server, monkeypatch, function, settings, message
@@ -142,6 +152,19 @@ def test_equal_calls_of_a_rollout_are_told_apart_by_their_order(tmp_path, server
     broken.now = False
     run_job(tmp_path, server, 1, rollout)
     assert rows(tmp_path)[0]["metadata"]["rollout_results"][0][:3] == [0, 1, 2]
+
+
+def test_changed_code_calls_again(tmp_path, server):
+    def rollout_of(tool):
+        async def rollout(document, generate):
+            return {"found": (await generate.once("look", tool, document.id))["x"]}
+
+        return rollout
+
+    with pytest.raises(CkptError, match="KeyError"):
+        run_job(tmp_path, server, 1, rollout_of(lambda key: {}))
+    run_job(tmp_path, server, 1, rollout_of(lambda key: {"x": key}), accept_changes=True)
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [{"found": "id 0"}]
 
 
 def test_so_many_threads_run_at_once_and_no_more(tmp_path, server, monkeypatch):

@@ -3,6 +3,7 @@
 The server is the ledger: what it has answered is what was paid.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -17,6 +18,7 @@ import pytest
 
 from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
+from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
@@ -130,6 +132,29 @@ def test_until_counts_what_is_written(server, tmp_path):
     run_job(tmp_path, server, 40, every_second)
     assert len(ids(tmp_path)) == 20
     run_job(tmp_path / "whole", server, 4, until=4)  # no error: all is done
+
+
+def test_chunks_that_a_stop_left_half_done_are_finished(server, tmp_path):
+    is_broken = True
+    is_answered = asyncio.Event()
+
+    async def rollout(document, generate):
+        if is_broken and not int(document.id[3:]) % 2:
+            await is_answered.wait()
+            raise ValueError
+        result = await ask(document, generate)
+        if document.id == "id 5":
+            is_answered.set()
+        return result
+
+    job = (tmp_path, server, 40, rollout)
+    with pytest.raises(DocumentFailed):
+        run_job(*job, until=5, rollout_version="1")
+    assert ids(tmp_path) == []
+    is_broken = False
+    with pytest.raises(GoalReached):
+        run_job(*job, until=5, rollout_version="1")
+    assert ids(tmp_path) == [f"id {number}" for number in range(6)]
 
 
 def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):

@@ -39,7 +39,7 @@ class RunReader:
             self._copies.append(MirrorCopy(mirror))
         self._guard = threading.Lock()
         self._interval = Interval("auto", _LOOKS)
-        self._next_look = 0.0
+        self._began_at = self._next_look = 0.0
         self._found: dict[str, RunTotals] = {}
 
     def read(self, without: str = "", anew: bool = True) -> RunTotals:
@@ -52,12 +52,15 @@ class RunReader:
         Raises:
             CkptError: the mirror cannot be read.
         """
+        asked = time.monotonic()
         with self._guard:
-            if anew or time.monotonic() >= self._next_look:
-                started = time.monotonic()
+            is_due = time.monotonic() >= self._next_look
+            # Many tasks that start together share a look.
+            if is_due or (anew and self._began_at < asked):
+                self._began_at = time.monotonic()
                 self._look()
                 ended = time.monotonic()
-                self._interval.took(ended - started)
+                self._interval.took(ended - self._began_at)
                 self._next_look = ended + self._interval.seconds
             found = self._found
         sums = NO_TOTALS
@@ -152,7 +155,11 @@ class LimitWatch:
         complete. On the event loop, after each answer and from time to time.
         """
         if self.is_on:
-            reached = self._limits.reached(self.others.plus(self.checkpoint.totals))
+            own = self.checkpoint.totals
+            if self._limits.of_usage and self.checkpoint.own.requests and not own.tokens:
+                text = "cannot end this run: the server's answers have no usage. Set until."
+                self.shutdown.finish(ConfigError(text, setting=self._limits.of_usage))
+            reached = self._limits.reached(self.others.plus(own))
             if reached is not None and not self.checkpoint.all_committed:
                 self.shutdown.finish(reached)
 

@@ -74,11 +74,14 @@ def test_until_ends_the_run_well_and_a_higher_one_goes_on(server, command, here,
         asked = server.asked.total()
         said = command("run", "job.yaml", *worker, flag("until", goal))
         assert f"until: {goal} is reached: " in said
-        assert flag("until", 2 * goal) in said
+        assert flag("until", 2 * written()) in said
         assert goal <= written() < goal + CHUNK
         assert server.asked.total() == written(), "no chunk is left half done"
         assert completed() == goal // (DOCUMENTS + 1), "no task is complete that was cut short"
     assert asked < written(), "5, again, asks nothing"
+    logs = "".join(path.read_text() for path in Path("logs/logs").glob("*"))
+    assert "ended by until, saved: " in logs
+    assert "interrupted" not in logs
     assert "no problem, 2 things not finished (until is reached)" in command(
         "verify", "checkpoints", "--full"
     )
@@ -110,7 +113,7 @@ def test_money_and_tokens_end_the_run_with_exit_code_4(
     said = command("run", "job.yaml", *worker, flag(name, value), code=4)
     answers = server.asked.total()
     assert said.err.rstrip().splitlines()[-2].startswith(f"{name}: {value} is reached: ")
-    assert flag(name, 2 * value) in said
+    assert flag(name, 2 * answers * each) in said
     assert value <= answers * each <= value + AT_ONCE * each
     assert paid(command) == (answers * COST, answers * TOKENS)
     command("run", "job.yaml", *worker, flag(name, value), code=4)
@@ -185,6 +188,40 @@ def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
 def test_limits_that_cannot_work_are_refused(server, tmp_path, more, why):
     with pytest.raises(ConfigError, match=re.escape(why)):
         runner(tmp_path, server, **more)
+
+
+def test_a_limit_below_what_is_done_ends_the_run_and_is_doubled_from_there(server, command, here):
+    write(server)
+    command("run", "job.yaml", flag("until", 13))
+    assert flag("until", 28) in command("run", "job.yaml", flag("until", 5))
+    assert flag("max_cost", 56) in command("run", "job.yaml", flag("max_cost", 1e-4), code=4)
+    assert server.asked.total() == 14
+
+
+@pytest.mark.parametrize("name", ["max_cost", "max_total_tokens"])
+def test_answers_without_usage_are_no_reason_to_go_on_without_a_limit(server, command, here, name):
+    server.usage = {"total": 1}
+    write(server)
+    said = command("run", "job.yaml", flag(name, 20), code=1)
+    assert f"error: {name}: cannot end this run" in said.err
+    assert server.asked.total() <= AT_ONCE
+    command("run", "job.yaml")
+    assert {*server.asked.values()} == {1}
+
+
+def test_until_with_steps_after_it_is_refused(server, command, here):
+    write(server)
+    more = "      - class_path: JsonlReader\n        init_args: {data_folder: output}\n"
+    with Path("job.yaml").open("a") as file:
+        file.write(more)
+    said = command("run", "job.yaml", flag("until", 5), code=2)
+    assert "pipeline[1] InferenceRunner: until: ends the task" in said.err
+
+
+def test_until_does_not_end_a_sample(server, command, here):
+    write(server)
+    seed = "--pipeline.1.config.seed=3"
+    assert "6 of 6 documents" in command("run", "job.yaml", "--sample", 6, flag("until", 2), seed)
 
 
 def test_chunks_of_the_short_form_are_a_tenth_of_until_and_stay(server, command, here):

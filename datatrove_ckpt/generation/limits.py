@@ -48,9 +48,6 @@ class RunReader:
         Args:
             without: the folder of a task that is not counted.
             anew: looks now; else the last look may do.
-
-        Raises:
-            CkptError: the mirror cannot be read.
         """
         asked = time.monotonic()
         with self._guard:
@@ -78,7 +75,9 @@ class RunReader:
 
 
 class MirrorCopy:
-    """A copy of what a mirror says of its tasks, brought up to date at each ``read``."""
+    """A copy of what a mirror says of its tasks, brought up to date at each ``read`` if the mirror
+    can be read.
+    """
 
     def __init__(self, url: str) -> None:
         from datatrove_ckpt.mirror.restore import MirrorReader
@@ -87,9 +86,15 @@ class MirrorCopy:
         folder = Path(self._folder.name)
         self._mirror = MirrorReader(url, folder, _is_wanted)
         self._copied = TotalsReader(folder)
+        self._has_warned = False
 
     def read(self) -> dict[str, RunTotals]:
-        self._mirror.refresh()
+        try:
+            self._mirror.refresh()
+        except CkptError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(f"How far tasks of other nodes are is not known: {error}")
         return self._copied.read()
 
 
@@ -110,11 +115,7 @@ def _reader_of(step: Step) -> RunReader:
 
 
 def limit_reached(steps: Iterable[object]) -> LimitReached | None:
-    """Returns the first limit that the run of a pipeline has reached.
-
-    Raises:
-        CkptError: a mirror cannot be read.
-    """
+    """Returns the first limit that the run of a pipeline has reached."""
     for step in steps:
         if isinstance(step, Step) and step.limits:
             totals = _reader_of(step).read()
@@ -166,14 +167,8 @@ class LimitWatch:
     async def keep_looking(self) -> None:
         reader = _reader_of(self.step)
         name = str(self.checkpoint.folder.relative_to(reader.root))
-        warned = ""
         while True:
-            try:
-                self.others = await asyncio.to_thread(reader.read, name, anew=False)
-            except CkptError as error:
-                if not warned:
-                    warned = str(error)
-                    logger.warning(f"How far other tasks are is not known: {warned}")
+            self.others = await asyncio.to_thread(reader.read, name, anew=False)
             looked = time.monotonic()
             while time.monotonic() < looked + _LOOKS.shortest:
                 self.look()

@@ -13,10 +13,11 @@ import sys
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached
+from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached, StorageFailed
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.readers import JsonlReader
@@ -222,6 +223,16 @@ def test_until_does_not_end_a_sample(server, command, here):
     write(server)
     seed = "--pipeline.1.config.seed=3"
     assert "6 of 6 documents" in command("run", "job.yaml", "--sample", 6, flag("until", 2), seed)
+
+
+def test_a_mirror_that_is_away_stops_nothing(server, command, here, monkeypatch):
+    write(server)
+    away = Mock(side_effect=StorageFailed("away"))
+    monkeypatch.setattr("datatrove_ckpt.mirror.restore.MirrorReader.refresh", away)
+    mirror = flag("checkpoints_remote_dir", here / "mirror")
+    command("run", "job.yaml", flag("until", 5), mirror, "--worker")
+    assert away.called
+    assert written() == 6
 
 
 def test_chunks_of_the_short_form_are_a_tenth_of_until_and_stay(server, command, here):

@@ -225,6 +225,19 @@ def test_until_does_not_end_a_sample(server, command, here):
     assert "6 of 6 documents" in command("run", "job.yaml", "--sample", 6, flag("until", 2), seed)
 
 
+def test_a_retry_of_dead_letters_ends_by_max_cost_too(server, command, here):
+    write(server)
+    job = ("run", "job.yaml", "--pipeline.1.on_document_error=dead_letter")
+    server._status = lambda payload, times: 400
+    command(*job, code=1)
+    server._status = lambda payload, times: None
+    retry = (*job, "--retry-dead-letters", "--pipeline.1.retry_errors=true")
+    assert "max_cost: 10 is reached: " in command(*retry, flag("max_cost", 10), code=4)
+    command(*retry, flag("max_cost", 1000))
+    assert {*server.asked.values()} == {2}
+    assert written() == TASKS * DOCUMENTS
+
+
 def test_a_mirror_that_is_away_stops_nothing(server, command, here, monkeypatch):
     write(server)
     away = Mock(side_effect=StorageFailed("away"))

@@ -11,11 +11,12 @@ import re
 import signal
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached, StorageFailed
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
@@ -236,6 +237,23 @@ def test_a_retry_of_dead_letters_ends_by_max_cost_too(server, command, here):
     command(*retry, flag("max_cost", 1000))
     assert {*server.asked.values()} == {2}
     assert written() == TASKS * DOCUMENTS
+
+
+@pytest.mark.parametrize(("name", "value", "code"), [("until", 5, 0), ("max_cost", 10, 4)])
+def test_tasks_of_ray_that_a_limit_ended_have_not_failed(
+    server, command, here, monkeypatch, name, value, code
+):
+    def run(executor):  # it tells of no error
+        for rank in range(TASKS):
+            with suppress(LimitReached):
+                executor._run_for_rank(rank)
+
+    write(server)
+    job = Path("job.yaml").read_text().replace("Local", "Ray").replace("    workers: 1\n", "")
+    Path("job.yaml").write_text(job)
+    monkeypatch.setattr(RayPipelineExecutor, "run", run)
+    said = command("run", "job.yaml", flag(name, value), code=code)
+    assert f"{name}: {value} is reached: " in said.err
 
 
 def test_a_mirror_that_is_away_stops_nothing(server, command, here, monkeypatch):

@@ -132,6 +132,17 @@ def test_until_counts_what_is_written(server, tmp_path):
     run_job(tmp_path / "whole", server, 4, until=4)  # no error: all is done
 
 
+def test_another_node_counts_the_tasks_that_it_did_not_run(server, command, here):
+    write(server)
+    mirror = flag("checkpoints_remote_dir", here / "mirror")
+    for node in ("checkpoints", "second"):
+        said = command(
+            "run", "job.yaml", mirror, flag("until", 10), flag("checkpoints_local_dir", node)
+        )
+        assert f"{written()} of {written()} documents are in " in said
+        assert "no problem" in command("verify", node, "--full")
+
+
 def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
     write_tasks(here, 2, DOCUMENTS)
     first = LocalPipelineExecutor(

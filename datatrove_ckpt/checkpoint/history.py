@@ -393,12 +393,10 @@ class HistoryLog:
         self.generation = 0
 
     def append(self, records: Iterable[Record]) -> None:
-        """Appends the records with one write. Sets their attempt, and the totals of progress."""
+        """Appends the records with one write. Sets their attempt."""
         lines = [b"\n"] if self._is_torn else []
         for record in records:
             record.attempt = self._attempt
-            if isinstance(record, Progress):
-                record.total = self.earlier.total + record.own
             lines.append(record.to_line())
         data = b"".join(lines)
         if self.file.size and self.file.size + len(data) > MAX_BYTES:

@@ -332,6 +332,7 @@ class RankFiles:
 
         An attempt that has read nothing yet has its predecessor's position.
         """
+        progress.total = self._history.earlier.total + progress.own
         progress.skipped = progress.skipped or self._history.earlier.skipped
         if progress.position.unit is not None:
             position = progress.position

@@ -316,7 +316,7 @@ def run() -> None:
 
     exit codes:
       0  done, or submitted; with --worker: no task is free or given up, others may still run
-      1  stopped by an error; the same command resumes
+      1  stopped by an error or a time limit; the same command resumes
          with --fail-on-dead-letters also: dead letters are left
       2  a mistake in CONFIG or on the command line; nothing was started
          with --worker also: the checkpoint or the input is another run's, so no task can go on

@@ -118,9 +118,8 @@ def _attempts(job: JobSums) -> str:
         said += f", {at_least}{again} of them again"
     unused = sent.completion_tokens - job.counts.completion_tokens
     if unused > 0:
-        return (
-            f"{said}, and {at_least}{plural(unused, 'completion token')} paid that no document has."
-        )
+        tokens = plural(unused, "completion token")
+        return f"{said}, and {at_least}{tokens} paid that no finished chunk has."
     return f"{said}."
 
 

@@ -840,8 +840,12 @@ def check_after_run(plan: RunPlan) -> dict[Path, JobSums]:
     check_job(plan)
     check_inputs_unchanged(plan)
     want = Want.COMMITS | Want.HISTORY | Want.LETTERS
+    ended_early = plan.limit_reached() is not None
     jobs = {}
     for runner, root in plan.kept:
+        mirror = runner.step.checkpoints_remote_dir
+        if ended_early and mirror and runner.copy is None:  # other nodes' tasks have no marker
+            restore_outdated(mirror, root, range(plan.tasks))
         job = jobs[root] = check_output_of_run(runner, root, want=want)
         refuse_vanished_input(root, job)
         counts = job.counts

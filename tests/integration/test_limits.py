@@ -162,6 +162,17 @@ def test_chunks_that_a_stop_left_half_done_are_finished(server, tmp_path):
     assert ids(tmp_path) == [f"id {number}" for number in range(6)]
 
 
+def test_another_node_counts_the_tasks_that_it_did_not_run(server, command, here):
+    write(server)
+    mirror = flag("checkpoints_remote_dir", here / "mirror")
+    for node in ("checkpoints", "second"):
+        said = command(
+            "run", "job.yaml", mirror, flag("until", 10), flag("checkpoints_local_dir", node)
+        )
+        assert f"{written()} of {written()} documents are in " in said
+        assert "no problem" in command("verify", node, "--full")
+
+
 def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
     write_tasks(here, 2, DOCUMENTS)
     first = LocalPipelineExecutor(

@@ -23,14 +23,23 @@ def test_a_run_shows_its_numbers_while_it_works_and_at_its_end(tmp_path, host, s
 
     settings = MonitoringConfig(run_name="books", metrics_port=PORT, metrics_host=host)
     job = runner(
-        tmp_path, server, rollout, config={"max_concurrent_generations": 1, "max_concurrent_documents": 2},
+        tmp_path,
+        server,
+        rollout,
+        config={
+            "max_concurrent_generations": 1,
+            "max_concurrent_documents": 2,
+            "prices": {"prompt": 0, "completion": 1_000_000},
+        },
         monitoring=settings,
-    )  # fmt: skip
+    )
     job.run(documents(6), 3, 7)
     assert seen["rank_state running"] == 1
     assert seen["requests_total answered"] == 5
+    assert seen["rank_cost"] == seen["tokens_total completion"] > 0
     found = samples(get(host), run="books", rank="3")
     assert found["rank_state done"] == 1
     assert found["rank_documents written"] == found["requests_total answered"] == 6
     assert found["rank_tokens completion"] == found["tokens_total completion"] > 0
+    assert found["rank_cost"] == found["tokens_total completion"]
     assert found["requests_in_flight"] == 0

@@ -95,6 +95,7 @@ def minute(number):
         seconds=Seconds(60.123 * number, 61.456 * number),
         documents=DocumentCounts(*(number * factor for factor in range(3000, 3007))),
         chunks=number,
+        total=own,
         own=own,
         in_flight=512,
         waiting=1024,

@@ -185,7 +185,7 @@ def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain
     job = JobSums(ranks=1, parts=1, numbers=numbers)
     assert _attempts(job) == (
         f" In 2 attempts of 1 task, {said}5 requests were sent, {said}1 of them again, and {said}9 "
-        "completion tokens paid that no document has."
+        "completion tokens paid that no finished chunk has."
     )
 
 

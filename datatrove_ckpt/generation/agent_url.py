@@ -6,15 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
 from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 
 _LINGER_SECONDS = 0.1  # 0 would wait for ever
@@ -22,19 +23,74 @@ _NO_RETRY = {"x-should-retry": "false"}
 """What OpenAI's client heeds. We have retried what may be retried."""
 
 
+class _Asked(NamedTuple):
+    request: web.BaseRequest
+    path: str
+    body: bytes
+    task: asyncio.Task[Any]
+
+
+class _Requests:
+    """The requests of an agent.
+
+    A client that loses its patience hangs up and asks again: the new request takes the result of
+    the old one, which is paid for.
+
+    Attributes:
+        refusal: of the last request that has ended.
+    """
+
+    def __init__(self, generate: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.refusal: InferenceError | None = None
+        self._generate = generate
+        self._asked: list[_Asked] = []
+
+    async def result(
+        self, request: web.BaseRequest, path: str, body: bytes, payload: JsonObject
+    ) -> Any:
+        """Raises InferenceError: the request is refused."""
+        task = self._abandoned(path, body)
+        if task is None:
+            task = asyncio.create_task(self._generate(payload, path=path, whole=True))
+        asked = _Asked(request, path, body, task)
+        self._asked.append(asked)
+        try:
+            result = await task
+        except InferenceError as error:
+            self.refusal = error
+            raise
+        finally:
+            if request.transport is not None:
+                self._asked.remove(asked)
+        self.refusal = None
+        return result
+
+    def _abandoned(self, path: str, body: bytes) -> asyncio.Task[Any] | None:
+        for asked in self._asked:
+            if asked.request.transport is None and asked[1:3] == (path, body):
+                self._asked.remove(asked)
+                return asked.task
+        return None
+
+
 @asynccontextmanager
-async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
+async def serve(generate: Callable[..., Coroutine[Any, Any, Any]]) -> AsyncIterator[str]:
     """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. Who does not know its path
     is refused.
+
+    Raises:
+        InferenceError: the agent failed after its last request was refused with this error.
     """
     secret = f"/{secrets.token_urlsafe(24)}"
+    requests = _Requests(generate)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
         if not path.startswith(f"{secret}/v1/") or request.method != "POST":
             return _refusal(404, f"No POST to {redact(path.removeprefix(secret))} here")
         try:
-            payload = orjson.loads(await request.content.read())
+            body = await request.content.read()
+            payload = orjson.loads(body)
             options = payload.pop("stream_options", None) or {}
             is_stream = payload.pop("stream", False)
         except (ValueError, AttributeError, TypeError) as error:
@@ -44,9 +100,9 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} has no streams here: ask without stream")
         try:
-            result = await generate(payload, path=path, whole=True)
+            result = await requests.result(request, path, body, payload)
         except InferenceError as error:
-            return _refusal(400, str(error))
+            return _refusal(400, safe_text(error.error))
         except Exception as error:  # the rank stops
             return _refusal(503, str(error))
         assert result.answer is not None  # whole
@@ -54,14 +110,19 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         if not is_stream:
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         parts = [*_chunks(answer, bool(options.get("include_usage")))]
-        body = b"".join(b"data: %s\n\n" % orjson.dumps(part) for part in parts)
-        return web.Response(body=body + b"data: [DONE]\n\n", content_type="text/event-stream")
+        stream = b"".join(b"data: %s\n\n" % orjson.dumps(part) for part in parts)
+        return web.Response(body=stream + b"data: [DONE]\n\n", content_type="text/event-stream")
 
     server = web.Server(handle, access_log=None)
     listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
         port = listener.sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}{secret}/v1"
+    except Exception as error:
+        # The agent made another error of the answer.
+        if requests.refusal is not None:
+            raise requests.refusal from error
+        raise
     finally:
         listener.close()
         server.pre_shutdown()

@@ -10,6 +10,7 @@ closes nothing (``end_fork``).
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import errno
 import os
 import sys
@@ -17,8 +18,9 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
 from datatrove_ckpt.process.screen import exit_now
@@ -166,6 +168,29 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
 def exit_past_threads(code: int) -> None:
     if left_behind:
         exit_now(code)
+
+
+def in_thread(call: Callable[[], _Result], name: str) -> Future[_Result]:
+    """Calls in a daemon thread, which keeps no process alive."""
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        result.set_running_or_notify_cancel()  # who waits may be cancelled, the call cannot
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
+
+
+async def in_own_thread(call: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+    """Does ``asyncio.to_thread`` for what a rank cannot wait for: rollouts may block all the
+    threads that it has, until a server answers.
+    """
+    run = contextvars.copy_context().run
+    return await asyncio.wrap_future(in_thread(partial(run, call, *arguments), "datatrove-ckpt"))
 
 
 def call_soon(

@@ -15,7 +15,7 @@ import orjson
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.ledger import OTHERS
-from datatrove_ckpt.checkpoint.request_cache import payload_hash
+from datatrove_ckpt.checkpoint.request_cache import Answer, payload_hash
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.work_counts import WorkCounts
@@ -30,7 +30,6 @@ _THREADS = 64
 _MOST_BYTES = 100_000_000
 _MOST_NAMES = 20  # a name may be made of the document
 _RESULT = "once"
-_ERROR = "once_error"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Calls:
         self._threads = asyncio.Semaphore(_THREADS)
         self._late: list[Future[Any]] = []
 
-    async def make(self, call: Call) -> bytes:
+    async def make(self, call: Call) -> Answer:
         """Returns what is saved of the call.
 
         Raises:
@@ -90,11 +89,12 @@ class Calls:
             counts.failed_calls[name] += 1
             if not isinstance(error, call.keep_errors):
                 raise
-            return orjson.dumps({_ERROR: [type(error).__name__, redact(safe_text(error))]})
+            fields = [type(error).__name__, redact(safe_text(error))]
+            return Answer(None, orjson.dumps(fields).decode())
         finally:
             self.running -= 1
             counts.call_milliseconds[name] += round(1000 * (time.monotonic() - started))
-        return _saved(call.name, result)
+        return Answer(_saved(call.name, result), None)
 
     async def _result(self, call: Call, is_plain: bool) -> object:
         try:
@@ -164,13 +164,12 @@ def _saved(name: str, result: object) -> bytes:
     return saved
 
 
-def result_of(saved: bytes) -> Any:
+def result_of(saved: Answer) -> Any:
     """Returns the result of a saved call.
 
     Raises:
         CallFailed: it failed, and its error was kept.
     """
-    fields = orjson.loads(saved)
-    if _ERROR in fields:
-        raise CallFailed(*fields[_ERROR])
-    return fields[_RESULT]
+    if saved.result is None:
+        raise CallFailed(*orjson.loads(saved.error_message or ""))
+    return orjson.loads(saved.result)[_RESULT]

@@ -814,15 +814,15 @@ class Requests:
         key = answers.next_key(self._rollout_idx, digest)
         if answers.slot.cached:
             saved = (await answers.cached()).get(key)
-            if saved is not None and saved.result is not None:
+            if saved is not None:
                 answers.found[self._rollout_idx] += 1
-                return result_of_call(saved.result)
+                return result_of_call(saved)
         answers.request_started()
         try:
             result = await rank.calls.make(call)
         finally:
             answers.request_finished()
-        await self._keep(key, Answer(result, None))
+        await self._keep(key, result)
         return result_of_call(result)
 
     @asynccontextmanager

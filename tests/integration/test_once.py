@@ -84,7 +84,8 @@ def test_a_call_that_cannot_be_saved_is_named(
         run_job(tmp_path, server, 1, rollout)
 
 
-def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, command):
+@pytest.mark.parametrize("retry_errors", [False, True])
+def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, command, retry_errors):
     called = []
     broken = SimpleNamespace(now=True)
 
@@ -114,14 +115,15 @@ def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, comman
     with pytest.raises(CkptError, match="ConnectionError"):
         run_job(tmp_path, server, 1, rollout)
     broken.now = False
-    run_job(tmp_path, server, 1, rollout)
-    assert called == ["kept", "raised", "later", "raised", "later"]
+    run_job(tmp_path, server, 1, rollout, retry_errors=retry_errors)
+    again = ["kept"] * retry_errors
+    assert called == ["kept", "raised", "later", *again, "raised", "later"]
     assert {*server.asked.values()} == {1}
     kept = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert kept[0][:2] == ["LookupError: kept", "as it is"]
     shown = command("status", str(tmp_path / "checkpoints")).out
-    assert "3 tests (" in shown
-    assert "3 failed), 2 later (" in shown
+    assert f"{3 + retry_errors} tests (" in shown
+    assert f"{3 + retry_errors} failed), 2 later (" in shown
     assert "1 failed)" in shown
 
 

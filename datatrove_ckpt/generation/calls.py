@@ -18,11 +18,11 @@ from datatrove_ckpt.checkpoint.ledger import OTHERS
 from datatrove_ckpt.checkpoint.request_cache import Answer, payload_hash
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.documents import has_nan
-from datatrove_ckpt.process.event_loop import in_thread
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import CallFailed
 

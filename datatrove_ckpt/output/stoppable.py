@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.process.event_loop import in_thread
 
 T = TypeVar("T")
 

@@ -18,11 +18,12 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.screen import exit_now
 
 # Seconds between two cancellations of the tasks that are left at the end.
@@ -168,21 +169,6 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
 def exit_past_threads(code: int) -> None:
     if left_behind:
         exit_now(code)
-
-
-def in_thread(call: Callable[[], _Result], name: str) -> Future[_Result]:
-    """Calls in a daemon thread, which keeps no process alive."""
-    result: Future[_Result] = Future()
-
-    def run() -> None:
-        result.set_running_or_notify_cancel()  # who waits may be cancelled, the call cannot
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
 
 
 async def in_own_thread(call: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from aiohttp import web
 from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
 
 _LINGER_SECONDS = 0.1  # 0 would wait for ever
@@ -23,18 +23,73 @@ _NO_RETRY = {"x-should-retry": "false"}
 """What OpenAI's client heeds. We have retried what may be retried."""
 
 
+class _Asked(NamedTuple):
+    request: web.BaseRequest
+    path: str
+    body: bytes
+    task: asyncio.Task[Any]
+
+
+class _Requests:
+    """The requests of an agent.
+
+    A client that loses its patience hangs up and asks again: the new request takes the result of
+    the old one, which is paid for.
+
+    Attributes:
+        refusal: of the last request that has ended.
+    """
+
+    def __init__(self, generate: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.refusal: InferenceError | None = None
+        self._generate = generate
+        self._asked: list[_Asked] = []
+
+    async def result(
+        self, request: web.BaseRequest, path: str, body: bytes, payload: JsonObject
+    ) -> Any:
+        """Raises InferenceError: the request is refused."""
+        task = self._abandoned(path, body)
+        if task is None:
+            task = asyncio.create_task(self._generate(payload, path=path, whole=True))
+        asked = _Asked(request, path, body, task)
+        self._asked.append(asked)
+        try:
+            result = await task
+        except InferenceError as error:
+            self.refusal = error
+            raise
+        finally:
+            if request.transport is not None:
+                self._asked.remove(asked)
+        self.refusal = None
+        return result
+
+    async def cancel(self) -> None:
+        """Ends the requests that nobody waits for: their answers would not be counted."""
+        left = [asked.task for asked in self._asked]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _abandoned(self, path: str, body: bytes) -> asyncio.Task[Any] | None:
+        for asked in self._asked:
+            if asked.request.transport is None and asked[1:3] == (path, body):
+                self._asked.remove(asked)
+                return asked.task
+        return None
+
+
 @asynccontextmanager
-async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
+async def serve(generate: Callable[..., Coroutine[Any, Any, Any]]) -> AsyncIterator[str]:
     """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. Who does not know its path
     is refused.
+
+    Raises:
+        InferenceError: the agent failed after its last request was refused with this error.
     """
     secret = f"/{secrets.token_urlsafe(24)}"
-    asked: set[asyncio.Task[Any]] = set()
-    # Requests whose agent has hung up: its next try takes their answers, and is not paid again.
-    left = defaultdict[tuple[str, bytes], list[asyncio.Task[Any]]](list)
-
-    async def ask(payload: JsonObject, path: str) -> Any:
-        return await generate(payload, path=path, whole=True)
+    requests = _Requests(generate)
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
@@ -52,19 +107,10 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} has no streams here: ask without stream")
-        if left.get((path, body)):
-            task = left[path, body].pop(0)
-        else:
-            task = asyncio.create_task(ask(payload, path))
-            asked.add(task)
-            task.add_done_callback(asked.discard)  # contexts of agents are long
         try:
-            result = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            left[path, body].append(task)
-            raise
+            result = await requests.result(request, path, body, payload)
         except InferenceError as error:
-            return _refusal(400, str(error))
+            return _refusal(400, safe_text(error.error))
         except Exception as error:  # the rank stops
             return _refusal(503, str(error))
         assert result.answer is not None  # whole
@@ -75,19 +121,21 @@ async def serve(generate: Callable[..., Awaitable[Any]]) -> AsyncIterator[str]:
         stream = b"".join(b"data: %s\n\n" % orjson.dumps(part) for part in parts)
         return web.Response(body=stream + b"data: [DONE]\n\n", content_type="text/event-stream")
 
-    server = web.Server(handle, access_log=None, handler_cancellation=True)
+    server = web.Server(handle, access_log=None)
     listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
     try:
         port = listener.sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}{secret}/v1"
+    except Exception as error:
+        # The agent made another error of the answer.
+        if requests.refusal is not None:
+            raise requests.refusal from error
+        raise
     finally:
         listener.close()
         server.pre_shutdown()
         await server.shutdown(_LINGER_SECONDS)
-        running = [*asked]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await requests.cancel()
 
 
 def _refusal(status: int, text: str) -> web.Response:

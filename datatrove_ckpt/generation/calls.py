@@ -7,27 +7,29 @@ import contextvars
 import inspect
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.ledger import OTHERS
-from datatrove_ckpt.checkpoint.request_cache import payload_hash
+from datatrove_ckpt.checkpoint.request_cache import Answer, payload_hash
+from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.generation_params import PAYLOAD_JSON
 from datatrove_ckpt.errors import DocumentNotSerializable
 from datatrove_ckpt.output.documents import has_nan
-from datatrove_ckpt.output.stoppable import in_thread
-from datatrove_ckpt.process.event_loop import call_soon
+from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 from datatrove_ckpt.rollouts import CallFailed
 
 _THREADS = 64
 _MOST_BYTES = 100_000_000
 _MOST_NAMES = 20  # a name may be made of the document
 _RESULT = "once"
-_ERROR = "once_error"
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,14 @@ class Calls:
         running: how many have begun and not ended; a drain waits for them.
     """
 
-    def __init__(self, counts: WorkCounts) -> None:
+    def __init__(self, counts: WorkCounts, shutdown: Shutdown) -> None:
         self.running = 0
         self._counts = counts
+        self._shutdown = shutdown
         self._threads = asyncio.Semaphore(_THREADS)
+        self._late: list[Future[Any]] = []
 
-    async def make(self, call: Call) -> bytes:
+    async def make(self, call: Call) -> Answer:
         """Returns what is saved of the call.
 
         Raises:
@@ -77,6 +81,11 @@ class Calls:
             Exception: whatever the function raised, and is not kept; a TimeoutError, too.
         """
         counts = self._counts
+        is_plain = not inspect.iscoroutinefunction(call.function)
+        if is_plain:
+            await self._threads.acquire()  # before the time limit begins
+        if self._shutdown.is_stopping:
+            await wait_until_cancelled()
         name = redact(call.name)
         if name not in counts.calls and len(counts.calls) >= _MOST_NAMES:
             name = OTHERS
@@ -84,24 +93,25 @@ class Calls:
         self.running += 1
         started = time.monotonic()
         try:
-            result = await self._result(call)
+            result = await self._result(call, is_plain)
         except Exception as error:
             counts.failed_calls[name] += 1
             if not isinstance(error, call.keep_errors):
                 raise
-            return orjson.dumps({_ERROR: [type(error).__name__, str(error)]})
+            fields = [type(error).__name__, redact(safe_text(error))]
+            return Answer(None, orjson.dumps(fields).decode())
         finally:
             self.running -= 1
             counts.call_milliseconds[name] += round(1000 * (time.monotonic() - started))
-        return _saved(call.name, result)
+        return Answer(_saved(call.name, result), None)
 
-    async def _result(self, call: Call) -> object:
-        function = call.function
+    async def _result(self, call: Call, is_plain: bool) -> object:
         try:
             async with asyncio.timeout(call.time_limit) as limit:
-                if inspect.iscoroutinefunction(function):
-                    return await function(*call.args, **call.kwargs)
-                result = await self._in_thread(call)
+                if is_plain:
+                    result = await self._in_thread(call)
+                else:
+                    result = call.function(*call.args, **call.kwargs)
                 if inspect.isawaitable(result):
                     return await result
                 return result
@@ -112,23 +122,36 @@ class Calls:
             raise TimeoutError(text) from error
 
     async def _in_thread(self, call: Call) -> object:
-        loop = asyncio.get_running_loop()
         context = contextvars.copy_context()
-        await self._threads.acquire()
 
         def work() -> tuple[object, BaseException | None]:
             try:
                 return context.run(call.function, *call.args, **call.kwargs), None
             except BaseException as error:  # no future can hold a StopIteration
                 return None, error
-            finally:
-                # Here, because a thread goes on after its time limit.
-                call_soon(loop, self._threads.release)
 
-        result, error = await asyncio.wrap_future(in_thread(work, "datatrove-ckpt call"))
+        try:
+            running = in_thread(work, "datatrove-ckpt call")
+            try:
+                result, error = await asyncio.wrap_future(running)
+            except asyncio.CancelledError:
+                self._note_late(running)
+                raise
+        finally:
+            # Of a thread that goes on after its time limit, too: else all calls would end up
+            # waiting for threads that hang.
+            self._threads.release()
         if error is not None:
             raise error
         return result
+
+    def _note_late(self, thread: Future[Any]) -> None:
+        self._late = [thread, *(other for other in self._late if not other.done())]
+        if len(self._late) == _THREADS:
+            logger.warning(
+                f"{_THREADS} functions of generate.once still run after their time limits, and "
+                "take memory and CPU: give them limits of their own, such as a timeout."
+            )
 
 
 def _saved(name: str, result: object) -> bytes:
@@ -150,13 +173,12 @@ def _saved(name: str, result: object) -> bytes:
     return saved
 
 
-def result_of(saved: bytes) -> Any:
+def result_of(saved: Answer) -> Any:
     """Returns the result of a saved call.
 
     Raises:
         CallFailed: it failed, and its error was kept.
     """
-    fields = orjson.loads(saved)
-    if _ERROR in fields:
-        raise CallFailed(*fields[_ERROR])
-    return fields[_RESULT]
+    if saved.result is None:
+        raise CallFailed(*orjson.loads(saved.error_message or ""))
+    return orjson.loads(saved.result)[_RESULT]

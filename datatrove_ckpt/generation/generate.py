@@ -176,7 +176,7 @@ class RankRequests:
             for name, config in self.configs.items()
         }
         self.model = next(iter(self.models.values()))
-        self.calls = Calls(self.observer.own)
+        self.calls = Calls(self.observer.own, self.shutdown)
         self.waiting = 0
         self.documents: dict[int, asyncio.Task[None]] = {}
         self.all_started = False
@@ -527,6 +527,7 @@ class Requests:
         answer = None
         if answers.slot.cached:
             answer = (await answers.cached()).get(key)
+            answers.found[rollout_idx] += answer is not None
         try:
             result = None if answer is None else _from_cache(answer, config)
             if result is None:
@@ -535,7 +536,6 @@ class Requests:
                 result = await self._send(key, body, sent, payload, way, answer)
             else:
                 self._count_cached(result)
-                answers.found[rollout_idx] += 1
                 self._check_size(result, sent, way)
             if config.accept_null_finish_reason and generates and result.finish_reason:
                 raise self._disproved(result.finish_reason)
@@ -836,17 +836,15 @@ class Requests:
         key = answers.next_key(self._rollout_idx, digest)
         if answers.slot.cached:
             saved = (await answers.cached()).get(key)
-            if saved is not None and saved.result is not None:
+            if saved is not None:
                 answers.found[self._rollout_idx] += 1
-                return result_of_call(saved.result)
+                return result_of_call(saved)
         answers.request_started()
         try:
-            if rank.shutdown.is_stopping:
-                await wait_until_cancelled()
             result = await rank.calls.make(call)
         finally:
             answers.request_finished()
-        await self._keep(key, Answer(result, None))
+        await self._keep(key, result)
         return result_of_call(result)
 
     @asynccontextmanager

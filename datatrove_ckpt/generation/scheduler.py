@@ -26,6 +26,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.numbers import WHY_DROPPED, Outcome
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.memory import ByteBudget
 from datatrove_ckpt.common.redaction import note_sent
 from datatrove_ckpt.config import InferenceConfig
@@ -46,7 +47,7 @@ from datatrove_ckpt.generation.results import DROPPED, Results
 from datatrove_ckpt.generation.user_code import exit_error, name_of
 from datatrove_ckpt.inference.client.routing import WINDOW, Router, Sender
 from datatrove_ckpt.inference.servers.host import ServerHost
-from datatrove_ckpt.process.event_loop import end_fork
+from datatrove_ckpt.process.event_loop import end_fork, in_own_thread
 from datatrove_ckpt.process.host_loop import host_loop
 from datatrove_ckpt.process.open_files import requests_at_once
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
@@ -257,7 +258,7 @@ class Scheduler(RankRequests):
             while self.checkpoint.publishing:
                 await self.next_look()
             # Requests that could not be written are not sent as if their files were whole.
-            await asyncio.to_thread(self.checkpoint.flush)
+            await in_own_thread(self.checkpoint.flush)
             self.checkpoint.raise_failure()
         else:
             self.checkpoint.end_of_input(documents.shard())
@@ -494,15 +495,18 @@ async def stop_when_requested(
     models = [model for model in rank.models.values() if model.client.done()]
     clients = [model.client.result() for model in models]
     in_flight = sum(client.in_flight for client in clients)
+    running = f"{in_flight} requests"
+    if rank.calls.running:
+        running += f" and {plural(rank.calls.running, 'call')}"
     if not clients:
         for task in serving:  # a model may need minutes to load
             task.cancel()
     elif shutdown.is_finishing:
-        logger.info(f"{shutdown.failure} {in_flight} requests in flight are still answered.")
-    elif shutdown.failure is None or in_flight:
+        logger.info(f"{shutdown.failure} {running} in flight are still answered.")
+    elif shutdown.failure is None or in_flight or rank.calls.running:
         why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
         logger.warning(
-            f"{why}: {in_flight} requests in flight have {shutdown.drain_seconds:g} s to be "
+            f"{why}: {running} in flight have {shutdown.drain_seconds:g} s to be "
             "answered; a further signal, or cancellation, ends the wait at once."
         )
     own = rank.observer.own
@@ -527,7 +531,7 @@ async def stop_when_requested(
     with shutdown.closing():
         await asyncio.wait(serving)
         watch.cancel()  # what fails now is in ``checkpoint.error``
-        await asyncio.to_thread(checkpoint.close, False, rank.observer.last_records)
+        await in_own_thread(checkpoint.close, False, rank.observer.last_records)
     # 4. Servers end, by themselves if the drain was in time, else they are killed: see ``_Run``.
     # 5. The old signal handlers get the signals: see process/preemption.py.
     shutdown.raise_preempted()

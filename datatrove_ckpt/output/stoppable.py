@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
@@ -12,24 +11,10 @@ from typing import Any, TypeVar
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Stopping
 from datatrove_ckpt.common import retrying
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.errors import OutputFailed
 
 T = TypeVar("T")
-
-
-def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Calls in a daemon thread, which keeps no process alive."""
-    result: Future[T] = Future()
-
-    def run() -> None:
-        result.set_running_or_notify_cancel()  # who waits may be cancelled, the call cannot
-        try:
-            result.set_result(call())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return result
 
 
 def storage_advice(error: BaseException) -> str:

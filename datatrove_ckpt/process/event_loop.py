@@ -10,6 +10,7 @@ closes nothing (``end_fork``).
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import errno
 import os
 import sys
@@ -19,8 +20,10 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar, TypeVarTuple
 
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.screen import exit_now
 
 # Seconds between two cancellations of the tasks that are left at the end.
@@ -166,6 +169,14 @@ def _close(runner: asyncio.Runner, threads: Iterable[threading.Thread]) -> None:
 def exit_past_threads(code: int) -> None:
     if left_behind:
         exit_now(code)
+
+
+async def in_own_thread(call: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
+    """Does ``asyncio.to_thread`` for what a rank cannot wait for: rollouts may block all the
+    threads that it has, until a server answers.
+    """
+    run = contextvars.copy_context().run
+    return await asyncio.wrap_future(in_thread(partial(run, call, *arguments), "datatrove-ckpt"))
 
 
 def call_soon(

@@ -23,10 +23,10 @@ from datatrove_ckpt.checkpoint.layout import CACHE, LOCK
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.common.formatting import byte_size, duration
 from datatrove_ckpt.common.retrying import failure_line, file_system_call, hub_refusal
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.config.paths import existing_part
 from datatrove_ckpt.errors import CheckpointError, CkptError, StorageFailed
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.stoppable import in_thread
 from datatrove_ckpt.run_folder.run_plan import WrongMarker
 
 PROBE = ".datatrove-ckpt-probe-"

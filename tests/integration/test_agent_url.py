@@ -11,12 +11,14 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.rollouts import Document
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
-from tests.jobs import chat, rows, run_job
+from tests.jobs import chat, letters, rejects, rows, run_job
+from tests.patience import until_async
 
 
 async def posted(url, payload, path="/chat/completions"):
@@ -106,24 +108,6 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
     assert server.asked["a"] == 0
 
 
-def test_an_agent_that_hangs_up_and_asks_again_pays_once(tmp_path):
-    with FakeServer(hold_after=0) as server:
-
-        async def rollout(document, generate):
-            async with generate.url() as url:
-                given_up = asyncio.create_task(asked(url, document.text))
-                while not server.payloads:
-                    await asyncio.sleep(0.01)
-                given_up.cancel()
-                await asyncio.wait([given_up])
-                server.release()
-                return [await asked(url, document.text) for _ in range(2)]
-
-        run_job(tmp_path, server, 1, rollout)
-    assert server.asked == {"text 0": 2}
-    assert len(results(tmp_path)[0]) == 2
-
-
 def test_an_agent_that_fails_may_leave_its_connection_open(tmp_path, server):
     async def rollout(document, generate):
         session = aiohttp.ClientSession()
@@ -153,12 +137,18 @@ def test_a_connection_that_is_left_open_fails_no_run(tmp_path, server):
     event_loop.left_behind.clear()
 
 
-def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log):
+@pytest.mark.parametrize("differ", [False, True])
+def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log, differ):
+    generate_module._warn_of_other_prompts.cache_clear()
+    server._status = rejects(["bad"])
     broken = SimpleNamespace(now=True)
 
     async def rollout(document, generate):
         async with generate.url() as url:
-            await asked(url, f"{document.text}, said at {broken.now}")
+            await posted(url, chat("bad"))
+            await asked(url, f"{document.text}, said at {broken.now and differ}")
+            if not broken.now:
+                await asked(url, "a further one")
         if broken.now:
             raise ValueError
         return 1
@@ -168,7 +158,62 @@ def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log):
     assert not any("time or random" in line for line in log)
     broken.now = False
     run_job(tmp_path, server, 1, rollout)
-    assert sum("time or random" in line for line in log) == 1
+    assert sum("time or random" in line for line in log) == differ
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_client_that_hangs_up_and_asks_again_pays_once(tmp_path, is_answered):
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            parts = urlsplit(url)
+            body = orjson.dumps(chat(document.text))
+            head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: "
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+            writer.write(f"{head}{len(body)}\r\n\r\n".encode() + body)
+            await until_async(lambda: server.asked.total())
+            writer.close()
+            await writer.wait_closed()
+            if is_answered:
+                server.release()
+                await asked(url, "another")
+            async with aiohttp.ClientSession() as session:
+                again = asyncio.create_task(session.post(f"{url}/chat/completions", data=body))
+                await asyncio.sleep(0)
+                await posted(url, [1])  # so it has come
+                server.release()
+                return (await again).status
+
+    with FakeServer(hold_after=0) as server:
+        run_job(tmp_path, server, 1, rollout)
+    assert server.asked["text 0"] == 1
+    assert results(tmp_path) == [200]
+
+
+@pytest.mark.parametrize(
+    ("setting", "settings", "lines"),
+    [
+        ({}, {"skip_bad_requests": True}, 1),
+        ({"on_refusal": "drop"}, {}, 0),
+        ({"on_refusal": "dead_letter"}, {}, 1),
+    ],
+    ids=["rejected", "dropped", "dead letter"],
+)
+def test_an_agent_that_fails_because_its_request_was_refused_is_no_other_failure(
+    tmp_path, server, setting, settings, lines
+):
+    server._status = rejects([] if setting else ["text 0"])
+    server._answer = lambda payload, times: "I'm sorry, but I can't help with that."
+
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            status, _ = await posted(url, chat(document.text))
+            if status != 200:
+                raise RuntimeError(f"Error code: {status}")
+        return 1
+
+    run_job(tmp_path, server, 1, rollout, config=setting, **settings)
+    assert rows(tmp_path) == []
+    assert len(letters(tmp_path)) == lines
 
 
 def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):

@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from datatrove_ckpt.common.redaction import remember
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import calls
 from datatrove_ckpt.rollouts import CallFailed
+from tests.integration.test_preemption import when_logged
 from tests.jobs import ask, rows, run_job
+from tests.patience import until_async
 
 
 async def doubled(text):
@@ -95,7 +98,8 @@ def test_a_call_that_cannot_be_saved_is_named(
         run_job(tmp_path, server, 1, rollout)
 
 
-def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, command):
+@pytest.mark.parametrize("retry_errors", [False, True])
+def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, command, retry_errors):
     called = []
     broken = SimpleNamespace(now=True)
 
@@ -125,14 +129,15 @@ def test_only_errors_that_are_kept_are_not_called_again(tmp_path, server, comman
     with pytest.raises(CkptError, match="ConnectionError"):
         run_job(tmp_path, server, 1, rollout)
     broken.now = False
-    run_job(tmp_path, server, 1, rollout)
-    assert called == ["kept", "raised", "later", "raised", "later"]
+    run_job(tmp_path, server, 1, rollout, retry_errors=retry_errors)
+    again = ["kept"] * retry_errors
+    assert called == ["kept", "raised", "later", *again, "raised", "later"]
     assert {*server.asked.values()} == {1}
     kept = rows(tmp_path)[0]["metadata"]["rollout_results"]
     assert kept[0][:2] == ["LookupError: kept", "as it is"]
     shown = command("status", str(tmp_path / "checkpoints")).out
-    assert "3 tests (" in shown
-    assert "3 failed), 2 later (" in shown
+    assert f"{3 + retry_errors} tests (" in shown
+    assert f"{3 + retry_errors} failed), 2 later (" in shown
     assert "1 failed)" in shown
 
 
@@ -185,3 +190,65 @@ def test_so_many_threads_run_at_once_and_no_more(tmp_path, server, monkeypatch):
 
     run_job(tmp_path, server, 1, rollout)
     assert max(most) == 2
+
+
+def test_a_call_that_waits_for_a_thread_loses_no_time_and_a_hanging_one_no_thread(
+    tmp_path, server, monkeypatch, log
+):
+    monkeypatch.setattr(calls, "_THREADS", 1)
+    end = threading.Event()
+
+    def call(number):
+        if number == 0:
+            end.wait(60)
+        return number
+
+    async def rollout(document, generate):
+        try:
+            asked = (generate.once("call", call, number, time_limit=0.4) for number in range(3))
+            return (await asyncio.gather(*asked, return_exceptions=True))[1:]
+        finally:
+            end.set()
+
+    run_job(tmp_path, server, 1, rollout)
+    assert rows(tmp_path)[0]["metadata"]["rollout_results"] == [[1, 2]]
+    assert any("still run after their time limits" in line for line in log)
+
+
+def test_no_call_begins_in_a_drain(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(calls, "_THREADS", 1)
+    drains = threading.Event()
+    called = []
+
+    def call(name):
+        called.append(name)
+        assert drains.wait(60)
+
+    async def rollout(document, generate):
+        if document.id == "id 2":
+            await ask(document, generate)  # so there is a server
+            await until_async(lambda: called)
+            raise ValueError("a failure")
+        await generate.once("call", call, document.id)
+
+    with (
+        when_logged("1 call in flight have", drains.set),
+        pytest.raises(CkptError, match="a failure"),
+    ):
+        run_job(tmp_path, server, 3, rollout)
+    assert len(called) == 1
+
+
+def test_an_error_that_is_kept_holds_no_secret_and_may_be_any_text(tmp_path, server):
+    remember("hunter2-hunter2")
+
+    def call():
+        raise LookupError("no hunter2-hunter2 \udcff")
+
+    async def rollout(document, generate):
+        with pytest.raises(CallFailed) as error:
+            await generate.once("call", call, keep_errors=LookupError)
+        return str(error.value)
+
+    run_job(tmp_path, server, 1, rollout)
+    assert "hunter2" not in rows(tmp_path)[0]["metadata"]["rollout_results"][0]

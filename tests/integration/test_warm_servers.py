@@ -2,14 +2,18 @@
 its process.
 """
 
+import asyncio
+import json
 import os
 import pickle
 import select
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from datatrove.data import Document
@@ -319,3 +323,23 @@ def test_a_process_of_a_local_executor_starts_one_server_for_all_its_tasks(execu
     assert len(engines()) - warm_starts == 3
     assert len(outputs(Path("job/output"))) == 3
     assert outputs(Path("job/output")) == outputs(Path("cold/output"))
+
+
+def test_rollouts_that_block_all_threads_of_the_event_loop_hold_back_no_server():
+    """As agents that ask ``generate.url()`` do."""
+
+    def asked(url):
+        payload = json.dumps(jobs.chat("a")).encode()
+        headers = {"Content-Type": "application/json"}
+        with urlopen(Request(f"{url}/chat/completions", payload, headers)) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+
+    async def rollout(document, generate):
+        one_thread = ThreadPoolExecutor(1)
+        asyncio.get_running_loop().set_default_executor(one_thread)
+        async with generate.url() as url:
+            return await asyncio.to_thread(asked, url)
+
+    run(0, "a", rollout=rollout)
+    (answer,) = [row["metadata"]["rollout_results"] for row in jobs.rows(Path("job"))]
+    assert answer == ["says a"]

@@ -34,6 +34,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
+from datatrove_ckpt.process.event_loop import in_own_thread
 
 # Seconds. A process that hangs inside a driver cannot be killed.
 _KILL_TIMEOUT = 10.0
@@ -253,7 +254,7 @@ async def lease_gpus(
     Raises:
         ConfigError: there are GPUs, but too few.
     """
-    await asyncio.to_thread(end_leftovers)
+    await in_own_thread(end_leftovers)
     leases: dict[str, list[GpuLease]] = {}
     for config in configs:
         if config.name not in without:

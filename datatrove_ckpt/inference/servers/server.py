@@ -60,6 +60,7 @@ from datatrove_ckpt.inference.client.routing import Pace, Router, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import guardian, node
+from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
@@ -396,18 +397,18 @@ class InferenceServer:
         port = free_port()
         key = Secret(secrets.token_urlsafe(32))
         # It looks for files and packages, perhaps on a slow shared disk.
-        self._command = await asyncio.to_thread(
+        self._command = await in_own_thread(
             self.config.engine.launch, self.config, port, key, self.nodes
         )
         self.api_key = key if self._command.takes_key else None
         self.url = f"http://{HOST}:{port}"
         logger.info(f"starting {redacted_command(self._command.argv)}")
-        log = await asyncio.to_thread(self._open_log)
+        log = await in_own_thread(self._open_log)
         self.on_launch()
         try:
             self._process = self._spawn(log)
             self.started_by = self.rank
-            self._record = await asyncio.to_thread(
+            self._record = await in_own_thread(
                 node.ServerRecord.create, self.name, self._process.pid, log
             )
         finally:
@@ -468,7 +469,7 @@ class InferenceServer:
                 raise _StartAttemptFailed(*await self._explained(what))
             if seconds >= say_at:  # silence during minutes of loading looks like a hang
                 say_at += _SAY_EVERY
-                log = await asyncio.to_thread(self._log)
+                log = await in_own_thread(self._log)
                 line = starting_line(name, seconds, window, self._log_path, log)
                 logger.info(f"{self.config.said}{line}")
             failures += 1
@@ -485,7 +486,7 @@ class InferenceServer:
 
     async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
         """Returns ``what`` is wrong with command and end of the log, and the cause if known."""
-        log = await asyncio.to_thread(self._log)
+        log = await in_own_thread(self._log)
         cause = find_cause(exit_code, log)
         lines = [f"The {self.config.server_type} server {what}."]
         if cause is not None:
@@ -522,7 +523,7 @@ class InferenceServer:
     async def stop(self) -> None:
         self.request_stop()
         # Cancelled here, it waits in the next call.
-        await asyncio.to_thread(self._wait_until_stopped)
+        await in_own_thread(self._wait_until_stopped)
         self.stop_blocking()
 
     def stop_blocking(self) -> None:

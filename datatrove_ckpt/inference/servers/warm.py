@@ -38,6 +38,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
+from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class RankModels:
 
     async def _find(self) -> dict[str, list[GpuLease]]:
         for config in self._configs:
-            self._settings[config.name] = await asyncio.to_thread(self._settings_of, config)
+            self._settings[config.name] = await in_own_thread(self._settings_of, config)
         others = []
         for name, warm in _take_all().items():
             if warm.settings == self._settings.get(name):
@@ -209,7 +210,7 @@ class RankModels:
                 f"Task {self._rank} needs other servers than task {warm.rank}, whose servers are "
                 "stopped."
             )
-        await asyncio.to_thread(_stop, others)
+        await in_own_thread(_stop, others)
         return await lease_gpus(self._configs, self._warm)
 
     def _settings_of(self, config: InferenceConfig) -> str | None:

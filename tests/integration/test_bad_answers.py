@@ -11,11 +11,11 @@ import pytest
 from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.errors import ConfigError, ServerRefused
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, chat, documents, letters, rows, run_job, runner
+from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
 
 LOOP = "a word " * 90
 REFUSAL = "I'm sorry, but I can't assist with that."
@@ -101,14 +101,6 @@ def test_a_bad_answer_is_kept_retried_or_dropped(tmp_path, server, config, asked
     if "on_cut_off" in config and asked:
         assert sent[1] == {**sent[0], "max_tokens": 2048}
         assert texts(tmp_path)["3"] == ["fine 3"]
-
-
-def test_a_bad_answer_makes_a_dead_letter(tmp_path, server):
-    run_job(tmp_path, server, 4, config={"on_refusal": "dead_letter"})
-    (letter,) = letters(tmp_path)
-    assert (letter["id"], letter["kind"]) == ("id 2", "BadAnswer")
-    assert letter["error"] == "on_refusal: the answer is a refusal."
-    assert (counts(tmp_path).written, counts(tmp_path).dead) == (3, 1)
 
 
 def test_a_retry_that_the_server_rejects_leaves_the_answer_before_it(tmp_path, log):
@@ -239,16 +231,6 @@ def test_what_cannot_work_is_refused(value, wrong):
         InferenceConfig("vllm", "m", on_loop=value)
 
 
-def test_another_policy_is_another_run(tmp_path, server):
-    budget = Budget()
-    budget.left = 1
-    with Server(status=budget) as refuses, pytest.raises(ServerRefused):
-        run_job(tmp_path, refuses, 3, config={"on_loop": "keep"})
-    with pytest.raises(CheckpointMismatch, match="on_refusal"):
-        run_job(tmp_path, server, 3, config={"on_refusal": "drop"})
-    run_job(tmp_path, server, 3)
-
-
 def test_dead_letters_need_checkpoints(tmp_path, server):
     with pytest.raises(ConfigError, match="on_loop: needs checkpoints_local_dir"):
         runner(tmp_path, server, config={"on_loop": "dead_letter"}, checkpoints_local_dir=None)
@@ -270,9 +252,7 @@ def test_the_short_form_and_its_flags_say_what_was_dropped_and_set_aside(here, c
     assert "  dead       1: 1 on_refusal: the answer is a refusal.\n" in status
 
 
-def test_phrases_of_the_user_are_refusals_too_and_others_make_another_run(tmp_path, server):
+def test_phrases_of_the_user_are_refusals_too(tmp_path, server):
     settings = {"config": {"on_refusal": "drop"}, "refusals": ["FINE 0"]}
     run_job(tmp_path, server, 4, **settings)
     assert {*texts(tmp_path)} == {"1", "3"}
-    with pytest.raises(CheckpointMismatch, match="refusals"):
-        run_job(tmp_path, server, 4, **settings | {"refusals": ["Fine 3"]})

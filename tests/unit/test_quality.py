@@ -4,11 +4,8 @@ import random
 import time
 
 import pytest
-from datatrove.data import Document
 
-from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.generation.quality import FAULTS, INVALID, Quality, is_looping
-from datatrove_ckpt.output.documents import Result
 
 WORDS = [
     "the",
@@ -83,11 +80,6 @@ def test_what_is_no_loop(text):
     assert not is_looping(text)
 
 
-@pytest.mark.parametrize("text", REFUSALS)
-def test_refusals(text):
-    assert [*Quality().faults(text, "")] == ["refusing"]
-
-
 def test_phrases_of_the_user_are_refusals_at_the_beginning():
     quality = Quality(["Das kann ich NICHT"])
     assert quality.faults("Leider: das kann ich nicht.", "") == ["refusing"]
@@ -137,17 +129,3 @@ def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():
         wrong += bool(said - {fault})
     assert found == planted
     assert wrong == 0
-
-
-@pytest.mark.parametrize(("text", "is_empty"), [([{"type": "image_url"}], False), (" ", True)])
-async def test_an_answer_that_is_a_picture_is_noted_as_an_answer(text, is_empty):
-    async def rollout(document, generate):
-        return await generate({"prompt": document.text})
-
-    async def generate(payload):
-        return Result(text=text, finish_reason="stop", usage={})
-
-    asked = {}
-    document = Document(text="a", id="0")
-    assert (await noting(rollout, asked)(document, generate)).text is text
-    assert [request.is_empty for request in asked[id(document)]] == [is_empty]

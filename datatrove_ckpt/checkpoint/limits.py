@@ -183,9 +183,9 @@ def _totals_of(folder: Path) -> RunTotals:
     """
     commits, _ = scan_commits(folder / COMMITS)
     written = sum(commit.counts.written for commit in commits.values())
+    paid = read_paid(folder / PAID)  # first: what removes it writes the history before
     latest = read_latest(folder / HISTORY) or Progress()
-    noted = RunTotals.of(written, latest.total)
-    return read_paid(folder / PAID).or_more(noted)
+    return paid.or_more(RunTotals.of(written, latest.total))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

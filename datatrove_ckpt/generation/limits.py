@@ -33,10 +33,9 @@ class RunReader:
 
     def __init__(self, root: Path, mirror: str | None) -> None:
         self.root = root
-        self._local = TotalsReader(root)
-        self._copies: list[MirrorCopy] = []
+        self._readers = [TotalsReader(root)]
         if mirror is not None:
-            self._copies.append(MirrorCopy(mirror))
+            self._readers.append(MirrorTotals(mirror))
         self._guard = threading.Lock()
         self._interval = Interval("auto", _LOOKS)
         self._next_look = 0.0
@@ -67,27 +66,26 @@ class RunReader:
         return sums
 
     def _look(self) -> None:
-        found = self._local.read()
-        for copy in self._copies:
-            for name, totals in copy.read().items():
+        found: dict[str, RunTotals] = {}
+        for reader in self._readers:
+            for name, totals in reader.read().items():
                 found[name] = totals.or_more(found.get(name, NO_TOTALS))
         self._found = found
 
 
-class MirrorCopy:
-    """A copy of what a mirror says of its tasks, brought up to date at each ``read``."""
+class MirrorTotals(TotalsReader):
+    """What a mirror says of its tasks, from a copy that each ``read`` brings up to date."""
 
     def __init__(self, url: str) -> None:
         from datatrove_ckpt.mirror.restore import MirrorReader
 
         self._folder = TemporaryDirectory(prefix="datatrove-ckpt-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        self._mirror = MirrorReader(url, folder, _is_wanted)
-        self._copied = TotalsReader(folder)
+        super().__init__(Path(self._folder.name))
+        self._mirror = MirrorReader(url, self.root, _is_wanted)
 
     def read(self) -> dict[str, RunTotals]:
         self._mirror.refresh()
-        return self._copied.read()
+        return super().read()
 
 
 def _is_wanted(name: str, size: int) -> bool:

@@ -69,7 +69,7 @@ from datatrove_ckpt.generation.calls import result_of as result_of_call
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.limits import LimitWatch
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.quality import INVALID, REPEATING, Quality
+from datatrove_ckpt.generation.quality import INVALID, REPEATING, Quality, choices_of
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -545,22 +545,16 @@ class Requests:
 
     def _count(self, result: Result, way: Way, question: str) -> None:
         answers = self._answers
-        if result.choices:
-            texts = [one["text"] for one in result.choices]
-            reasons = [one["finish_reason"] for one in result.choices]
-        else:
-            texts = [result.text]
-            reasons = [result.finish_reason]
+        choices = choices_of(result)
         answers.results.append(result)
-        is_cut = self._count_reasons(result, reasons)
+        is_cut = self._count_reasons(result, [choice["finish_reason"] for choice in choices])
         if way.path in _GENERATING:
             quality = self._rank.quality
             is_empty = False
             faults: list[str] = []
-            for text, reason in zip(texts, reasons, strict=True):
-                is_empty = is_empty or _is_empty(text, reason)
-                if isinstance(text, str):
-                    faults += quality.faults(text, question)
+            for choice in choices:
+                is_empty = is_empty or _is_empty(choice["text"], choice["finish_reason"])
+                faults += quality.faults(choice, question)
             for fault in faults:
                 answers.reasons[fault] = answers.reasons.get(fault, 0) + 1
             answers.empty += is_empty

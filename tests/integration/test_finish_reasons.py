@@ -74,6 +74,7 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
     place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
     counts = read_run_state(place).together.counts
     assert (counts.answers, counts.cut_off) == (9, 4)
+    assert (counts.bad["looping"], counts.bad["refusing"]) == (1, 1), "as for on_loop, on_refusal"
     assert counts.odd_answers.endswith(
         ' Answers ended with finish_reason "xyz" 2 times, "repetition" 1 time, "content_filter" '
         "1 time."

@@ -30,6 +30,10 @@ def sentence(chance, words=12):
     return " ".join(chance.choices(WORDS, k=words)).capitalize() + "."
 
 
+def faults(quality, text, prompt=""):
+    return quality.faults({"text": text, "finish_reason": "stop"}, prompt)
+
+
 def good(chance):
     return " ".join(sentence(chance) for _ in range(chance.randint(1, 40)))
 
@@ -82,20 +86,20 @@ def test_what_is_no_loop(text):
 
 def test_phrases_of_the_user_are_refusals_at_the_beginning():
     quality = Quality(["Das kann ich NICHT"])
-    assert quality.faults("Leider: das kann ich nicht.", "") == ["refusing"]
-    assert quality.faults("x " * 100 + "Das kann ich nicht.", "") == []
+    assert faults(quality, "Leider: das kann ich nicht.") == ["refusing"]
+    assert faults(quality, "x " * 100 + "Das kann ich nicht.") == []
 
 
 @pytest.mark.parametrize("text", NO_REFUSALS)
 def test_no_refusals(text):
-    assert [*Quality().faults(text, "")] == []
+    assert faults(Quality(), text) == []
 
 
 @pytest.mark.parametrize("text", ["as an ai, " * 40, "\n" * 400, "-" * 400 + "x"])
 def test_no_text_takes_long(text):
     began_at = time.process_time()
     for _ in range(100):
-        [*Quality().faults(text, "")]
+        faults(Quality(), text)
     assert time.process_time() - began_at < 0.1
 
 
@@ -104,7 +108,7 @@ def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():
     quality = Quality()
     earlier = [good(chance) * 2 for _ in range(50)]
     for text in earlier:
-        assert [*quality.faults(text, "")] == []
+        assert faults(quality, text) == []
     kinds = [kind for kind in FAULTS if kind != INVALID]
     planted = dict.fromkeys(kinds, 0)
     found = dict(planted)
@@ -122,7 +126,7 @@ def test_what_is_planted_in_ten_thousand_answers_is_found_and_nothing_else():
             prompt = f"Rewrite: {text}\n"
         elif fault == "repeating":
             text = chance.choice(earlier)
-        said = {*quality.faults(text, prompt)}
+        said = {*faults(quality, text, prompt)}
         if fault is not None:
             planted[fault] += 1
             found[fault] += fault in said

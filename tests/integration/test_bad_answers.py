@@ -11,7 +11,7 @@ import pytest
 from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt import InferenceConfig
-from datatrove_ckpt.errors import ConfigError, ServerRefused
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
@@ -252,7 +252,9 @@ def test_the_short_form_and_its_flags_say_what_was_dropped_and_set_aside(here, c
     assert "  dead       1: 1 on_refusal: the answer is a refusal.\n" in status
 
 
-def test_phrases_of_the_user_are_refusals_too(tmp_path, server):
+def test_phrases_of_the_user_are_refusals_too_and_others_make_another_run(tmp_path, server):
     settings = {"config": {"on_refusal": "drop"}, "refusals": ["FINE 0"]}
     run_job(tmp_path, server, 4, **settings)
     assert {*texts(tmp_path)} == {"1", "3"}
+    with pytest.raises(CheckpointMismatch, match="refusals"):
+        run_job(tmp_path, server, 4, **settings | {"refusals": ["Fine 3"]})

@@ -129,8 +129,11 @@ def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path
     name = answer or "rollout_results"
     with FakeServer(answers) as server:
         run_job(whole, server, 8, **settings)
-    with FakeServer(answers, rejects(["text 1"], 401)) as server, pytest.raises(ServerRefused):
-        run_job(tmp_path, server, 8, **settings)
+    with FakeServer(answers, rejects(["text 1"], 401)) as server:
+        with pytest.raises(ServerRefused):
+            run_job(tmp_path, server, 8, **settings)
+        with pytest.raises(CheckpointMismatch, match="quality"):
+            run_job(tmp_path, server, 8, answer=answer)
     with FakeServer(answers) as server:
         run_job(tmp_path, server, 8, config=ONE_BY_ONE, **settings)
     assert rows(tmp_path) == rows(whole)

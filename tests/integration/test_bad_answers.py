@@ -13,9 +13,9 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
+from tests.rank_folders import place_at
 
 LOOP = "a word " * 90
 REFUSAL = "I'm sorry, but I can't assist with that."
@@ -55,8 +55,7 @@ def texts(folder):
 
 
 def counts(folder):
-    place = Place(str(folder), folder / "checkpoints", [str(folder)])
-    return read_run_state(place).together.counts
+    return read_run_state(place_at(folder / "checkpoints")).together.counts
 
 
 @pytest.mark.matrix(

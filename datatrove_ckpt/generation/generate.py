@@ -458,7 +458,10 @@ class Requests:
             except InferenceError as error:
                 if not isinstance(error.error, RequestRejected):
                     raise
-                _warn_of_rejected_retry(setting, str(error.error))
+                _warn_once(
+                    f"{setting}: a retry was rejected, so the answer before it counts: "
+                    f"{error.error}"
+                )
                 break
         if not setting or policies[setting].then == "keep":
             return result
@@ -579,7 +582,10 @@ class Requests:
             return False
         answers.cut_off += 1
         if ends_in_blanks(str(result.text)):
-            _warn_of_blanks()
+            _warn_once(
+                "An answer ended in blanks until max_tokens cut it off. More tokens do not help: "
+                'see "Answers of a given form" in docs/rollouts.md.'
+            )
         return True
 
     async def _send(
@@ -832,7 +838,11 @@ class Requests:
         number = self._rollout_idx
         kept = sum(key.rollout_idx == number for key in await answers.cached())
         if kept > answers.found[number] < answers.requests[number]:
-            _warn_of_other_prompts(answers.doc_id)
+            _warn_once(
+                f"Document {answers.doc_id!r}: its agent has not asked for answers that an earlier "
+                "attempt has saved, and has asked other questions, which were paid for. Are time "
+                "or random numbers in its prompts?"
+            )
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
@@ -909,26 +919,9 @@ class Requests:
             await self._refused(wrong)
 
 
-@lru_cache(maxsize=3)
-def _warn_of_other_prompts(document: str) -> None:
-    logger.warning(
-        f"Document {document!r}: its agent has not asked for answers that an earlier attempt has "
-        "saved, and has asked other questions, which were paid for. Are time or random numbers in "
-        "its prompts?"
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_of_blanks() -> None:
-    logger.warning(
-        "An answer ended in blanks until max_tokens cut it off. More tokens do not help: see "
-        '"Answers of a given form" in docs/rollouts.md.'
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_of_rejected_retry(setting: str, error: str) -> None:
-    logger.warning(f"{setting}: a retry was rejected, so the answer before it counts: {error}")
+@lru_cache(maxsize=100)
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _question(payload: Payload) -> str:

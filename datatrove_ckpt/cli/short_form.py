@@ -612,12 +612,15 @@ def _reader(given: str, only_look: bool) -> Node:
     odd = [one for one in others if pattern or re.search(f"(?i){like}", posixpath.basename(one))]
     twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
     problem = ""
+    advice = "Name files of one kind, such as documents/*.jsonl"
     if linked:
         problem = f"a link to a folder, {linked[0]}, which readers do not follow"
     elif has_splits:
         problem = f"several splits, such as {Path(given, 'train')}"
     elif not known:
         problem = f"none of {', '.join(_SUFFIXES)}{'' if names else ', and no file at all'}"
+        is_tsv = ".tsv" in map(_suffix, [given, *names])
+        advice = 'Rename .tsv files to .csv, and set delimiter: "\\t"' if is_tsv else advice
     elif len({kinds[suffix] for suffix in known}) > 1 or (len(known) > 1 and not pattern and rows):
         problem = " and ".join(known)
     elif len(known) > 1 and not pattern and others:
@@ -627,7 +630,6 @@ def _reader(given: str, only_look: bool) -> Node:
     elif twice:
         problem = f"{twice[0]} twice, compressed and not"
     if problem:
-        advice = "Name files of one kind, such as documents/*.jsonl"
         raise _mistake(f"input: {given} holds {problem}. {advice}.")
     if len(known) == 1:
         pattern = pattern or f"**/*{known[0]}*"
@@ -642,6 +644,8 @@ def _input(job: ShortJob, root: Path, only_look: bool) -> str:
     if not (only_look or "://" in job.run_folder or sys.stdin.isatty()):
         content = sys.stdin.buffer.read()
     if content:
+        if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+            raise _mistake("input: standard input holds no JSON lines. Save it, and name the file.")
         return str(kept_input.keep_lines([content], root, "stdin"))
     path = root / "input" / "stdin.jsonl"
     if not (only_look or path.exists()):

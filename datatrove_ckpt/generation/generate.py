@@ -208,7 +208,8 @@ class Answers:
         cut_off, empty: answers that ended at max_tokens, and answers without a text, or with a
             vector of zeros.
         reasons: answers by finish_reason, and by what is wrong with them.
-        results: of all answers. A rollout may have marked them as invalid.
+        results: of all answers but those that a retry has replaced. A rollout may have marked them
+            as invalid.
     """
 
     failure: CkptError | None = None
@@ -286,16 +287,20 @@ class Answers:
         return reasons
 
     def quality(self) -> tuple[str, str, int]:
-        """Returns the finish_reasons and the faults of its answers, and their completion tokens.
+        """Returns the finish_reasons and the faults of its answers, and their completion tokens,
+        without those that a retry has replaced.
 
         They depend on the document's own answers alone, in any order: so not on whether another
         document has the same answer.
         """
-        counts = DocumentCounts(
-            cut_off=self.cut_off, empty=self.empty, reasons=Counter(self.counted_reasons())
-        )
-        faults = [name for name, number in counts.bad.items() if number and name != REPEATING]
-        return ", ".join(sorted(counts.endings)), ", ".join(faults), sum(self.tokens[1::2])
+        results = self.results
+        reasons = {reason for result in results for reason in result.reasons}
+        found = {fault for result in results for fault in result.faults}
+        if any(result.is_invalid for result in results):
+            found.add(INVALID)
+        faults = [name for name in DocumentCounts().bad if name in found and name != REPEATING]
+        tokens = sum(token_counts(result.usage or {})[1] for result in results)
+        return ", ".join(sorted(reasons)), ", ".join(faults), tokens
 
     def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
         """Returns the key of one more request of a rollout with this hash."""
@@ -454,7 +459,7 @@ class Requests:
             changed |= policy.params
             payload = {**payload, "extra_body": changed}
             try:
-                result = await self._answered(payload, way, whole, (*first,))
+                retried = await self._answered(payload, way, whole, (*first,))
             except InferenceError as error:
                 if not isinstance(error.error, RequestRejected):
                     raise
@@ -463,6 +468,9 @@ class Requests:
                     f"{error.error}"
                 )
                 break
+            answers = self._answers
+            answers.results = [one for one in answers.results if one is not result]
+            result = retried
         if not setting or policies[setting].then == "keep":
             return result
         bad = BadAnswer(f"the answer {_BAD[setting]}.", setting=setting)
@@ -550,11 +558,17 @@ class Requests:
         answers = self._answers
         choices = choices_of(result)
         answers.results.append(result)
-        is_cut = self._count_reasons(result, [choice["finish_reason"] for choice in choices])
+        reasons = [choice["finish_reason"] for choice in choices]
+        result.reasons = [
+            reason if reason in USUAL else redact(reason)[:_SHOWN_REASON]
+            for reason in filter(None, reasons)
+        ]
+        is_cut = self._count_reasons(result, reasons)
+        faults: list[str] = []
+        result.faults = faults
         if way.path in _GENERATING:
             quality = self._rank.quality
             is_empty = False
-            faults: list[str] = []
             for choice in choices:
                 is_empty = is_empty or _is_empty(choice["text"], choice["finish_reason"])
                 faults += quality.faults(choice, question)
@@ -569,14 +583,16 @@ class Requests:
                 self._rank.observer.example(fault, answers.doc_id, str(result.text))
             quality.note(bool(faults))
         elif way.is_shared and result.answer is not None:
-            answers.empty += not result.answer["embeddings"][0].strip("A=")  # zeros in base64
+            is_empty = not result.answer["embeddings"][0].strip("A=")  # zeros in base64
+            answers.empty += is_empty
+            if is_empty:
+                faults.append("empty")
         answers.requests[self._rollout_idx] += 1
 
     def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> bool:
         """Returns whether an answer is cut off."""
         answers = self._answers
-        for reason in filter(None, reasons):
-            name = reason if reason in USUAL else redact(reason)[:_SHOWN_REASON]
+        for name in result.reasons:
             answers.reasons[name] = answers.reasons.get(name, 0) + 1
         if ENDINGS.issuperset(reasons) or not any(map(is_cut_off, reasons)):
             return False

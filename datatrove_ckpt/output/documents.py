@@ -78,10 +78,11 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
     That is not written: the id differs in each run.
 
     Attributes:
+        reasons, faults: its finish_reasons, and what is wrong with it.
         is_invalid: set by a rollout: the answer has not the form that was asked for.
     """
 
-    __slots__ = ("model", "response_id")
+    __slots__ = ("faults", "model", "reasons", "response_id")
     # Orjson looks for it in the class itself.
     __dataclass_fields__ = InferenceResult.__dataclass_fields__
     tool_calls: Sequence[JsonObject] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -110,11 +111,13 @@ def _format(runner: RunnerPlan) -> Format | None:
 
 
 def _input(runner: RunnerPlan) -> str:
-    """Returns the folder or dataset that is read; "" if it is neither."""
+    """Returns the files or the dataset that are read; "" if they are neither."""
     for step in runner.before[:1]:
         folder = getattr(step, "data_folder", None)
         if folder is not None:
-            return str(folder.resolve_paths(""))
+            pattern = getattr(step, "glob_pattern", None) or ""
+            # The short form writes the name of a file as a pattern: "a.json[l]".
+            return str(folder.resolve_paths(re.sub(r"\[(.)\]", r"\1", pattern)))
         return str(getattr(step, "dataset", ""))
     return ""
 

@@ -281,13 +281,18 @@ def _named_counts(numbers: Mapping[str, int]) -> str:
 
 def _whole_cost(state: RunState) -> str:
     """Estimates the cost of the whole input from those of the tasks."""
-    position = state.totals.position
+    totals = state.totals
+    position = totals.position
     ranks = [rank for rank in state.ranks if rank.position.done]
     paid = [rank.work.cost / 1e9 for rank in ranks]
     if not sum(paid) or position.total is None or position.share == 1.0:
         return ""
     done = [rank.position.done for rank in ranks]
-    return f"; {estimate(paid, done, position.total).text(figure)} for the whole input"
+    whole = estimate(paid, done, position.total)
+    not_paid = max(0, totals.done.requests - totals.work.requests)
+    of_samples = min(state.sampled.work.requests, not_paid)
+    factor = 1 + of_samples / totals.work.requests
+    return f"; {whole.text(figure, factor)} for the whole input"
 
 
 def _attempts(totals: Totals) -> str:

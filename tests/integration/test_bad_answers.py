@@ -102,6 +102,16 @@ def test_a_bad_answer_is_kept_retried_or_dropped(tmp_path, server, config, asked
         assert texts(tmp_path)["3"] == ["fine 3"]
 
 
+def test_columns_of_quality_are_those_of_the_answer_that_a_retry_gave(tmp_path, server):
+    config = {"on_cut_off": {"retry": 1, "max_tokens": 2048}}
+    run_job(tmp_path, server, 5, config=config, quality=True)
+    names = [f"rollout_results_{end}" for end in ("finish_reason", "faults", "tokens")]
+    columns = {row["id"][-1]: [row["metadata"][name] for name in names] for row in rows(tmp_path)}
+    assert columns["3"] == ["stop", "", 2]
+    assert columns["4"] == ["stop", "looping", 180]
+    assert counts(tmp_path).cut_off == 2
+
+
 def test_a_retry_that_the_server_rejects_leaves_the_answer_before_it(tmp_path, log):
     rejects_long = {"status": lambda payload, times: 400 if "max_tokens" in payload else None}
     with Server(**rejects_long) as server:

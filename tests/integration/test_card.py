@@ -8,7 +8,17 @@ import yaml
 from datatrove_ckpt.testing import FakeServer
 from tests.yaml_jobs import endpoint, job_yaml, write_input, write_job
 
-RUN = ("run", "--input", "input", "--prompt", "Say | {text}", "--model", "m", "--run-folder", "r")
+RUN = (
+    "run",
+    "--input",
+    "input/0.jsonl",
+    "--prompt",
+    "Say | {text}",
+    "--model",
+    "m",
+    "--run-folder",
+    "r",
+)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -26,7 +36,7 @@ def test_the_card_says_what_made_the_output_and_loads_it(
     card = (here / "r/card.md").read_text()
     assert card.startswith("# r\n\nMade by datatrove-ckpt ")
     assert "\n| rollout_fn.prompt | Say \\| {text} |\n" in card
-    assert f"\n| input | {here}/input |\n" in card
+    assert f"\n| input | {here}/input/0.jsonl |\n" in card
     assert "\n- tokens of a document: 3 prompt, 2 completion on average\n" in card
     assert "GPU" not in card
     assert "\n- documents: 2 done: 2 written in 1 chunk, 0 dropped, 0 dead\n" in card

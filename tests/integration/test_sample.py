@@ -191,6 +191,21 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
         assert work["cost"] + state["sampled"]["cost"] == whole["cost"]
 
 
+def test_the_cost_of_the_whole_input_counts_the_answers_of_samples(here, server, command):
+    write_input(here, [f"text {number}" for number in range(10, 30)])
+    words = ["run", "--input", "input", "--prompt", "Say {text}", "--model", "m"]
+    words += ["--run-folder", "run", "--endpoint", server.url, "--prices", PRICES]
+    words += ["--records-per-chunk=1"]
+    words += ["--max-concurrent-generations=1"]
+    command(*words, "--sample", 5)
+    command(*words, "--until", 8)
+    estimated = re.search(r"; about ([\d.]+) for the whole input", command("status", "run").out)[1]
+    command(*words)
+    state = json.loads(command("status", "run", "--json").out)
+    paid = state["totals"]["work"]["cost"] + state["sampled"]["cost"]
+    assert float(estimated) == pytest.approx(paid / 1e9, rel=0.2)
+
+
 @pytest.mark.parametrize("state", ["runs", "damaged"])
 def test_a_sample_that_runs_or_is_damaged_is_left_out(here, server, command, state):
     write_input(here, ["a", "b"])

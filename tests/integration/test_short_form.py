@@ -199,6 +199,7 @@ MISTAKES = (
     "--input=backup",
     "--input=dict",
     "--input=pictures",
+    "--input=table/a.tsv",
     "--input=scans",
     "--input=nowhere/",
     "--rollout=my.rollout",
@@ -246,6 +247,7 @@ def test_what_cannot_work_is_one_line(capsys):
         "dict/dataset_dict.json",
         "pictures/README.md",
         "pictures/a.svg",
+        "table/a.tsv",
         "scans/a.pdf",
         "scans/b.png",
         "scans/b.svg",
@@ -697,6 +699,8 @@ def test_standard_input_is_kept_for_the_next_start(command, monkeypatch):
         run = ["run", "--input", "-", *flags, "--endpoint", server.url]
         given(b"")
         assert "standard input is empty" in command(*run, code=2).error
+        given(b"question,answer\nWhy?,So")
+        assert "holds no JSON lines. Save it" in command(*run, code=2).error
         given(rows)
         command(*run, code=1)
         fails.clear()

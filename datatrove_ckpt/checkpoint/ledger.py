@@ -379,6 +379,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     expected = Expected.read(rank.folder, is_finished, rank.run)
     if Want.HISTORY in want and layout.HISTORY in found.entries:
         rank.history = read_history(found.path(layout.HISTORY))
+    if Want.HISTORY in want and layout.PAID in found.entries:
         rank.paid = read_paid(rank.folder / layout.PAID)
     if Want.JOURNALS in want:
         rank.journals = _read_journals(rank, found, most)

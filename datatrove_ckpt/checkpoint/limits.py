@@ -31,6 +31,8 @@ from datatrove_ckpt.common.formatting import plural, plural_is
 from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.errors import CkptError, GoalReached, LimitReached
 
+LIMITS = ("until", "max_cost", "max_total_tokens")
+"""The settings. An attempt that one of them stopped has it as the ``what`` of its ``End``."""
 _FILE = "limits.json"
 
 
@@ -82,27 +84,35 @@ class Limits:
     def __bool__(self) -> bool:
         return self != Limits()
 
+    @property
+    def of_usage(self) -> str:
+        """The limit, if any, that needs the token counts of answers."""
+        if self.max_cost is not None:
+            return "max_cost"
+        return "" if self.max_total_tokens is None else "max_total_tokens"
+
     def reached(self, totals: RunTotals) -> LimitReached | None:
         """Returns the first limit that is reached, ``until`` before the others."""
         if self.until is not None and totals.written >= self.until:
             return GoalReached(
                 f"{self.until} is reached: {totals.documents} {_MORE}",
                 setting="until",
-                changes=[{"until": 2 * self.until}],
+                changes=[{"until": 2 * max(self.until, totals.written)}],
             )
-        if self.max_cost is not None and totals.cost >= 1e9 * self.max_cost:
+        cost = totals.cost / 1e9
+        if self.max_cost is not None and cost >= self.max_cost:
             return LimitReached(
-                f"{self.max_cost:g} is reached: the answers cost {totals.cost / 1e9:.6g}, and "
+                f"{self.max_cost:g} is reached: the answers cost {cost:.6g}, and "
                 f"{totals.documents} {_MORE}",
                 setting="max_cost",
-                changes=[{"max_cost": f"{2 * self.max_cost:g}"}],
+                changes=[{"max_cost": f"{2 * cost:g}"}],
             )
         if self.max_total_tokens is not None and totals.tokens >= self.max_total_tokens:
             return LimitReached(
                 f"{self.max_total_tokens} is reached: the answers took "
                 f"{plural(totals.tokens, 'token')}, and {totals.documents} {_MORE}",
                 setting="max_total_tokens",
-                changes=[{"max_total_tokens": 2 * self.max_total_tokens}],
+                changes=[{"max_total_tokens": 2 * totals.tokens}],
             )
         return None
 
@@ -132,11 +142,6 @@ class Limits:
                 path.unlink(missing_ok=True)
 
 
-def is_limit(cause: str) -> bool:
-    """Whether a limit stopped an attempt, by the ``what`` of its ``End``."""
-    return cause.partition(":")[0] in asdict(Limits())
-
-
 _MORE = "What is finished is saved. The same command with a higher limit goes on."
 
 
@@ -150,14 +155,17 @@ def noted_limits(root: Path) -> Limits:
 
 class PaidFile:
     """``paid`` of a rank, written over at each group of answers: a kill loses none of it, and other
-    tasks read it. A power loss leaves what the history has.
+    tasks read it. A power loss leaves what the history has. Both methods raise StorageFailed.
     """
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE)
+        self._path = path
+        with explained("open", path):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE)
 
     def write(self, paid: RunTotals) -> None:
-        os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(_PAID_BYTES), 0)
+        with explained("write", self._path):
+            os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(_PAID_BYTES), 0)
 
     def close(self) -> None:
         os.close(self._fd)

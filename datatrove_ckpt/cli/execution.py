@@ -35,7 +35,7 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.executors.jobs import JobsPipelineExecutor
-from datatrove_ckpt.executors.local import LocalPipelineExecutor
+from datatrove_ckpt.executors.local import LocalPipelineExecutor, raise_limit_reached
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.run_folder import card, findings
@@ -244,9 +244,11 @@ def _refuse_what_is_left(plan: RunPlan) -> None:
     """Checks that all tasks are complete, because datatrove's executors hide failures.
 
     Raises:
+        LimitReached: some tasks are not complete, for a limit of the run.
         CkptError: some tasks are not complete.
     """
     left = plan.incomplete(skip_completed=True)
+    raise_limit_reached(plan.pipeline, left)
     if left:
         raise CkptError(
             f"{len(left)} of {plan.tasks} tasks are not complete; task {left[0]} is the first. "

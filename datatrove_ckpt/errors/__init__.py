@@ -104,6 +104,7 @@ class CkptError(Exception):
         if starts_over:
             parts = (*parts, f" {start_over(starts_over == 'with old results')}")
         Exception.__init__(self, *parts)
+        self.setting = setting
         self.changes = changes
         self.starts_over = starts_over
 

@@ -193,7 +193,9 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             left = self.get_incomplete_ranks(ranks, skip_completed=True)
             if not left or self.logging_dir.is_local():
                 break
-        if left and ends_by_limit(self.pipeline):
+        # Ranks that run again have their old markers.
+        is_cut = bool(left) or (not self.skip_completed and complete < len(local))
+        if is_cut and ends_by_limit(self.pipeline):
             return stats
         if complete < len(local):  # other processes have completed the others
             stats = stats_of_complete(self.logging_dir, local)

@@ -41,7 +41,7 @@ class RunReader:
             self._readers.append(MirrorTotals(mirror))
         self._guard = threading.Lock()
         self._interval = Interval("auto", _LOOKS)
-        self._next_look = 0.0
+        self._began_at = self._next_look = 0.0
         self._found: dict[str, RunTotals] = {}
 
     def read(self, without: str = "", anew: bool = True) -> RunTotals:
@@ -50,16 +50,16 @@ class RunReader:
         Args:
             without: the folder of a task that is not counted.
             anew: looks now; else the last look may do.
-
-        Raises:
-            CkptError: the mirror cannot be read.
         """
+        asked = time.monotonic()
         with self._guard:
-            if anew or time.monotonic() >= self._next_look:
-                started = time.monotonic()
+            is_due = time.monotonic() >= self._next_look
+            # Many tasks that start together share a look.
+            if is_due or (anew and self._began_at < asked):
+                self._began_at = time.monotonic()
                 self._look()
                 ended = time.monotonic()
-                self._interval.took(ended - started)
+                self._interval.took(ended - self._began_at)
                 self._next_look = ended + self._interval.seconds
             found = self._found
         sums = NO_TOTALS
@@ -77,7 +77,9 @@ class RunReader:
 
 
 class MirrorTotals(TotalsReader):
-    """What a mirror says of its tasks, from a copy that each ``read`` brings up to date."""
+    """What a mirror says of its tasks, from a copy that each ``read`` brings up to date if the
+    mirror can be read.
+    """
 
     def __init__(self, url: str) -> None:
         from datatrove_ckpt.mirror.restore import MirrorReader
@@ -85,9 +87,15 @@ class MirrorTotals(TotalsReader):
         self._folder = TemporaryDirectory(prefix="datatrove-ckpt-", ignore_cleanup_errors=True)
         super().__init__(Path(self._folder.name))
         self._mirror = MirrorReader(url, self.root, _is_wanted)
+        self._has_warned = False
 
     def read(self) -> dict[str, RunTotals]:
-        self._mirror.refresh()
+        try:
+            self._mirror.refresh()
+        except CkptError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(f"How far tasks of other nodes are is not known: {error}")
         return super().read()
 
 
@@ -108,11 +116,7 @@ def _reader_of(step: Step) -> RunReader:
 
 
 def limit_reached(steps: Iterable[object]) -> LimitReached | None:
-    """Returns the first limit that the run of a pipeline has reached.
-
-    Raises:
-        CkptError: a mirror cannot be read.
-    """
+    """Returns the first limit that the run of a pipeline has reached."""
     for step in steps:
         if isinstance(step, Step) and step.limits:
             totals = _reader_of(step).read()
@@ -153,21 +157,19 @@ class LimitWatch:
         complete. On the event loop, after each answer and from time to time.
         """
         if self.is_on:
-            reached = self._limits.reached(self.others.plus(self.checkpoint.totals))
+            own = self.checkpoint.totals
+            if self._limits.of_usage and self.checkpoint.own.requests and not own.tokens:
+                text = "cannot end this run: the server's answers have no usage. Set until."
+                self.shutdown.finish(ConfigError(text, setting=self._limits.of_usage))
+            reached = self._limits.reached(self.others.plus(own))
             if reached is not None and not self.checkpoint.all_committed:
                 self.shutdown.finish(reached)
 
     async def keep_looking(self) -> None:
         reader = _reader_of(self.step)
         name = str(self.checkpoint.folder.relative_to(reader.root))
-        warned = ""
         while True:
-            try:
-                self.others = await asyncio.to_thread(reader.read, name, anew=False)
-            except CkptError as error:
-                if not warned:
-                    warned = str(error)
-                    logger.warning(f"How far other tasks are is not known: {warned}")
+            self.others = await asyncio.to_thread(reader.read, name, anew=False)
             looked = time.monotonic()
             while time.monotonic() < looked + _LOOKS.shortest:
                 self.look()

@@ -333,7 +333,7 @@ class RankReporter:
         if self._shutdown.is_requested:
             return End(why="stopped", what=self._shutdown.cause)
         if isinstance(error, LimitReached):
-            return End(why="stopped", what=str(error).partition(" is reached")[0])
+            return End(why="stopped", what=error.setting)
         what = "" if error is None else type(error).__name__
         if isinstance(error, CkptError):  # a foreign error's text may hold a secret
             what = redact(f"{what}: {error}")

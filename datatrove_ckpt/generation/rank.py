@@ -152,7 +152,8 @@ class _Run:
         root = self.root
         if step.checkpoints_local_dir is not None:
             step.limits.note(root)
-        reached = limit_reached([step])
+        with self.preemption.interruptible():
+            reached = limit_reached([step])
         if reached is not None:
             raise reached
         if step.checkpoints_remote_dir is not None:
@@ -453,6 +454,13 @@ class _Run:
 
     def _log_stop(self, checkpoint: OpenCheckpoint, documents: int) -> None:
         shutdown = self.preemption.shutdown
+        level = "WARNING"
+        ended = f"interrupted by {shutdown.cause}"
+        again = "Run the same command again to resume."
+        if not shutdown.cause and isinstance(shutdown.failure, LimitReached):
+            level = "INFO"
+            ended = f"ended by {shutdown.failure.setting}"
+            again = f"A higher {shutdown.failure.setting} resumes it."
         if checkpoint.error is not None:
             logger.error(
                 f"Task {self.rank}: a part of its work could not be saved: {checkpoint.error}"
@@ -472,11 +480,9 @@ class _Run:
             saved = (
                 f", saved: {plural(documents, 'document')} of this run and every "
                 f"answer, {shutdown.seconds:.1f} s later. "
-                f"{f'{given_up} given up. ' if shutdown.given_up else ''}Run the same command "
-                "again to resume."
+                f"{f'{given_up} given up. ' if shutdown.given_up else ''}{again}"
             )
-        cause = shutdown.cause or str(shutdown.failure).partition(" is reached")[0]
-        logger.warning(f"Task {self.rank}: interrupted by {cause}{saved}")
+        logger.log(level, f"Task {self.rank}: {ended}{saved}")
 
     def _log_end(self, checkpoint: OpenCheckpoint, progress: RankReporter) -> None:
         step = self.step

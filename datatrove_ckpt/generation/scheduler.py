@@ -287,9 +287,13 @@ class Scheduler(RankRequests):
                 self.documents[slot.ordinal] = self._loop.create_task(work)
 
     async def _wait_for_goal(self) -> None:
-        while self.limits.may_suffice() and not self.shutdown.is_stopping:
+        # With nothing in work, a kill has left finished documents in chunks that lack others.
+        while self.limits.may_suffice() and (self.documents or self.checkpoint.publishing):
             self.checkpoint.hurry()
             await self.next_look()
+            self.limits.look()
+            if self.shutdown.is_stopping:
+                return
 
     # background ----------------------------------------------------------------------------------
 

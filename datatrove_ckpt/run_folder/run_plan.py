@@ -282,7 +282,7 @@ def check_steps(plan: RunPlan) -> None:
 
 def _check_order(pipeline: Sequence[object]) -> None:
     """Refuses a reader whose limit is 0 or negative, an ``InferenceRunner`` without a step before
-    it, and a step right after one that needs documents.
+    it, a step right after one that needs documents, and steps after one with ``until``.
 
     As in datatrove, a step needs documents if ``data``, the first argument of its ``run``, has no
     default.
@@ -304,6 +304,11 @@ def _check_order(pipeline: Sequence[object]) -> None:
     for index, (before, step) in enumerate(pairwise(pipeline)):
         if not isinstance(before, InferenceRunner) or not isinstance(step, PipelineStep):
             continue
+        if before.until is not None:
+            raise ConfigError(
+                f"{step_place(index, before)}: until: ends the task, so that no step after it "
+                "would run. Put those into a second executor, which has this one as its `depends`."
+            )
         first = next(iter(signature(step.run).parameters.values()), None)
         if (
             first is not None

@@ -31,7 +31,7 @@ from datatrove_ckpt.checkpoint.history import (
 )
 from datatrove_ckpt.checkpoint.layout import CACHE, RUN
 from datatrove_ckpt.checkpoint.ledger import JobSums, RankLedger, few
-from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, is_limit
+from datatrove_ckpt.checkpoint.limits import LIMITS, Limits, RunTotals
 from datatrove_ckpt.checkpoint.numbers import (
     Buckets,
     Rates,
@@ -585,7 +585,7 @@ def _judge_ended(rank: RankStatus, attempt: AttemptSummary, now: float) -> None:
         rank.need_attention("failed", f"{ago} on {attempt.host}: {attempt.what}")
     elif attempt.why == "stopped":
         rank.state = "interrupted"
-        if attempt.what != WAITS_FOR_BATCHES and not is_limit(attempt.what):
+        if attempt.what not in (WAITS_FOR_BATCHES, *LIMITS):
             reason = f"{attempt.how_it_ended} {ago}; what it did is saved"
             rank.need_attention("interrupted", reason)
     else:

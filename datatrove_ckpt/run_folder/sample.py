@@ -95,6 +95,7 @@ def take_sample(plan: RunPlan, number: int, folder: Path) -> SentSample:
         monitoring=MonitoringConfig(),
         drain_seconds=0.0,
         keep_answers=True,
+        until=None,
     )
     for number, group in enumerate(groups):
         documents = [*chain.from_iterable(group.values())]

@@ -3,6 +3,7 @@
 The server is the ledger: what it has answered is what was paid.
 """
 
+import asyncio
 import json
 import os
 import random
@@ -10,13 +11,16 @@ import re
 import signal
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from datatrove.executor import RayPipelineExecutor
 
-from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached
+from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached, StorageFailed
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
+from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
@@ -72,11 +76,14 @@ def test_until_ends_the_run_well_and_a_higher_one_goes_on(server, command, here,
         asked = server.asked.total()
         said = command("run", "job.yaml", *worker, flag("until", goal))
         assert f"until: {goal} is reached: " in said
-        assert flag("until", 2 * goal) in said
+        assert flag("until", 2 * written()) in said
         assert goal <= written() < goal + CHUNK
         assert server.asked.total() == written(), "no chunk is left half done"
         assert completed() == goal // (DOCUMENTS + 1), "no task is complete that was cut short"
     assert asked < written(), "5, again, asks nothing"
+    logs = "".join(path.read_text() for path in Path("logs/logs").glob("*"))
+    assert "ended by until, saved: " in logs
+    assert "interrupted" not in logs
     assert "no problem, 2 things not finished (until is reached)" in command(
         "verify", "checkpoints", "--full"
     )
@@ -108,7 +115,7 @@ def test_money_and_tokens_end_the_run_with_exit_code_4(
     said = command("run", "job.yaml", *worker, flag(name, value), code=4)
     answers = server.asked.total()
     assert said.err.rstrip().splitlines()[-2].startswith(f"{name}: {value} is reached: ")
-    assert flag(name, 2 * value) in said
+    assert flag(name, 2 * answers * each) in said
     assert value <= answers * each <= value + AT_ONCE * each
     assert paid(command) == (answers * COST, answers * TOKENS)
     command("run", "job.yaml", *worker, flag(name, value), code=4)
@@ -130,6 +137,29 @@ def test_until_counts_what_is_written(server, tmp_path):
     run_job(tmp_path, server, 40, every_second)
     assert len(ids(tmp_path)) == 20
     run_job(tmp_path / "whole", server, 4, until=4)  # no error: all is done
+
+
+def test_chunks_that_a_stop_left_half_done_are_finished(server, tmp_path):
+    is_broken = True
+    is_answered = asyncio.Event()
+
+    async def rollout(document, generate):
+        if is_broken and not int(document.id[3:]) % 2:
+            await is_answered.wait()
+            raise ValueError
+        result = await ask(document, generate)
+        if document.id == "id 5":
+            is_answered.set()
+        return result
+
+    job = (tmp_path, server, 40, rollout)
+    with pytest.raises(DocumentFailed):
+        run_job(*job, until=5, rollout_version="1")
+    assert ids(tmp_path) == []
+    is_broken = False
+    with pytest.raises(GoalReached):
+        run_job(*job, until=5, rollout_version="1")
+    assert ids(tmp_path) == [f"id {number}" for number in range(6)]
 
 
 def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
@@ -159,6 +189,80 @@ def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
 def test_limits_that_cannot_work_are_refused(server, tmp_path, more, why):
     with pytest.raises(ConfigError, match=re.escape(why)):
         runner(tmp_path, server, **more)
+
+
+def test_a_limit_below_what_is_done_ends_the_run_and_is_doubled_from_there(server, command, here):
+    write(server)
+    command("run", "job.yaml", flag("until", 13))
+    assert flag("until", 28) in command("run", "job.yaml", flag("until", 5))
+    assert flag("max_cost", 56) in command("run", "job.yaml", flag("max_cost", 1e-4), code=4)
+    assert server.asked.total() == 14
+
+
+@pytest.mark.parametrize("name", ["max_cost", "max_total_tokens"])
+def test_answers_without_usage_are_no_reason_to_go_on_without_a_limit(server, command, here, name):
+    server.usage = {"total": 1}
+    write(server)
+    said = command("run", "job.yaml", flag(name, 20), code=1)
+    assert f"error: {name}: cannot end this run" in said.err
+    assert server.asked.total() <= AT_ONCE
+    command("run", "job.yaml")
+    assert {*server.asked.values()} == {1}
+
+
+def test_until_with_steps_after_it_is_refused(server, command, here):
+    write(server)
+    more = "      - class_path: JsonlReader\n        init_args: {data_folder: output}\n"
+    with Path("job.yaml").open("a") as file:
+        file.write(more)
+    said = command("run", "job.yaml", flag("until", 5), code=2)
+    assert "pipeline[1] InferenceRunner: until: ends the task" in said.err
+
+
+def test_until_does_not_end_a_sample(server, command, here):
+    write(server)
+    seed = "--pipeline.1.config.seed=3"
+    assert "6 of 6 documents" in command("run", "job.yaml", "--sample", 6, flag("until", 2), seed)
+
+
+def test_a_retry_of_dead_letters_ends_by_max_cost_too(server, command, here):
+    write(server)
+    job = ("run", "job.yaml", "--pipeline.1.on_document_error=dead_letter")
+    server._status = lambda payload, times: 400
+    command(*job, code=1)
+    server._status = lambda payload, times: None
+    retry = (*job, "--retry-dead-letters", "--pipeline.1.retry_errors=true")
+    assert "max_cost: 10 is reached: " in command(*retry, flag("max_cost", 10), code=4)
+    command(*retry, flag("max_cost", 1000))
+    assert {*server.asked.values()} == {2}
+    assert written() == TASKS * DOCUMENTS
+
+
+@pytest.mark.parametrize(("name", "value", "code"), [("until", 5, 0), ("max_cost", 10, 4)])
+def test_tasks_of_ray_that_a_limit_ended_have_not_failed(
+    server, command, here, monkeypatch, name, value, code
+):
+    def run(executor):  # it tells of no error
+        for rank in range(TASKS):
+            with suppress(LimitReached):
+                executor._run_for_rank(rank)
+
+    write(server)
+    job = Path("job.yaml").read_text().replace("Local", "Ray").replace("    workers: 1\n", "")
+    Path("job.yaml").write_text(job)
+    monkeypatch.setattr(RayPipelineExecutor, "run", run)
+    said = command("run", "job.yaml", flag(name, value), code=code)
+    assert f"{name}: {value} is reached: " in said.err
+
+
+def test_a_mirror_that_is_away_stops_nothing(server, command, here, monkeypatch):
+    write(server)
+    away = Mock(side_effect=StorageFailed("away"))
+    monkeypatch.setattr("datatrove_ckpt.mirror.restore.MirrorReader.refresh", away)
+    mirror = flag("checkpoints_remote_dir", here / "mirror")
+    command("run", "job.yaml", flag("until", 5), mirror, "--worker")
+    assert away.called
+    assert written() == 6
 
 
 def test_chunks_of_the_short_form_are_a_tenth_of_until_and_stay(server, command, here):

@@ -2,6 +2,7 @@
 lock.
 """
 
+import errno
 import fcntl
 import os
 import sqlite3
@@ -11,6 +12,7 @@ import threading
 from collections import Counter
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -339,6 +341,14 @@ def test_a_kill_before_the_history_has_a_line_loses_none_of_what_is_paid(tmp_pat
     assert again.paid == (0, 5, 0, 8)
     (tmp_path / "paid").write_bytes(b"damaged")
     assert read_paid(tmp_path / "paid") == (0, 0, 0, 0)
+
+
+def test_a_disk_without_room_for_what_is_paid_stops_the_rank(tmp_path, monkeypatch):
+    _, rank_files = make_storage(tmp_path, keeps_paid=True)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("os.pwrite", Mock(side_effect=full))
+    with pytest.raises(StorageFailed, match="paid: No space left"):
+        rank_files.write([request(0)], {})
 
 
 def test_a_failed_write_is_kept_and_raised_to_whoever_submits_next(tmp_path):

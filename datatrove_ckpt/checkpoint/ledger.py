@@ -39,7 +39,7 @@ from datatrove_ckpt.checkpoint.identity import (
     without_its_secrets,
 )
 from datatrove_ckpt.checkpoint.journal import read_finished
-from datatrove_ckpt.checkpoint.limits import Paid, read_paid
+from datatrove_ckpt.checkpoint.limits import NO_TOTALS, RunTotals, read_paid
 from datatrove_ckpt.checkpoint.lines import RESTORE, Json, explained, is_count, read_shard
 from datatrove_ckpt.checkpoint.numbers import NUMBERS, Buckets, DocumentCounts, RunNumbers
 from datatrove_ckpt.checkpoint.recovery import uncommitted_journals
@@ -102,7 +102,7 @@ class RankLedger:
     holder: Json | None = None
     is_finished: bool = False
     history: History = field(default_factory=History)
-    paid: Paid = Paid()  # noqa: RUF009 (it is immutable)
+    paid: RunTotals = NO_TOTALS
     journals: dict[int, DocumentCounts] | None = field(default_factory=dict)
     open_chunks: list[int] = field(default_factory=list)
     committed: RunNumbers = field(default_factory=RunNumbers)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import orjson
 
 from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint.commits import scan_commits
 from datatrove_ckpt.checkpoint.history import Progress, read_latest
 from datatrove_ckpt.checkpoint.layout import COMMITS, HISTORY, PAID, is_rank, retry_folders
 from datatrove_ckpt.checkpoint.lines import explained, seal, unseal
@@ -39,18 +40,34 @@ class RunTotals(NamedTuple):
     """Documents in the output files, tokens of all answers, and their ``cost`` in billionths."""
 
     written: int = 0
-    tokens: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     cost: int = 0
+
+    @classmethod
+    def of(cls, written: int, work: WorkCounts) -> RunTotals:
+        return cls(written, work.prompt_tokens, work.completion_tokens, work.cost)
 
     def plus(self, other: RunTotals) -> RunTotals:
         return RunTotals(*map(sum, zip(self, other, strict=True)))
 
+    def or_more(self, other: RunTotals) -> RunTotals:
+        return RunTotals(*map(max, zip(self, other, strict=True)))
+
+    def at_least_in(self, work: WorkCounts) -> WorkCounts:
+        """Returns ``work`` with at least these tokens, and this cost."""
+        _, prompt_tokens, completion_tokens, cost = self.or_more(RunTotals.of(0, work))
+        return replace(
+            work, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cost=cost
+        )
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
     @property
     def documents(self) -> str:
         return f"{plural_is(self.written, 'document')} in the output files."
-
-    def or_more(self, other: RunTotals) -> RunTotals:
-        return RunTotals(*map(max, zip(self, other, strict=True)))
 
 
 NO_TOTALS = RunTotals()
@@ -136,26 +153,6 @@ def noted_limits(root: Path) -> Limits:
     return Limits()
 
 
-class Paid(NamedTuple):
-    """What all attempts of a rank have paid: tokens, and ``cost`` in billionths."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: int = 0
-
-    def at_least_in(self, work: WorkCounts) -> WorkCounts:
-        """Returns ``work`` with at least these numbers."""
-        return replace(
-            work,
-            prompt_tokens=max(self.prompt_tokens, work.prompt_tokens),
-            completion_tokens=max(self.completion_tokens, work.completion_tokens),
-            cost=max(self.cost, work.cost),
-        )
-
-    def totals(self, written: int) -> RunTotals:
-        return RunTotals(written, self.prompt_tokens + self.completion_tokens, self.cost)
-
-
 class PaidFile:
     """``paid`` of a rank, written over at each group of answers: a kill loses none of it, and other
     tasks read it. A power loss leaves what the history has. Both methods raise StorageFailed.
@@ -166,7 +163,7 @@ class PaidFile:
         with explained("open", path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, files.PRIVATE_FILE)
 
-    def write(self, paid: Paid) -> None:
+    def write(self, paid: RunTotals) -> None:
         with explained("write", self._path):
             os.pwrite(self._fd, seal(orjson.dumps(paid._asdict())).ljust(_PAID_BYTES), 0)
 
@@ -177,52 +174,26 @@ class PaidFile:
 _PAID_BYTES = 200
 
 
-def read_paid(path: Path) -> Paid:
+def read_paid(path: Path) -> RunTotals:
     """Returns zeros if there is no file, or it is damaged: then only the history knows."""
     with suppress(OSError, ValueError, TypeError):
         body = unseal(path.read_bytes().rstrip(b" "))
         if body is not None:
-            return Paid(**orjson.loads(body))
-    return Paid()
+            return RunTotals(**orjson.loads(body))
+    return NO_TOTALS
 
 
-@dataclass
-class _RankTotals:
-    """How far a rank is, as its files say. Only what is new is read."""
+def _totals_of(folder: Path) -> RunTotals:
+    """Returns how far a rank is, as its files say.
 
-    folder: Path
-    totals: RunTotals = NO_TOTALS
-    _stamps: tuple[object, ...] = ()
-    _written: int = 0
-    _read: int = 0
-    _last: bytes = b""
-
-    def look(self) -> None:
-        stamps = tuple(_stamp(self.folder / name) for name in (COMMITS, HISTORY, PAID))
-        if stamps == self._stamps:
-            return
-        self._read_commits()
-        paid = read_paid(self.folder / PAID)  # first: what removes it writes the history before
-        latest = read_latest(self.folder / HISTORY) or Progress()
-        total = latest.total
-        noted = RunTotals(0, total.prompt_tokens + total.completion_tokens, total.cost)
-        self.totals = paid.totals(self._written).or_more(noted)
-        self._stamps = stamps
-
-    def _read_commits(self) -> None:
-        path = self.folder / COMMITS
-        with explained("read", path), suppress(FileNotFoundError), path.open("rb") as file:
-            file.seek(self._read - len(self._last))
-            if file.read(len(self._last)) != self._last:  # another file of this name
-                file.seek(0)
-                self._read = self._written = 0
-            for line in file:
-                body = unseal(line)
-                if body is None:  # it is being written
-                    break
-                self._written += orjson.loads(body)["tally"]["written"]
-                self._read += len(line)
-                self._last = line
+    Raises:
+        CkptError: they cannot be read.
+    """
+    commits, _ = scan_commits(folder / COMMITS)
+    written = sum(commit.counts.written for commit in commits.values())
+    paid = read_paid(folder / PAID)  # first: what removes it writes the history before
+    latest = read_latest(folder / HISTORY) or Progress()
+    return paid.or_more(RunTotals.of(written, latest.total))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -237,17 +208,19 @@ class TotalsReader:
     """How far the ranks below a folder are, and their retries of dead letters."""
 
     root: Path
-    _ranks: dict[str, _RankTotals] = field(default_factory=dict)
+    _stamps: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    _totals: dict[str, RunTotals] = field(default_factory=dict)
 
     def read(self) -> dict[str, RunTotals]:
         """Returns the totals by folder, such as "00000" or "retry-00001/00000"."""
-        found = {}
         for name in self._names():
-            rank = self._ranks.setdefault(name, _RankTotals(self.root / name))
-            with suppress(CkptError, OSError):  # what was read before still holds
-                rank.look()
-            found[name] = rank.totals
-        return found
+            folder = self.root / name
+            stamps = tuple(_stamp(folder / file) for file in (COMMITS, HISTORY, PAID))
+            if stamps != self._stamps.get(name):
+                with suppress(CkptError, OSError):  # what was read before still holds
+                    self._totals[name] = _totals_of(folder)
+                    self._stamps[name] = stamps
+        return self._totals.copy()
 
     def _names(self) -> Iterator[str]:
         for folder in (self.root, *retry_folders(self.root)):

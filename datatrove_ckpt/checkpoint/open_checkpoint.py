@@ -368,7 +368,7 @@ class OpenCheckpoint:
     @property
     def totals(self) -> RunTotals:
         """What all attempts of the rank committed and paid, now."""
-        return self._files.paid.totals(self.done.counts.written)
+        return self._files.paid._replace(written=self.done.counts.written)
 
     @property
     def most_written(self) -> int:

@@ -22,7 +22,7 @@ from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
 from datatrove_ckpt.checkpoint.identity import Fence
 from datatrove_ckpt.checkpoint.interval import Interval
 from datatrove_ckpt.checkpoint.journal import ChunkJournal, Finished
-from datatrove_ckpt.checkpoint.limits import Paid, PaidFile, read_paid
+from datatrove_ckpt.checkpoint.limits import PaidFile, RunTotals, read_paid
 from datatrove_ckpt.checkpoint.lines import Json, sealed_shard
 from datatrove_ckpt.checkpoint.numbers import DocumentCounts, RankClock, unix_seconds
 from datatrove_ckpt.checkpoint.recovery import ResumePoint, write_last_chunk
@@ -207,15 +207,9 @@ class RankFiles:
             self.finished += DocumentCounts.of([finished.took for finished in group])
 
     @property
-    def paid(self) -> Paid:
+    def paid(self) -> RunTotals:
         """Returns what all attempts have paid until now. Any thread may call it."""
-        earlier = self._history.earlier.total
-        own = self.own
-        return Paid(
-            earlier.prompt_tokens + own.prompt_tokens,
-            earlier.completion_tokens + own.completion_tokens,
-            earlier.cost + own.cost,
-        )
+        return RunTotals.of(0, self._history.earlier.total).plus(RunTotals.of(0, self.own))
 
     def answers(self, slot: ChunkSlot) -> dict[AnswerKey, Answer]:
         """Returns a document's cached answers. Answers of an old run become answers of this run."""

@@ -103,10 +103,10 @@ def may_hold_claims(folder: str) -> bool:
     return not object_store.is_in_repository(folder)
 
 
-def refuse_for_claims(setting: str, folder: str) -> None:
-    """Raises ConfigError if the folder is in a repository."""
+def refuse_for_claims(folder: str) -> None:
+    """Raises ConfigError if ``logging_dir`` is in a repository."""
     if not may_hold_claims(folder):
-        object_store.refuse_repository(setting, folder, "each claim of a worker")
+        object_store.refuse_repository("logging_dir", folder, "each claim of a worker")
 
 
 def open_store(

@@ -106,7 +106,9 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         asked = taken.documents
         place = Place(folder, taken.checkpoints, [folder])
         found = []
+        odd = ""
         if asked:
+            odd = read_run_state(place).totals.done.odd_answers
             found = [*read_documents(place), *read_dead_letters(place)]
     failed = 0
     dropped = 0
@@ -134,6 +136,8 @@ def sample(executor: PipelineExecutor, number: int) -> int:
         say(f"{finding.what}: {finding.message}")
     for line in estimate_lines(taken, plan.runners[0].step):
         say(line)
+    if odd:
+        say(odd.strip())
     counted = f"{len(asked) - failed} of {plural(len(asked), 'document')} processed"
     if dropped:
         counted = f"{counted}, {dropped} of them dropped"

@@ -158,7 +158,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
-                refuse_for_claims("logging_dir", self._folder)
+                refuse_for_claims(self._folder)
                 mirror = default_mirror(self._folder, index)
                 mirrored = runner.changed(checkpoints_remote_dir=mirror)
                 self.pipeline = [mirrored if step is runner else step for step in self.pipeline]

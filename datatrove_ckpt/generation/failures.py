@@ -447,9 +447,10 @@ def _way_out(error: BaseException) -> tuple[str, Mapping[str, object]] | tuple[s
     if rejected is None:
         return (_RUN_AGAIN,)
     way = ""
+    payload = getattr(error, "payload", None) or {}
     if too_long := _TOO_LONG.search(rejected.body):
         context = int(too_long[1] or 0)
-        asked = max_tokens_of(getattr(error, "payload", None) or {})
+        asked = max_tokens_of(payload)
         prompt = 1
         if found := _PROMPT_TOKENS.search(rejected.body):
             prompt = int(found[1])
@@ -463,11 +464,11 @@ def _way_out(error: BaseException) -> tuple[str, Mapping[str, object]] | tuple[s
         way = (
             "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
         )
-    if part := _refused_schema(rejected.body, getattr(error, "payload", None) or {}):
+    if "schema" in rejected.body.lower() and "response_format" in payload:
         way = (
-            "A strict schema, as of OpenAI's API, has no optional and no unknown properties: "
-            f"{part}. Correct it (a property that may be missing has the type null, too), and set "
-            "accept_changes."
+            "Correct the schema, and set accept_changes. A strict schema, as of OpenAI's API, "
+            "requires each of its properties, with the type null if it may be missing, and has "
+            "additionalProperties: false."
         )
         return way, _ACCEPTED
     fault = "If the server was at fault, correct it"
@@ -475,36 +476,6 @@ def _way_out(error: BaseException) -> tuple[str, Mapping[str, object]] | tuple[s
         fault = "The server was not asked this time"
     way += f"{fault}; to send the request again, set retry_errors."
     return way, {"retry_errors": True}
-
-
-def _refused_schema(refusal: str, payload: Mapping[str, object]) -> str:
-    """Returns why OpenAI's API refuses the payload's schema; "" if it is not strict, or right."""
-    form = payload.get("response_format")
-    if "schema" not in refusal.lower() or not isinstance(form, dict):
-        return ""
-    wanted = form.get("json_schema")
-    if not isinstance(wanted, dict) or not wanted.get("strict"):
-        return ""
-    return next(_open_objects(wanted.get("schema"), "schema"), "")
-
-
-def _open_objects(schema: object, path: str) -> Iterator[str]:
-    if isinstance(schema, list):
-        for index, part in enumerate(schema):
-            yield from _open_objects(part, f"{path}[{index}]")
-    if not isinstance(schema, dict):
-        return
-    properties = schema.get("properties")
-    if isinstance(properties, dict):
-        required = schema.get("required")
-        if not isinstance(required, list):
-            required = []
-        if optional := [str(name) for name in properties if name not in required]:
-            yield f"{path}.required lacks {', '.join(optional)}"
-        if schema.get("additionalProperties") is not False:
-            yield f"{path} lacks additionalProperties: false"
-    for name, part in schema.items():
-        yield from _open_objects(part, f"{path}.{name}")
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError, others: int) -> CkptError:

@@ -70,7 +70,7 @@ from datatrove_ckpt.generation.calls import result_of as result_of_call
 from datatrove_ckpt.generation.failures import unanswered
 from datatrove_ckpt.generation.limits import LimitWatch
 from datatrove_ckpt.generation.progress import RankReporter
-from datatrove_ckpt.generation.quality import INVALID, REPEATING, Quality
+from datatrove_ckpt.generation.quality import INVALID, REPEATING, Quality, choices_of
 from datatrove_ckpt.generation.raised_errors import called_at
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -470,7 +470,10 @@ class Requests:
             except InferenceError as error:
                 if not isinstance(error.error, RequestRejected):
                     raise
-                _warn_of_rejected_retry(setting, str(error.error))
+                _warn_once(
+                    f"{setting}: a retry was rejected, so the answer before it counts: "
+                    f"{error.error}"
+                )
                 break
             answers = self._answers
             answers.results = [one for one in answers.results if one is not result]
@@ -560,13 +563,9 @@ class Requests:
 
     def _count(self, result: Result, way: Way, question: str) -> None:
         answers = self._answers
-        if result.choices:
-            texts = [one["text"] for one in result.choices]
-            reasons = [one["finish_reason"] for one in result.choices]
-        else:
-            texts = [result.text]
-            reasons = [result.finish_reason]
+        choices = choices_of(result)
         answers.results.append(result)
+        reasons = [choice["finish_reason"] for choice in choices]
         result.reasons = [
             reason if reason in USUAL else redact(reason)[:_SHOWN_REASON]
             for reason in filter(None, reasons)
@@ -577,10 +576,9 @@ class Requests:
         if way.path in _GENERATING:
             quality = self._rank.quality
             is_empty = False
-            for text, reason in zip(texts, reasons, strict=True):
-                is_empty = is_empty or _is_empty(text, reason)
-                if isinstance(text, str):
-                    faults += quality.faults(text, question)
+            for choice in choices:
+                is_empty = is_empty or _is_empty(choice["text"], choice["finish_reason"])
+                faults += quality.faults(choice, question)
             for fault in faults:
                 answers.reasons[fault] = answers.reasons.get(fault, 0) + 1
             answers.empty += is_empty
@@ -607,7 +605,10 @@ class Requests:
             return False
         answers.cut_off += 1
         if ends_in_blanks(str(result.text)):
-            _warn_of_blanks()
+            _warn_once(
+                "An answer ended in blanks until max_tokens cut it off. More tokens do not help: "
+                'see "Answers of a given form" in docs/rollouts.md.'
+            )
         return True
 
     async def _send(
@@ -858,7 +859,11 @@ class Requests:
         number = self._rollout_idx
         kept = sum(key.rollout_idx == number for key in await answers.cached())
         if kept > answers.found[number] < answers.requests[number]:
-            _warn_of_other_prompts(answers.doc_id)
+            _warn_once(
+                f"Document {answers.doc_id!r}: its agent has not asked for answers that an earlier "
+                "attempt has saved, and has asked other questions, which were paid for. Are time "
+                "or random numbers in its prompts?"
+            )
 
     # The methods of ``generate``: embed, classify, score. ``rollouts.Generate`` documents them.
     # Each is one request, or one for each text, of a way that the engine has (``Engine.ways``).
@@ -935,26 +940,9 @@ class Requests:
             await self._refused(wrong)
 
 
-@lru_cache(maxsize=3)
-def _warn_of_other_prompts(document: str) -> None:
-    logger.warning(
-        f"Document {document!r}: its agent has not asked for answers that an earlier attempt has "
-        "saved, and has asked other questions, which were paid for. Are time or random numbers in "
-        "its prompts?"
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_of_blanks() -> None:
-    logger.warning(
-        "An answer ended in blanks until max_tokens cut it off. More tokens do not help: see "
-        '"Answers of a given form" in docs/rollouts.md.'
-    )
-
-
-@lru_cache(maxsize=1)
-def _warn_of_rejected_retry(setting: str, error: str) -> None:
-    logger.warning(f"{setting}: a retry was rejected, so the answer before it counts: {error}")
+@lru_cache(maxsize=100)
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _question(payload: Payload) -> str:

@@ -36,10 +36,9 @@ class RunReader:
 
     def __init__(self, root: Path, mirror: str | None) -> None:
         self.root = root
-        self._local = TotalsReader(root)
-        self._copies: list[MirrorCopy] = []
+        self._readers = [TotalsReader(root)]
         if mirror is not None:
-            self._copies.append(MirrorCopy(mirror))
+            self._readers.append(MirrorTotals(mirror))
         self._guard = threading.Lock()
         self._interval = Interval("auto", _LOOKS)
         self._began_at = self._next_look = 0.0
@@ -70,25 +69,24 @@ class RunReader:
         return sums
 
     def _look(self) -> None:
-        found = self._local.read()
-        for copy in self._copies:
-            for name, totals in copy.read().items():
+        found: dict[str, RunTotals] = {}
+        for reader in self._readers:
+            for name, totals in reader.read().items():
                 found[name] = totals.or_more(found.get(name, NO_TOTALS))
         self._found = found
 
 
-class MirrorCopy:
-    """A copy of what a mirror says of its tasks, brought up to date at each ``read`` if the mirror
-    can be read.
+class MirrorTotals(TotalsReader):
+    """What a mirror says of its tasks, from a copy that each ``read`` brings up to date if the
+    mirror can be read.
     """
 
     def __init__(self, url: str) -> None:
         from datatrove_ckpt.mirror.restore import MirrorReader
 
         self._folder = TemporaryDirectory(prefix="datatrove-ckpt-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        self._mirror = MirrorReader(url, folder, _is_wanted)
-        self._copied = TotalsReader(folder)
+        super().__init__(Path(self._folder.name))
+        self._mirror = MirrorReader(url, self.root, _is_wanted)
         self._has_warned = False
 
     def read(self) -> dict[str, RunTotals]:
@@ -98,7 +96,7 @@ class MirrorCopy:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(f"How far tasks of other nodes are is not known: {error}")
-        return self._copied.read()
+        return super().read()
 
 
 def _is_wanted(name: str, size: int) -> bool:

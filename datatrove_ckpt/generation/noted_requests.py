@@ -17,7 +17,6 @@ from datatrove_ckpt.common.work_counts import Tokens
 from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.inference.client.answers import token_counts
 from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
-from datatrove_ckpt.rollouts.answers import is_cut_off
 from datatrove_ckpt.rollouts.media import media_key
 
 _UNSENT_SECONDS = 2.0
@@ -30,8 +29,7 @@ class NotedRequest:
     Attributes:
         question: the last message of the user.
         prompt: all messages as JSON, with hashes of the media.
-        usage, finish_reason: as ``InferenceResult`` has them; empty of other answers.
-        is_empty: the answer has no text, nor anything else.
+        usage: as ``InferenceResult`` has it; empty of other answers.
         started, ended: of the wait for the answer, as ``time.monotonic`` has them.
         model: the name in ``generate.name``, or of a method; empty of ``generate`` itself.
     """
@@ -40,8 +38,6 @@ class NotedRequest:
     prompt: str = ""
     answer_text: str = ""
     usage: JsonObject = field(default_factory=dict)
-    finish_reason: str = ""
-    is_empty: bool = False
     started: float = 0.0
     ended: float = 0.0
     model: str = ""
@@ -49,10 +45,6 @@ class NotedRequest:
     @property
     def tokens(self) -> Tokens:
         return token_counts(self.usage)
-
-    @property
-    def is_cut_off(self) -> bool:
-        return is_cut_off(self.finish_reason)
 
 
 NotedRequests = dict[int, list[NotedRequest]]
@@ -121,11 +113,7 @@ class _Noting:
         finally:
             request.ended = time.monotonic()
         request.answer_text = str(getattr(answer, "text", "") or answer)
-        if hasattr(answer, "usage"):
-            request.usage = answer.usage
-            request.finish_reason = answer.finish_reason
-            text = answer.text.strip() if isinstance(answer.text, str) else answer.text
-            request.is_empty = not (text or answer.tool_calls or answer.answer)
+        request.usage = getattr(answer, "usage", {})
         return answer
 
     def url(self) -> AbstractAsyncContextManager[str]:

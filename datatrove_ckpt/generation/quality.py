@@ -13,7 +13,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.numbers import FAULTS
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP
+from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP, ON_REFUSAL
 from datatrove_ckpt.output.documents import Result
 from datatrove_ckpt.rollouts.answers import is_cut_off
 
@@ -53,6 +53,15 @@ def is_looping(text: str) -> bool:
     return end[period:] == end[:-period]
 
 
+def choices_of(answer: Result) -> Sequence[JsonObject]:
+    return answer.choices or [{"text": answer.text, "finish_reason": answer.finish_reason}]
+
+
+def _text_of(choice: JsonObject) -> str:
+    text = choice["text"]
+    return text.strip() if isinstance(text, str) else ""
+
+
 class Quality:
     """What is wrong with the answers of a rank.
 
@@ -77,14 +86,11 @@ class Quality:
                 "`datatrove-ckpt run --sample 5` before you pay for more."
             )
 
-    def faults(self, text: str, prompt: str) -> list[str]:
+    def faults(self, choice: JsonObject, prompt: str) -> list[str]:
         """Returns each fault of an answer once. ``prompt``: the last message."""
-        text = text.strip()
-        found = []
-        if is_looping(text):
-            found.append(LOOPING)
-        if self._is_refusing(text):
-            found.append(REFUSING)
+        cases = ((ON_LOOP, LOOPING), (ON_REFUSAL, REFUSING))
+        found = [fault for setting, fault in cases if self._is_case_of(setting, choice)]
+        text = _text_of(choice)
         length = len(text)
         if length < _LONG:
             return found
@@ -99,9 +105,8 @@ class Quality:
 
     def first_case(self, settings: Iterable[str], answer: Result) -> str:
         """Returns the first setting that a choice of the answer is a case of, or ""."""
-        choices = answer.choices or [{"text": answer.text, "finish_reason": answer.finish_reason}]
         for setting in settings:
-            if any(self._is_case_of(setting, choice) for choice in choices):
+            if any(self._is_case_of(setting, choice) for choice in choices_of(answer)):
                 return setting
         return ""
 
@@ -109,8 +114,7 @@ class Quality:
         reason = str(choice["finish_reason"] or "").lower()
         if setting == ON_CUT_OFF:
             return is_cut_off(reason)
-        text = choice["text"]
-        text = text.strip() if isinstance(text, str) else ""
+        text = _text_of(choice)
         if setting == ON_LOOP:
             return reason == _LOOP_REASON or is_looping(text)
         return bool(choice.get("refusal")) or reason in _REFUSAL_REASONS or self._is_refusing(text)

@@ -367,7 +367,7 @@ def note_workers(workers: int, tasks: int) -> None:
 
 def refuse_without_claims(plan: RunPlan) -> None:
     """Raises ConfigError if claims cannot lie in ``logging_dir``, or protect nothing."""
-    refuse_for_claims("logging_dir", plan.logging_dir.resolve_paths(""))
+    refuse_for_claims(plan.logging_dir.resolve_paths(""))
     for runner in plan.runners:
         if runner.step.checkpoints_local_dir is None:
             raise ConfigError(

@@ -235,9 +235,7 @@ class RunState:
     def run_totals(self) -> RunTotals:
         """Returns what ``limits`` compares."""
         together = self.together
-        work = together.work
-        tokens = work.prompt_tokens + work.completion_tokens
-        return RunTotals(together.counts.written, tokens, work.cost)
+        return RunTotals.of(together.counts.written, together.work)
 
     @property
     def causes(self) -> Counter[str]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.common import BATCH
 from datatrove_ckpt.common.formatting import duration, figure, short
 from datatrove_ckpt.generation.noted_requests import NotedRequest
-from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.run_folder.estimate import Estimate, estimate, quantile
 from datatrove_ckpt.run_folder.sample import SentSample
@@ -54,19 +51,6 @@ def estimate_lines(sample: SentSample, step: Step) -> Iterator[str]:
     )
     for name, money in costs(step, sent, sizes, total):
         yield f"  {name:<17} {money}"
-    quality = Quality(step.refusals)
-    faults = Counter[str]()
-    for one in answers:
-        if not one.is_empty:
-            faults.update(quality.faults(one.answer_text, one.question))
-    odd = DocumentCounts(
-        answers=len(answers),
-        cut_off=sum(one.is_cut_off for one in answers),
-        empty=sum(one.is_empty for one in answers),
-        reasons=faults,
-    ).odd_answers
-    if odd:
-        yield odd.strip()
 
 
 def costs(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import itertools
 import json
 import logging
 import os
@@ -47,7 +46,6 @@ class Run:
     checkpoints: str | None = None
     concurrency: int = 256
     chunk: int = 1000
-    stop_after: int | None = None
     watch_loop: bool = False
 
 
@@ -93,7 +91,7 @@ def _step(run, runner, config, readers):
         checkpoints_local_dir=run.checkpoints,
         records_per_chunk=run.chunk,
     )
-    return lambda: step.run(itertools.islice(reader.run(), run.stop_after))
+    return lambda: step.run(reader.run())
 
 
 def _writer(run):
@@ -120,7 +118,7 @@ def _payloads(run):
     import orjson
 
     with next(Path(run.source).iterdir()).open("rb") as file:
-        for line in itertools.islice(file, run.stop_after):
+        for line in file:
             messages = [{"role": "user", "content": orjson.loads(line)["text"]}]
             yield orjson.dumps({"messages": messages, "max_tokens": 64, "model": MODEL})
 
@@ -244,8 +242,8 @@ SYSTEMS = {
 }
 
 
-def cpu_seconds(who=resource.RUSAGE_SELF):
-    used = resource.getrusage(who)
+def cpu_seconds():
+    used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 

@@ -13,9 +13,9 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget, ask, chat, documents, letters, rows, run_job, runner
+from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
+from tests.rank_folders import place_at
 
 LOOP = "a word " * 90
 REFUSAL = "I'm sorry, but I can't assist with that."
@@ -55,8 +55,7 @@ def texts(folder):
 
 
 def counts(folder):
-    place = Place(str(folder), folder / "checkpoints", [str(folder)])
-    return read_run_state(place).together.counts
+    return read_run_state(place_at(folder / "checkpoints")).together.counts
 
 
 @pytest.mark.matrix(
@@ -120,14 +119,6 @@ def test_columns_of_quality_are_those_of_the_answer_that_a_retry_gave(tmp_path, 
     assert columns["3"] == ["stop", "", 2]
     assert columns["4"] == ["stop", "looping", 180]
     assert counts(tmp_path).cut_off == 2
-
-
-def test_a_bad_answer_makes_a_dead_letter(tmp_path, server):
-    run_job(tmp_path, server, 4, config={"on_refusal": "dead_letter"})
-    (letter,) = letters(tmp_path)
-    assert (letter["id"], letter["kind"]) == ("id 2", "BadAnswer")
-    assert letter["error"] == "on_refusal: the answer is a refusal."
-    assert (counts(tmp_path).written, counts(tmp_path).dead) == (3, 1)
 
 
 def test_a_retry_that_the_server_rejects_leaves_the_answer_before_it(tmp_path, log):
@@ -256,16 +247,6 @@ def test_no_try_is_paid_twice(tmp_path, left):
 def test_what_cannot_work_is_refused(value, wrong):
     with pytest.raises(ConfigError, match=f"^{re.escape(wrong)}"):
         InferenceConfig("vllm", "m", on_loop=value)
-
-
-def test_another_policy_is_another_run(tmp_path, server):
-    budget = Budget()
-    budget.left = 1
-    with Server(status=budget) as refuses, pytest.raises(ServerRefused):
-        run_job(tmp_path, refuses, 3, config={"on_loop": "keep"})
-    with pytest.raises(CheckpointMismatch, match="on_refusal"):
-        run_job(tmp_path, server, 3, config={"on_refusal": "drop"})
-    run_job(tmp_path, server, 3)
 
 
 def test_dead_letters_need_checkpoints(tmp_path, server):

@@ -8,9 +8,9 @@ from datatrove.data import Document
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import chat, rejects, rows, run_job, runner
+from tests.rank_folders import place_at
 
 ONE_BY_ONE = {"max_concurrent_documents": 1, "max_concurrent_generations": 1}
 ACCEPTS = {**ONE_BY_ONE, "accept_null_finish_reason": True}
@@ -71,9 +71,10 @@ def test_unusual_reasons_are_kept_as_the_server_gave_them_and_counted_over_all_a
         assert server.asked.total() == 10
     given = [row["metadata"]["rollout_results"][0]["finish_reason"] for row in rows(tmp_path)]
     assert given == reasons
-    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    place = place_at(tmp_path / "checkpoints")
     counts = read_run_state(place).together.counts
     assert (counts.answers, counts.cut_off) == (9, 4)
+    assert (counts.bad["looping"], counts.bad["refusing"]) == (1, 1), "as for on_loop, on_refusal"
     assert counts.odd_answers.endswith(
         ' Answers ended with finish_reason "xyz" 2 times, "repetition" 1 time, "content_filter" '
         "1 time."
@@ -94,7 +95,7 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
     refuses = rejects(["text 5"], 401)
     with FakeServer(answer, refuses) as server, pytest.raises(ServerRefused):
         run_job(tmp_path, server, 8, config=ONE_BY_ONE, records_per_chunk=100)
-    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    place = place_at(tmp_path / "checkpoints")
     counts = read_run_state(place).together.done
     assert counts.answers == 5, "no chunk is complete"
     assert counts.reasons == {"stop": 5, "looping": 1, "refusing": 1, "repeating": 1}
@@ -154,7 +155,7 @@ def test_an_answer_in_another_form_is_invalid_also_if_a_later_one_is_valid(tmp_p
         run_job(tmp_path, server, 2, rollout, quality=True)
     (row,) = rows(tmp_path)
     assert row["metadata"]["rollout_results_faults"] == "invalid"
-    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    place = place_at(tmp_path / "checkpoints")
     counts = read_run_state(place).together.done
     assert (counts.answers, counts.dropped) == (5, 1)
     assert counts.bad["invalid"] == 4

@@ -12,11 +12,11 @@ from datatrove_ckpt.checkpoint.layout import HISTORY, is_journal
 from datatrove_ckpt.errors import CheckpointError, DocumentFailed, Preempted
 from datatrove_ckpt.generation import progress
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.where import Place
 from datatrove_ckpt.testing import FakeServer, crash_at
 from tests.histories import read_history
 from tests.jobs import ask, documents, fails_at, runner
 from tests.patience import HeldTime, until_async
+from tests.rank_folders import place_at
 
 ONE_BY_ONE = {"max_concurrent_generations": 1, "max_concurrent_documents": 1}
 
@@ -112,5 +112,5 @@ def test_a_full_disk_is_named_as_the_end_of_its_attempt_and_no_sum_is_silently_t
     assert "No space left" in attempt.end.what
     assert attempt.last.own.requests == has_room
     root = tmp_path / "checkpoints"
-    state = read_run_state(Place(str(root), root, [str(root)]), attempt.last_at)
+    state = read_run_state(place_at(root), attempt.last_at)
     assert (state.totals.killed, state.totals.at_least) == (0, said)

@@ -932,30 +932,14 @@ def test_a_prompt_above_the_context_is_not_blamed_on_max_tokens(capfd):
         assert "max_tokens is" not in said
 
 
-INNER = {"type": "object", "properties": {"b": {}}, "required": ["b"]}
-CLOSED = INNER | {"additionalProperties": False}
-OUTER = {"type": "object", "properties": {"a": CLOSED, "c": {}}, "additionalProperties": False}
-
-
-@pytest.mark.parametrize(
-    ("schema", "part"),
-    [
-        (OUTER, "properties: schema.required lacks a, c. Correct it"),
-        (OUTER | {"required": ["a"]}, "properties: schema.required lacks c. Correct it"),
-        (INNER, "properties: schema lacks additionalProperties: false. Correct it"),
-        (
-            {"$defs": {"One": CLOSED}, "anyOf": [{"$ref": "#/$defs/One"}, INNER]},
-            "properties: schema.anyOf[1] lacks additionalProperties: false. Correct it",
-        ),
-        (CLOSED, "If the server was at fault"),
-    ],
-)
-def test_a_schema_that_a_strict_server_refuses_is_named_with_its_part(schema, part, capfd):
+def test_a_schema_that_a_strict_server_refuses_is_to_be_corrected(capfd):
     with FakeServer(status=lambda payload, times: 400) as server:
         server.error = "Invalid schema for response_format 'answer'"
-        write(server, json_schema=schema)
+        write(server, json_schema={"type": "object", "properties": {"a": {}}})
         assert main(["run", "job.yaml"]) == 1
-    assert part in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "Correct the schema, and set accept_changes. A strict schema" in said
+    assert "If the server was at fault" not in said
 
 
 def test_documents_without_a_valid_answer_are_left_out_by_the_command_that_is_printed(capfd):

@@ -11,9 +11,9 @@ from datatrove_ckpt.inference.client.answers import (
     way_to,
 )
 from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.where import Place
 from tests.integration.test_ready_made_ways import in_pieces
 from tests.jobs import chat, rows, run_job
+from tests.rank_folders import place_at
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 LOGPROBS = {"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
@@ -166,7 +166,7 @@ def test_an_answer_is_cut_off_or_empty_if_one_of_its_choices_is(server, tmp_path
 
     server.paths = {"/v1/chat/completions": answer, "/v1/embeddings": embed}
     run_job(tmp_path, server, 4, ask)
-    place = Place(str(tmp_path), tmp_path / "checkpoints", [str(tmp_path)])
+    place = place_at(tmp_path / "checkpoints")
     counts = read_run_state(place).together.counts
     assert (counts.answers, counts.cut_off, counts.empty) == (8, 2, 2 + 1)
 

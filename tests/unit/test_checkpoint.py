@@ -338,9 +338,9 @@ def test_a_kill_before_the_history_has_a_line_loses_none_of_what_is_paid(tmp_pat
     rank_files.cache.close()
     _, again = make_storage(tmp_path)
     again.own.cost = 1
-    assert again.paid == (5, 0, 8)
+    assert again.paid == (0, 5, 0, 8)
     (tmp_path / "paid").write_bytes(b"damaged")
-    assert read_paid(tmp_path / "paid") == (0, 0, 0)
+    assert read_paid(tmp_path / "paid") == (0, 0, 0, 0)
 
 
 def test_a_disk_without_room_for_what_is_paid_stops_the_rank(tmp_path, monkeypatch):

@@ -16,8 +16,6 @@ from datatrove_ckpt.rollouts import (
 )
 from datatrove_ckpt.run_folder.prompts import check_prompts
 
-_PNG = b"\x89PNG\r\n\x1a\n"
-
 
 def own_text(seed, length):
     """A text that begins and ends like no other one."""

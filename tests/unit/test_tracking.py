@@ -4,8 +4,7 @@ import pytest
 
 from datatrove_ckpt.run_folder import read_state
 from datatrove_ckpt.run_folder.tracking import Tracker
-from datatrove_ckpt.run_folder.where import Place
-from tests.rank_folders import done, failed, minute, minutes, start, stopped, write_rank
+from tests.rank_folders import done, failed, minute, minutes, place_at, start, stopped, write_rank
 
 T = 1_800_000_000.0
 
@@ -36,7 +35,7 @@ def now(monkeypatch):
 
 
 def make(root, run):
-    place = Place(str(root), root, [str(root)])
+    place = place_at(root)
     return Tracker(lambda job: run, place=place)
 
 

@@ -1,19 +1,22 @@
 """Parquet in and out: ``python -m tests.bench.shapes [--rows 20000] [--rounds 3]``.
-Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100 --way 0 --way 1
---way 2 --way 4``.
+Two million rows: ``--rows 2000000 --rounds 1 --shape plain --characters 100 --way 0 --way 2
+--way 3 --way 5``.
 
 Tables of two shapes (plain columns; and dates, decimals, nanoseconds, maps, binary, vectors) by each
-way, in turn, each time in a process of its own. Without a server: datatrove's reader and writer, and
-ours. Runs with checkpoints, ours and datatrove's, with a rollout that sends no request, and with one
-that asks ``server_type: dummy``: each runner has a dummy server of its own, whose start counts.
+way, in turn, each time in a process of its own. Without a server: datatrove's reader and writer, ours,
+and a mixture. Runs with checkpoints, ours and datatrove's, with a rollout that sends no request, and
+with one that asks ``server_type: dummy``: each runner has a dummy server of its own. A bare loop
+reads, asks our dummy server and writes, without documents or checkpoints. Starts of servers count.
 
 Rows per second of wall time, CPU and peak memory of this process, and which columns came out with
 another type or other values. datatrove's dummy server answers a few hundred requests in a second.
 """
 
+import asyncio
 import datetime
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -82,14 +86,20 @@ async def answer_itself(document, generate):
     return document.text[:20]
 
 
-def of_datatrove(folder):
+def of_datatrove(folder, reader=None):
     from datatrove.pipeline.readers import ParquetReader
     from datatrove.pipeline.writers import ParquetWriter
 
-    documents = ParquetReader(str(folder / "input")).run()
+    documents = (reader or ParquetReader)(str(folder / "input")).run()
     writer = ParquetWriter(str(folder / "output"), "${rank}.parquet", expand_metadata=True)
     for _ in writer.run(documents):
         pass
+
+
+def mixed(folder):
+    from datatrove_ckpt.readers import ParquetReader
+
+    of_datatrove(folder, ParquetReader)
 
 
 def ours(folder):
@@ -157,13 +167,61 @@ def asked_of_datatrove(folder):
     run_of_datatrove(folder, ask)
 
 
+def bare(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "datatrove_ckpt.inference.servers.dummy", "--port", str(port)]
+    with subprocess.Popen(command) as server:
+        try:
+            asyncio.run(ask_all(folder, f"http://127.0.0.1:{port}/v1/chat/completions"))
+        finally:
+            server.terminate()
+
+
+async def ask_all(folder, url):
+    import aiohttp
+
+    async def answer(session, rows):
+        for row in rows:
+            messages = [{"role": "user", "content": row["text"]}]
+            async with session.post(url, json={"model": "m", "messages": messages}) as response:
+                found = await response.json(loads=orjson.loads)
+                row["answer"] = found["choices"][0]["message"]["content"]
+
+    (folder / "output").mkdir()
+    async with aiohttp.ClientSession() as session:
+        async with asyncio.timeout(60):
+            while not await is_ready(session, url):
+                await asyncio.sleep(0.01)
+        for file in sorted((folder / "input").glob("*.parquet")):
+            for index, batch in enumerate(pq.ParquetFile(file).iter_batches(CHUNK)):
+                rows = batch.to_pylist()
+                left = iter(rows)
+                await asyncio.gather(*(answer(session, left) for _ in range(AT_ONCE)))
+                pq.write_table(
+                    pa.Table.from_pylist(rows),
+                    folder / "output" / f"{file.stem}-{index}.parquet",
+                )
+
+
+async def is_ready(session, url):
+    try:
+        async with session.get(url.replace("chat/completions", "models")) as response:
+            return response.status == 200
+    except OSError:
+        return False
+
+
 WAYS = {
     "datatrove's reader and writer": of_datatrove,
+    "our reader, datatrove's writer": mixed,
     "our reader and writer": ours,
     "a run without requests": run,
     "datatrove's run without requests": run_of_datatrove,
     "a run with `server_type: dummy`": asked,
     "datatrove's run with `server_type: dummy`": asked_of_datatrove,
+    "a bare loop at our dummy server": bare,
 }
 
 

@@ -139,7 +139,7 @@ def test_a_connection_that_is_left_open_fails_no_run(tmp_path, server):
 
 @pytest.mark.parametrize("differ", [False, True])
 def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log, differ):
-    generate_module._warn_of_other_prompts.cache_clear()
+    generate_module._warn_once.cache_clear()
     server._status = rejects(["bad"])
     broken = SimpleNamespace(now=True)
 

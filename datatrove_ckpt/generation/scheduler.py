@@ -502,7 +502,7 @@ async def stop_when_requested(
         for task in serving:  # a model may need minutes to load
             task.cancel()
     elif shutdown.is_finishing:
-        logger.info(f"{shutdown.failure} {running} in flight are still answered.")
+        logger.info(f"{shutdown.failure} Still answered: {running}.")
     elif shutdown.failure is None or in_flight or rank.calls.running:
         why = shutdown.cause or f"The task has failed ({type(shutdown.failure).__name__})"
         logger.warning(

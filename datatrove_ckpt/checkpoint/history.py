@@ -269,13 +269,15 @@ _COUNTERS = {
     "ms": "call_milliseconds",
 }
 """Of ``WorkCounts``, by their keys; a key is left out while nothing is counted."""
+_NONE = Counter[str]()  # shared: ten thousand ranks have few calls
 
 
 def _work(data: Json, numbers: str, prefix: str) -> WorkCounts:
     errors = _named_counts(data[f"{prefix}err"])
-    others = {
-        name: _named_counts(data.get(f"{prefix}{key}", {})) for key, name in _COUNTERS.items()
-    }
+    others = {}
+    for key, name in _COUNTERS.items():
+        found = data.get(f"{prefix}{key}")
+        others[name] = _named_counts(found) if found else _NONE
     return WorkCounts.of_numbers(data[numbers], errors=errors, **others)
 
 

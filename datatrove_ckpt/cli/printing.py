@@ -34,7 +34,8 @@ def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
 
 
 def say(text: str) -> None:
-    write_out(f"{with_originals(text)}\n")
+    write_out(with_originals(text))
+    write_out("\n", raw=True)  # not added to the text, which may be large
 
 
 def say_result(is_json: bool, content: JsonObject, lines: Iterable[str]) -> None:

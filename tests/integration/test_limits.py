@@ -14,6 +14,8 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from datatrove.executor import RayPipelineExecutor
@@ -24,7 +26,7 @@ from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import processes
-from tests.jobs import ask, ids, run_job, runner
+from tests.jobs import ask, chat, ids, run_job, runner
 from tests.kept import answers_kept
 from tests.patience import until
 from tests.yaml_jobs import endpoint, job_yaml, write_tasks
@@ -369,12 +371,22 @@ class Ledger(FakeServer):
         self._passed += 1
         return 503 if self._is_paused else None
 
+    def _let_pass(self):
+        """Waits for what was sent before, but not yet read, and for what is about to be billed."""
+        body = json.dumps(chat("the last one")).encode()
+        request = Request(f"{self.url}/v1/chat/completions", body)
+        with pytest.raises(HTTPError), urlopen(request):
+            pass
+
     @contextmanager
     def before_a_kill(self):
         self._is_paused = self._quiet
         if self._quiet:
+            self._let_pass()
             until(lambda: answers_kept(Path("checkpoints")) == self.billed)
         yield
+        if self._quiet:
+            self._let_pass()
         came = self._came
         until(lambda: self._passed >= came)  # what the victim has asked is refused, too
         self._is_paused = False

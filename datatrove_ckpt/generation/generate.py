@@ -599,8 +599,9 @@ class Requests:
     def _count_reasons(self, result: Result, reasons: Sequence[str | None]) -> bool:
         """Returns whether an answer is cut off."""
         answers = self._answers
+        counted = answers.reasons
         for name in result.reasons:
-            answers.reasons[name] = answers.reasons.get(name, 0) + 1
+            counted[name] = counted.get(name, 0) + 1
         if ENDINGS.issuperset(reasons) or not any(map(is_cut_off, reasons)):
             return False
         answers.cut_off += 1

@@ -13,7 +13,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.numbers import FAULTS
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP, ON_REFUSAL
+from datatrove_ckpt.config.bad_answers import ON_CUT_OFF, ON_LOOP
 from datatrove_ckpt.output.documents import Result
 from datatrove_ckpt.rollouts.answers import is_cut_off
 
@@ -62,6 +62,14 @@ def _text_of(choice: JsonObject) -> str:
     return text.strip() if isinstance(text, str) else ""
 
 
+def _reason_of(choice: JsonObject) -> str:
+    return str(choice["finish_reason"] or "").lower()
+
+
+def _is_loop(text: str, reason: str) -> bool:
+    return reason == _LOOP_REASON or is_looping(text)
+
+
 class Quality:
     """What is wrong with the answers of a rank.
 
@@ -88,9 +96,13 @@ class Quality:
 
     def faults(self, choice: JsonObject, prompt: str) -> list[str]:
         """Returns each fault of an answer once. ``prompt``: the last message."""
-        cases = ((ON_LOOP, LOOPING), (ON_REFUSAL, REFUSING))
-        found = [fault for setting, fault in cases if self._is_case_of(setting, choice)]
         text = _text_of(choice)
+        reason = _reason_of(choice)
+        found = []
+        if _is_loop(text, reason):
+            found.append(LOOPING)
+        if self._is_refusal(choice, text, reason):
+            found.append(REFUSING)
         length = len(text)
         if length < _LONG:
             return found
@@ -111,13 +123,16 @@ class Quality:
         return ""
 
     def _is_case_of(self, setting: str, choice: JsonObject) -> bool:
-        reason = str(choice["finish_reason"] or "").lower()
+        reason = _reason_of(choice)
         if setting == ON_CUT_OFF:
             return is_cut_off(reason)
         text = _text_of(choice)
         if setting == ON_LOOP:
-            return reason == _LOOP_REASON or is_looping(text)
-        return bool(choice.get("refusal")) or reason in _REFUSAL_REASONS or self._is_refusing(text)
+            return _is_loop(text, reason)
+        return self._is_refusal(choice, text, reason)
+
+    def _is_refusal(self, choice: JsonObject, text: str, reason: str) -> bool:
+        return reason in _REFUSAL_REASONS or self._is_refusing(text) or bool(choice.get("refusal"))
 
     def _is_refusing(self, text: str) -> bool:
         """Whether a text without blanks at its start begins as refusals do."""

@@ -63,7 +63,6 @@ from datatrove_ckpt.errors import (
     TooManyOpenFiles,
     named,
 )
-from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.generation.calls import Call, Calls
 from datatrove_ckpt.generation.calls import result_of as result_of_call
@@ -852,6 +851,9 @@ class Requests:
     @asynccontextmanager
     async def url(self) -> AsyncIterator[str]:
         """See ``rollouts.Generate``."""
+        # A server takes longer to import than many runs have time.
+        from datatrove_ckpt.generation.agent_url import serve
+
         answers = self._answers
         async with serve(self) as base_url:
             yield base_url

@@ -14,7 +14,6 @@ from datatrove.data import Document
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.work_counts import Tokens
-from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.inference.client.answers import token_counts
 from datatrove_ckpt.rollouts import Generate, PromptRollout, ReadyMade, Rollout
 from datatrove_ckpt.rollouts.media import media_key
@@ -117,6 +116,8 @@ class _Noting:
         return answer
 
     def url(self) -> AbstractAsyncContextManager[str]:
+        from datatrove_ckpt.generation.agent_url import serve
+
         return serve(self)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:

@@ -172,8 +172,8 @@ def exit_past_threads(code: int) -> None:
 
 
 async def in_own_thread(call: Callable[[*_Arguments], _Result], *arguments: *_Arguments) -> _Result:
-    """Does ``asyncio.to_thread`` for what a rank cannot wait for: rollouts may block all the
-    threads that it has, until a server answers.
+    """Like ``asyncio.to_thread``, in a thread of its own: rollouts may block all threads of the
+    loop until a server answers, and it is what they wait for.
     """
     run = contextvars.copy_context().run
     return await asyncio.wrap_future(in_thread(partial(run, call, *arguments), "datatrove-ckpt"))

@@ -3,6 +3,7 @@ tests/real/test_agents.py.
 """
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ import pytest
 
 from datatrove_ckpt.errors import CkptError
 from datatrove_ckpt.generation import generate as generate_module
+from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.process import event_loop
 from datatrove_ckpt.rollouts import Document
@@ -235,3 +237,24 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
     assert asyncio.run(noting(rollout, noted)(document, generate)) == "A"
     ((request,),) = noted.values()
     assert (request.question, request.tokens.prompt) == ("a", 3)
+
+
+async def test_a_request_that_nobody_waits_for_ends_with_the_address():
+    ended = []
+    has_begun = asyncio.Event()
+
+    async def generate(payload, **settings):
+        has_begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(payload)
+
+    async with serve(generate) as url:
+        asking = asyncio.create_task(posted(url, chat("a")))
+        await has_begun.wait()
+        asking.cancel()
+        with suppress(asyncio.CancelledError):
+            await asking
+        await asyncio.sleep(0)
+    assert ended == [chat("a")]

@@ -429,3 +429,13 @@ def test_limits_hold_under_kills(command, here, name, code, kind):
         whole = [str(int(path.name)) for path in Path("logs/completions").glob("*")]
         assert [each[task] for task in whole] == [3000] * len(whole)
         command("verify", "checkpoints", "--full", code=0 if name == "until" else 3)
+
+
+def test_a_step_whose_run_has_reached_its_limit_asks_nothing(server, tmp_path):
+    for _ in range(2):
+        with pytest.raises(GoalReached):
+            run_job(tmp_path, server, 40, until=4)
+        asked = server.asked.copy()
+        assert asked.total() < 40
+    assert len(ids(tmp_path)) >= 4
+    assert {*asked.values()} == {1}

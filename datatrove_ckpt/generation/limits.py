@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -84,8 +86,9 @@ class MirrorTotals(TotalsReader):
     def __init__(self, url: str) -> None:
         from datatrove_ckpt.mirror.restore import MirrorReader
 
-        self._folder = TemporaryDirectory(prefix="datatrove-ckpt-", ignore_cleanup_errors=True)
-        super().__init__(Path(self._folder.name))
+        folder = tempfile.mkdtemp(prefix="datatrove-ckpt-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        super().__init__(Path(folder))
         self._mirror = MirrorReader(url, self.root, _is_wanted)
         self._has_warned = False
 

@@ -4,6 +4,7 @@ The server is the ledger: what it has answered is what was paid.
 """
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from datatrove.executor import RayPipelineExecutor
 
 from datatrove_ckpt.errors import ConfigError, GoalReached, LimitReached, StorageFailed
 from datatrove_ckpt.executors.local import LocalPipelineExecutor
+from datatrove_ckpt.generation.limits import RunReader
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -277,6 +279,15 @@ def test_a_mirror_that_is_away_stops_nothing(server, command, here, monkeypatch)
     command("run", "job.yaml", flag("until", 5), mirror, "--worker")
     assert away.called
     assert written() == 6
+
+
+def test_the_copy_of_a_mirror_goes_with_its_reader(here, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(here))
+    reader = RunReader(here / "checkpoints", str(here / "mirror"))
+    assert list(here.glob("datatrove-ckpt-*"))
+    del reader
+    gc.collect()  # a warning of it fails this test
+    assert not list(here.glob("datatrove-ckpt-*"))
 
 
 def test_chunks_of_the_short_form_are_a_tenth_of_until_and_stay(server, command, here):

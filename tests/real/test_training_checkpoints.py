@@ -1113,6 +1113,7 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
     """As torchrun, Slurm and a terminal send it: the workers of loaders get it, too."""
     run.mkdir()
     variables = {"SLEEP": "0.2", "EVERY": "1000", "WORKERS": str(workers), "START": start}
+    variables |= {"PYTHONFAULTHANDLER": "1"}
     command = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} -m tests.real.train"
     process = subprocess.Popen(
         [sys.executable, *command.split(), documents, str(run), "1000"],
@@ -1122,11 +1123,12 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         stderr=subprocess.PIPE,
         text=True,
     )
+    began = []
     try:
         second_epoch = 5  # of 4 steps: far from its end, when a single worker is replaced
         until(lambda: process.poll() is not None or len(losses_of(run)) >= second_epoch)
         assert process.poll() is None, process.stderr.read()
-        began = processes_below(process.pid)
+        began += processes_below(process.pid)
         assert len(began) > ranks * (1 + workers)
         patience = Patience(20)  # torchrun kills after 30
         kill(reversed(began), number)
@@ -1137,7 +1139,8 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         assert process.returncode != 0
         assert checkpoints(run).restore() == max(losses_of(run)) < 100
     finally:
-        kill(processes_below(process.pid))
+        kill([*processes_below(process.pid), *began], signal.SIGABRT)  # shows what hangs
+        print(process.communicate()[1])
 
 
 def kill(pids, number=signal.SIGKILL):

@@ -96,6 +96,8 @@ def _next_step(runner: RunnerPlan, root: Path, counts: DocumentCounts, retry: st
     if not counts.dead:
         return f"To check the files: {_verify(shown)}"
     seen = shlex.join(["datatrove-ckpt", "show", shown, "--dead"])
+    if runner.plan.incomplete(skip_completed=True):  # a limit has ended the run
+        return f"To see the dead letters: {seen}"
     if "--retry-dead-letters" not in retry.split():
         retry += " --retry-dead-letters"
     return f"To see the dead letters: {seen}. To retry them: {retry}"

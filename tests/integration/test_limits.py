@@ -241,6 +241,17 @@ def test_until_does_not_end_a_sample(server, command, here):
     assert "6 of 6 documents" in command("run", "job.yaml", "--sample", 6, flag("until", 2), seed)
 
 
+def test_dead_letters_are_not_retried_before_all_tasks_are_complete(server, command, here):
+    write(server)
+    refused = iter([400])
+    server._status = lambda payload, times: next(refused, None)
+    job = ("run", "job.yaml", "--pipeline.1.on_document_error=dead_letter")
+    said = command(*job, flag("until", 5))
+    assert "To see the dead letters: " in said
+    assert "--retry-dead-letters" not in said
+    assert " --retry-dead-letters" in command(*job)
+
+
 def test_a_retry_of_dead_letters_ends_by_max_cost_too(server, command, here):
     write(server)
     job = ("run", "job.yaml", "--pipeline.1.on_document_error=dead_letter")

@@ -281,12 +281,6 @@ def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, col
     assert not server.asked
 
 
-def test_a_text_of_bytes_is_refused_before_a_request(tmp_path, server):
-    with pytest.raises(DamagedLine, match="a text of type bytes"):
-        run(tmp_path, server, pa.table({"text": [b"t1"], "id": ["1"]}))
-    assert not server.asked
-
-
 def test_kept_types_that_cannot_be_read_are_named(tmp_path, server):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / COLUMNS).write_bytes(b"{}")

@@ -172,20 +172,6 @@ def test_an_error_that_a_function_makes_of_a_dropped_answer_is_an_error(tmp_path
         run_job(tmp_path, server, 2, wraps, config={"on_loop": "drop"})
 
 
-async def changes_its_payload(document, generate):
-    payload = chat(document.text)
-    asked = asyncio.ensure_future(generate(payload))
-    await asyncio.sleep(0)
-    payload["messages"].clear()
-    return await asked
-
-
-def test_a_retry_has_the_messages_of_its_request(tmp_path, server):
-    config = {"on_loop": "retry"}
-    runner(tmp_path, server, changes_its_payload, config=config).run(documents(2)[1:])
-    assert server.asked == {"text 1": 2}
-
-
 async def two_alike(document, generate):
     """Two equal requests at once."""
     answers = await asyncio.gather(*(generate(chat(document.text)) for _ in range(2)))

@@ -3,7 +3,6 @@
 """
 
 import asyncio
-import json
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
 from tests.rank_folders import place_at
+from tests.yaml_jobs import write_rows
 
 LOOP = "a word " * 90
 REFUSAL = "I'm sorry, but I can't assist with that."
@@ -241,9 +241,7 @@ def test_dead_letters_need_checkpoints(tmp_path, server):
 
 
 def test_the_short_form_and_its_flags_say_what_was_dropped_and_set_aside(here, command, server):
-    Path("a.jsonl").write_text(
-        "".join(json.dumps({"id": str(n), "text": f"text {n}"}) + "\n" for n in range(5))
-    )
+    write_rows("a.jsonl", [{"id": str(n), "text": f"text {n}"} for n in range(5)])
     Path("job.yaml").write_text(
         f"run_folder: run\ninput: a.jsonl\nprompt: '{{text}}'\nmodel: m\nendpoint: {server.url}\n"
         "on_loop: {retry: 1, temperature: 0.9, then: drop}\non_refusal: dead_letter\n"

@@ -4,7 +4,6 @@ on.
 
 import asyncio
 import copy
-import json
 import tempfile
 from contextlib import contextmanager
 
@@ -31,11 +30,11 @@ from tests.jobs import (
     runner,
 )
 from tests.patience import until_async
+from tests.yaml_jobs import read_rows
 
 
 def commits(folder, rank=0):
-    log = folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return read_rows(folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl")
 
 
 async def until_journaled(folder, number):

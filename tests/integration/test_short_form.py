@@ -38,6 +38,7 @@ from tests.histories import read_history
 from tests.jobs import Budget, rejects
 from tests.jobs import rows as written
 from tests.unit.tables import write_table
+from tests.yaml_jobs import write_rows
 
 JOB = {
     "run_folder": "runs/x",
@@ -53,7 +54,7 @@ ROWS = [{"id": f"id {number}", "text": f"text {number}"} for number in range(3)]
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("documents").mkdir()
-    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows("documents/a.jsonl", ROWS)
     return tmp_path
 
 
@@ -642,7 +643,7 @@ def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
         stream.write(table)
     datasets.Dataset(table).save_to_disk("saved")
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Why?", "How?")]
-    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    write_rows("chats.jsonl", chats)
     cells = {"messages": [json.dumps(row["messages"]) for row in chats]}
     pandas.DataFrame(cells).to_csv("chats.csv", index=False)
     for file, content in TABLES.items():
@@ -747,7 +748,7 @@ def test_what_run_returns_is_a_path_that_reads_what_is_there(job):
 
 def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
     rows = [*ROWS, {"id": "last", "text": "text", "answer": "mine"}]
-    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("documents/a.jsonl", rows)
     write(server)
     said = command("run", "job.yaml", code=1).error
     assert "document 'last' has 'answer' in its metadata already" in said
@@ -771,7 +772,7 @@ def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, comm
 
 def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answers(server, command):
     rows = [{"id": f"id {n}", "text": "a", "n": value} for n, value in enumerate([1, "one"])]
-    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("documents/a.jsonl", rows)
     write(server, max_concurrent_generations=1)
     for size in (1, 2):  # between chunks, and in one
         words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]

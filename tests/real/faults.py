@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
+from tests.yaml_jobs import read_rows
 
 
 class Attempts:
@@ -173,8 +174,7 @@ class Job(Attempts):
     def dead_letters(self):
         """The errors of the documents that could not be answered."""
         path = self.folder / "checkpoints" / "00000" / "dead_letters.jsonl"
-        letters = [json.loads(line) for line in path.read_text().splitlines()]
-        return {letter["id"]: letter["error"] for letter in letters}
+        return {letter["id"]: letter["error"] for letter in read_rows(path)}
 
 
 def check_fault(job, fault, after):

@@ -19,14 +19,14 @@ from datatrove_ckpt.checkpoint.numbers import DocumentCounts, Seconds
 from datatrove_ckpt.common.work_counts import InputPosition, WorkCounts
 
 
-def progress(documents=7, at=0.0, attempt=1):
+def progress():
     """One in which each number is another, of a rank in the middle of its work."""
     own = WorkCounts(
-        documents, 12, 2, 100, 50, 3, 15, 4, 1, 1, errors=Counter({"timeout": 2, "HTTP 503": 3})
+        7, 12, 2, 100, 50, 3, 15, 4, 1, 1, errors=Counter({"timeout": 2, "HTTP 503": 3})
     )
     return Progress(
-        at=at,
-        attempt=attempt,
+        at=0.0,
+        attempt=1,
         seconds=Seconds(8.5, 9.5),
         documents=DocumentCounts(40, 35, 3, 2, 60, 500, 250),
         chunks=4,

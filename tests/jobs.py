@@ -8,7 +8,6 @@ from datatrove.data import Document
 from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
-from datatrove_ckpt.inference.servers.host import ExternalServers
 from datatrove_ckpt.inference.servers.node import lease_gpus
 from datatrove_ckpt.inference.servers.server import InferenceServer
 
@@ -134,21 +133,11 @@ def letters(folder, root=""):
     return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
-def make_server(config, rank):
-    """One that we launch, or an endpoint that runs already."""
-    return (
-        ExternalServers(config)
-        if config.server_type == "endpoint"
-        else InferenceServer(config, rank)
-    )
-
-
 @asynccontextmanager
-async def started_server(config, rank):
-    server = make_server(config, rank)
+async def started_server(config):
+    server = InferenceServer(config, 0)
     await server.start()
     try:
         yield server
     finally:
-        if isinstance(server, InferenceServer):
-            await server.stop()
+        await server.stop()

@@ -3,6 +3,7 @@ directory.
 """
 
 import json
+from pathlib import Path
 
 _YAML = """\
 executor:
@@ -50,13 +51,22 @@ def write_job(folder, text, *files):
     write_input(folder, *files)
 
 
+def write_rows(path, rows):
+    """Writes JSON lines."""
+    Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def read_rows(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def write_input(folder, *files):
     """Writes input/0.jsonl, 1.jsonl, ... with these texts, whose ids count on from file to file."""
     (folder / "input").mkdir(parents=True)
     number = 0
     for index, texts in enumerate(files):
-        rows = [json.dumps({"id": f"id {n}", "text": text}) for n, text in enumerate(texts, number)]
-        (folder / "input" / f"{index}.jsonl").write_text("\n".join(rows))
+        rows = [{"id": f"id {n}", "text": text} for n, text in enumerate(texts, number)]
+        write_rows(folder / "input" / f"{index}.jsonl", rows)
         number += len(rows)
 
 
@@ -67,9 +77,7 @@ def write_tasks(folder, tasks, documents):
     (folder / "input").mkdir(parents=True, exist_ok=True)
     for task in range(tasks):
         rows = [{"id": f"{task} {n}", "text": f"document {task} {n}"} for n in range(documents)]
-        (folder / "input" / f"{task}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        write_rows(folder / "input" / f"{task}.jsonl", rows)
 
 
 def doctor_lines(said):

@@ -74,7 +74,7 @@ _TO_SAVE = 120.0  # seconds after the drain: disk, the last upload of a mirror, 
 # Seconds before each look: a remote listing may lag.
 _MARKER_LOOKS = (0.0, 1.0, 2.0, 4.0, 8.0)
 _RANK = "datatrove_ckpt.generation.rank"
-# Short tasks with a long tail need as many for 64 requests (tests/bench/barrier.py).
+# Short tasks with a long tail need as many for 64 requests (docs/internals/benchmarks.md).
 _RANKS_AT_ONCE = 32
 _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""

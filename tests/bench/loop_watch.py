@@ -1,9 +1,5 @@
 """How long an event loop was kept from its work, told apart from what a busy machine does to it.
 
-``gap``: the longest time between two ticks of a 1 ms ticker. A full turn of the loop lies in it, so
-with thousands of answers arriving at once it is long without anything being wrong, and so it is on
-a busy machine.
-
 Of each callback, Linux tells what its time went to:
 
 - ``cpu``: it computed itself, garbage collection included.
@@ -25,7 +21,6 @@ import threading
 import time
 from pathlib import Path
 
-_TICK = 0.001
 _KEPT = 8
 
 
@@ -48,7 +43,6 @@ class _Clock:
 
 class _Watch:
     def __init__(self):
-        self.gaps = []
         self.longest = []
         self.count = 0
         self.cpu = self.gil = 0.0
@@ -67,8 +61,6 @@ class _Watch:
 
     def to_json(self):
         return {
-            "gap_ms": round(max(self.gaps, default=0.0) * 1e3, 1),
-            "gaps_above_20_ms": sum(gap > 0.02 for gap in self.gaps),
             "cpu_ms": round(self.cpu * 1e3, 1),
             "gil_ms": round(self.gil * 1e3, 1),
             "callbacks": [
@@ -93,7 +85,7 @@ def watched(work, result):
     What is found goes into ``result``.
     """
     watch = _Watch()
-    plain_run, plain_once = asyncio.events.Handle._run, asyncio.BaseEventLoop.run_forever
+    plain_run = asyncio.events.Handle._run
 
     clock = _Clock()
 
@@ -102,23 +94,12 @@ def watched(work, result):
         plain_run(handle)
         watch.note(before, clock.read(), handle)
 
-    def tick(loop, last):
-        now = time.perf_counter()
-        watch.gaps.append(now - last - _TICK)
-        loop.call_later(_TICK, tick, loop, now)
-
-    def run_forever(loop):
-        loop.call_later(_TICK, tick, loop, time.perf_counter())
-        plain_once(loop)
-
     def watching():
         asyncio.events.Handle._run = run  # type: ignore[method-assign]
-        asyncio.BaseEventLoop.run_forever = run_forever  # type: ignore[method-assign]
         try:
             work()
         finally:
             asyncio.events.Handle._run = plain_run  # type: ignore[method-assign]
-            asyncio.BaseEventLoop.run_forever = plain_once  # type: ignore[method-assign]
             result["loop"] = watch.to_json()
 
     return watching

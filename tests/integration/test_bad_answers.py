@@ -3,7 +3,6 @@
 """
 
 import asyncio
-import json
 import re
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from datatrove_ckpt.run_folder.read_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
 from tests.rank_folders import place_at
+from tests.yaml_jobs import write_rows
 
 LOOP = "a word " * 90
 REFUSAL = "I'm sorry, but I can't assist with that."
@@ -172,20 +172,6 @@ def test_an_error_that_a_function_makes_of_a_dropped_answer_is_an_error(tmp_path
         run_job(tmp_path, server, 2, wraps, config={"on_loop": "drop"})
 
 
-async def changes_its_payload(document, generate):
-    payload = chat(document.text)
-    asked = asyncio.ensure_future(generate(payload))
-    await asyncio.sleep(0)
-    payload["messages"].clear()
-    return await asked
-
-
-def test_a_retry_has_the_messages_of_its_request(tmp_path, server):
-    config = {"on_loop": "retry"}
-    runner(tmp_path, server, changes_its_payload, config=config).run(documents(2)[1:])
-    assert server.asked == {"text 1": 2}
-
-
 async def two_alike(document, generate):
     """Two equal requests at once."""
     answers = await asyncio.gather(*(generate(chat(document.text)) for _ in range(2)))
@@ -255,9 +241,7 @@ def test_dead_letters_need_checkpoints(tmp_path, server):
 
 
 def test_the_short_form_and_its_flags_say_what_was_dropped_and_set_aside(here, command, server):
-    Path("a.jsonl").write_text(
-        "".join(json.dumps({"id": str(n), "text": f"text {n}"}) + "\n" for n in range(5))
-    )
+    write_rows("a.jsonl", [{"id": str(n), "text": f"text {n}"} for n in range(5)])
     Path("job.yaml").write_text(
         f"run_folder: run\ninput: a.jsonl\nprompt: '{{text}}'\nmodel: m\nendpoint: {server.url}\n"
         "on_loop: {retry: 1, temperature: 0.9, then: drop}\non_refusal: dead_letter\n"

@@ -6,7 +6,6 @@ from collections import Counter
 from itertools import count
 
 import numpy as np
-import orjson
 import pytest
 
 from datatrove_ckpt import InferenceConfig, InferenceError, InferenceRunner
@@ -17,6 +16,7 @@ from tests.integration.test_preemption import preempted, reraised  # noqa: F401
 from tests.integration.test_supervision import ENGINE
 from tests.integration.test_typed_ways import embeddings, vector_of
 from tests.jobs import Budget, documents, letters, rows, run_job, runner, writer
+from tests.yaml_jobs import read_rows
 
 
 def texts_of(payload):
@@ -78,8 +78,7 @@ def test_texts_of_several_documents_share_requests(shared, tmp_path, monkeypatch
 
 
 def commits(folder):
-    lines = (folder / "checkpoints/00000/commits.jsonl").read_bytes().splitlines()
-    return [orjson.loads(line) for line in lines]
+    return read_rows(folder / "checkpoints/00000/commits.jsonl")
 
 
 @pytest.mark.usefixtures("gathered")

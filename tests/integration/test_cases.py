@@ -7,7 +7,6 @@ import datetime
 import gzip
 import io
 import json
-import math
 from decimal import Decimal
 from uuid import UUID
 
@@ -75,8 +74,6 @@ LINES = {
     "no line break at the end": ROW + b"\n" + ROW,
     "windows": ROW + b"\r\n" + ROW + b"\r\n",
     "blank lines": b"\n\n" + ROW + b"\n \n\t\n" + ROW + b"\n\n",
-    "a mark": MARK + ROW + b"\n",
-    "marks of files in one": MARK + ROW + b"\n" + MARK + ROW + b"\n",
     "spaces": b"  " + ROW + b"\t \n",
     "keys twice": b'{"id": "0", "text": "b", "id": "1", "text": "a"}\n',
     "escaped keys": rb'{"id": "1", "t\u0065xt": "a"}' + b"\n",
@@ -87,7 +84,7 @@ LINES = {
 @pytest.mark.parametrize("name", LINES)
 def test_lines_are_read_as_json_reads_them(tmp_path, name, suffix):
     data = write(tmp_path / "data", f"a.jsonl{suffix}", LINES[name])
-    lines = [line.strip().removeprefix(MARK) for line in LINES[name].splitlines()]
+    lines = [line.strip() for line in LINES[name].splitlines()]
     assert read(JsonlReader, data) == [json.loads(line) for line in lines if line]
 
 
@@ -99,7 +96,6 @@ def test_lines_are_read_as_json_reads_them(tmp_path, name, suffix):
         (json.dumps(json.loads(ROW), indent=2).encode(), "`a.jsonl`, line 1: .* in '{'"),
         (ROW.decode().encode("utf-16"), "`a.jsonl`, line 1: .* not valid UTF-8"),
         (b'{"id": "1", "txt": "a"}\n', "text_key='text'.* 'id', 'txt'"),
-        (b'{"id": "1", "text": 5}\n', "text of type int"),
         (b"id,text\n1,a\n", "`a.jsonl`, line 1: .* in 'id,text'.* the reader of its format"),
     ],
 )
@@ -164,9 +160,6 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name, suffix):
         (b"id;text\n1;a\n", "'a.csv' has ';' between its cells"),
         (b"id\ttext\n1\ta\n", "'a.csv' has .* between its cells"),
         (b"id|text\n1|a\n", "'a.csv' has '[|]' between its cells"),
-        (b"id,text\n1,a,b\n", "`a.csv`, .* line 2: more cells than columns"),
-        (b"id,text\n1\n2,b\n", "`a.csv`, .* line 2: fewer cells than columns"),
-        (b'id,text\n1,"a\n2,b\n', "'a.csv' has a quote that is not closed in .* line 2"),
         (b'id,"text\n1,a\n', "'a.csv' has a quote that is not closed in .* line 1"),
         ("id,text\n1,é\n".encode("latin1"), "'a.csv' is not UTF-8: .*iconv -f latin1"),
         ("id,text\n1,a\n".encode("utf-16"), "'a.csv' is not UTF-8: .*iconv -f utf-16"),
@@ -178,13 +171,6 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name, suffix):
 def test_odd_csv_is_refused(tmp_path, server, content, message):
     write(tmp_path / "data", "a.csv", content)
     refused(tmp_path, server, CSVReader, message)
-
-
-def test_a_quote_that_opens_behind_a_whole_row_is_refused(tmp_path, server):
-    data = write(tmp_path / "data", "a.csv", b'text\na\n"')
-    with pytest.raises(CkptError, match=r"'a.csv' has a quote that is not closed in .* line 3"):
-        runner(tmp_path, server).run(CSVReader(str(data)).run())
-    assert set(server.asked) <= {"a"}  # the row before may have been on its way
 
 
 @pytest.mark.parametrize("given", [";", r"\t"])
@@ -203,34 +189,19 @@ def test_csv_with_another_delimiter_is_read_as_pandas_reads_it(tmp_path, server,
 
 
 DAY = datetime.date(2026, 1, 2)
-COLUMNS = {
+COLUMNS = {  # other types are in test_types_of_columns.py
     "int64 with nulls": pa.array([1, None, 2**62]),
     "all null": pa.array([None, None, None], pa.int32()),
-    "uint64": pa.array([2**64 - 1, 0, None], pa.uint64()),
     "doubles that are whole": pa.array([1.0, 2.0, None]),
-    "double": pa.array([0.1, math.inf, None]),
-    "float16": pa.array([0.5, 65504.0, None], pa.float16()),
     "bool": pa.array([True, None, False]),
     "empty texts": pa.array(["", None, "a"]),
-    "large text": pa.array(["a", None, ""], pa.large_string()),
-    "dictionary": pa.array(["a", None, "a"]).dictionary_encode(),
     "dictionary of 8 bits": pa.array(["a", None, "a"], pa.dictionary(pa.int8(), pa.string())),
-    "binary": pa.array([b"\xff", None, b""]),
-    "uuid": pa.array([b"0" * 16, None, b"1" * 16], pa.binary(16)),
     "uuid of its own type": pa.array([UUID(int=1), None, UUID(int=2**127)], pa.uuid()),
-    "decimal": pa.array([Decimal("1.50"), None, Decimal("-0.01")], pa.decimal128(38, 2)),
-    "day": pa.array([DAY, None, datetime.date.max]),
     "day in ms": pa.array([DAY, None, DAY], pa.date64()),
     "seconds": pa.array([0, None, -1], pa.timestamp("s")),
-    "nanoseconds": pa.array([1_700_000_000_000_000_001, None, -1], pa.timestamp("ns")),
-    "zone": pa.array([0, None, 10**15], pa.timestamp("us", "Asia/Kathmandu")),
     "time": pa.array([datetime.time(23, 59, 59, 999999), None, datetime.time()]),
-    "duration": pa.array([1, None, -1], pa.duration("s")),
-    "lists": pa.array([[], None, [None, 1]], pa.list_(pa.int16())),
     "lists of lists": pa.array([[[]], None, [None, [1.5]]], pa.list_(pa.list_(pa.float32()))),
-    "vectors": pa.array([[1.0, 2.0], None, [0.1, None]], pa.list_(pa.float32(), 2)),
     "struct": pa.array([{"a": 1, "b": None}, None, {"a": None, "b": [{"c": DAY}]}]),
-    "map": pa.array([[("a", 1)], None, []], pa.map_(pa.string(), pa.int8())),
     "chat": pa.array([[{"role": "user", "content": "a"}], None, []]),
 }
 
@@ -283,14 +254,6 @@ TABLES = {
     "a text of bytes": (pa.table({"text": [b"a"]}), "text of type bytes"),
     "a text of numbers": (pa.table({"text": [1]}), "text of type int"),
     "another column": (pa.table({"content": ["a"]}), "text_key='text'.* 'content'"),
-    "a column twice": (
-        pa.table([["a"], [1], [2]], names=["text", "n", "n"]),
-        "'a.parquet' has several columns named 'n': numbers 2, 3",
-    ),
-    "a day far away": (
-        pa.table({"text": ["a"], "v": pa.array([4_000_000], pa.date32())}),
-        "'a.parquet' has a value in the column 'v', of type date32",
-    ),
     "media of texts": (pa.table({"text": ["a"], "media": ["u"]}), "'a.parquet' has a 'media'"),
     "media of others": (
         pa.table({"text": ["a"], "media": [[{"bytes": b"1", "path": "p"}]]}),

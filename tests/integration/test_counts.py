@@ -11,19 +11,19 @@ from contextlib import nullcontext, suppress
 import pytest
 from datatrove.data import Document
 
-from datatrove_ckpt.checkpoint import open_checkpoint, request_cache
+from datatrove_ckpt.checkpoint import open_checkpoint
 from datatrove_ckpt.checkpoint.chunks import ChunkSlot
 from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.rank_files import RankFiles
 from datatrove_ckpt.checkpoint.request_cache import CachedRequest
-from datatrove_ckpt.errors import DocumentFailed, ServerRefused
+from datatrove_ckpt.errors import DocumentFailed
 from datatrove_ckpt.generation.generate import Answers, Requests
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.output.chunk_writing import ChunkOutput
 from datatrove_ckpt.testing import FakeServer
 from datatrove_ckpt.testing.crashes import WatchedDisk, disk_in_place
-from tests.jobs import Budget, ask, chat, documents, ids, runner
+from tests.jobs import ask, chat, documents, ids, runner
 from tests.patience import until, until_async
 
 # The disk --------------------------------------------------------------------------------------
@@ -62,68 +62,6 @@ def test_a_chunk_is_committed_by_these_effects_in_this_order(tmp_path, server):
         if effect == "sync output" or effect.split(" ")[1] in names
     ]
     assert happened == steps
-
-
-# The request cache -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def statements(monkeypatch):
-    """What SQLite was asked to do."""
-    seen = []
-    connect = request_cache._connect
-
-    def traced(path):
-        connection = connect(path)
-        connection.set_trace_callback(seen.append)
-        return connection
-
-    monkeypatch.setattr(request_cache, "_connect", traced)
-    return seen
-
-
-def selects(statements):
-    found = [statement for statement in statements if statement.startswith("SELECT")]
-    statements.clear()
-    return found
-
-
-def test_a_fresh_run_reads_nothing_of_a_document_from_the_request_cache(
-    tmp_path, server, statements
-):
-    counts = []
-    for number in (1, 60):
-        runner(tmp_path / f"{number}", server, records_per_chunk=60).run(documents(number))
-        counts.append(len(selects(statements)))
-    assert counts[0] == counts[1] > 0
-
-
-def test_a_resume_looks_once_for_the_answers_of_a_document_however_many_rollouts_it_has(
-    tmp_path, statements
-):
-    """And not at all for documents that no earlier attempt has begun."""
-    budget = Budget()
-    budget.left = 20
-    with FakeServer(status=budget) as server:
-        made = {
-            "records_per_chunk": 60,
-            "config": {"rollouts_per_document": 3, "max_concurrent_documents": 4},
-        }
-        with pytest.raises(ServerRefused):
-            runner(tmp_path, server, **made).run(documents(60))
-        statements.clear()
-        budget.left = 1000
-        runner(tmp_path, server, **made).run(documents(60))
-    looks = Counter(
-        found.rpartition("WHERE ordinal = ")[2]
-        for found in selects(statements)
-        if "WHERE ordinal = " in found
-    )
-    highest = max(looks, key=int)
-    looks[highest] -= 1  # recovery's own
-    assert set(looks.values()) == {1}
-    assert int(highest) < 20
-    assert ids(tmp_path) == [document.id for document in documents(60)]
 
 
 # Memory ----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from tests.pages import (
     torch_examples,
 )
 from tests.words import write_tokenizer
-from tests.yaml_jobs import endpoint, job_yaml
+from tests.yaml_jobs import endpoint, job_yaml, write_rows
 
 
 def write_documents(folder):
@@ -155,7 +155,7 @@ def test_the_rollouts_of_the_docs_run(folder, command, block):
         Path("pages").mkdir(exist_ok=True)
         Image.new("L", (2000, 10), number).save(f"pages/{number}.png")
     Path("input").mkdir()
-    Path("input/0.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows("input/0.jsonl", rows)
     with FakeServer(answer) as server:
         server.paths = PATHS
         whole = yaml.safe_load(job_yaml(endpoint(server)))

@@ -157,17 +157,6 @@ def test_it_has_datatroves_arguments_pickle_and_json(tmp_path):
     assert isinstance(ours, DatatroveExecutor)
 
 
-def test_a_rank_that_ends_without_its_marker_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        LocalPipelineExecutor, "mark_rank_as_completed", lambda self, rank: None, raising=False
-    )
-    with pytest.raises(
-        CkptError,
-        match="3 of 3 tasks have ended, but are not marked as complete; task 0 is the first",
-    ):
-        LocalPipelineExecutor([Step(tmp_path)], 3, 1, str(tmp_path / "logs")).run()
-
-
 def test_a_dependency_that_failed_here_is_not_waited_for(tmp_path):
     (tmp_path / "first").mkdir()
     first = LocalPipelineExecutor(

@@ -10,6 +10,7 @@ import pytest
 from datatrove_ckpt.run_folder.run_output import OutputPath
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, rejects
+from tests.yaml_jobs import write_rows
 
 TEXTS = ["a b", "c", "", "d e f", "bad", "g h"]
 ROWS = [f"{n}/{at}" for n, text in enumerate(TEXTS) if text != "bad" for at in range(len(text.split()))]  # fmt: skip
@@ -36,7 +37,7 @@ def job(command, tmp_path, monkeypatch):
     """Runs it with flags. ``budget``: stops the task when so many requests are answered."""
     monkeypatch.chdir(tmp_path)
     rows = [{"id": str(n), "text": text or " ", "year": n} for n, text in enumerate(TEXTS)]
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("in.jsonl", rows)
     table = pa.table({name: [row[name] for row in rows] for name in ("id", "text")})
     pq.write_table(table.append_column("year", pa.array(range(6), pa.int16())), "in.parquet")
 

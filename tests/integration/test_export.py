@@ -16,6 +16,7 @@ from datatrove_ckpt.run_folder import documents, export
 from datatrove_ckpt.run_folder.export import dataset
 from datatrove_ckpt.run_folder.where import Place, open_place
 from datatrove_ckpt.testing import FakeServer
+from tests.yaml_jobs import read_rows, write_rows
 
 ROWS = [
     {"id": str(n), "text": f'text "{n}",\n', "n": n, "tags": ["a", "é"], "day": "2026-01-02"}
@@ -59,24 +60,16 @@ def test_a_csv_has_all_columns_and_rows_in_order(run, command, given):
 def test_json_lines_are_those_of_the_files(run, command):
     run("in.jsonl", "--output-format=jsonl.zst")
     command("export", "x", "all.jsonl")
-    rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
+    rows = read_rows("all.jsonl")
     assert [row["text"] for row in rows] == [row["text"] for row in ROWS]
     assert rows[3]["more"] == 2**70
-
-
-def test_parquet_keeps_the_types(run, command):
-    run("in.parquet")
-    command("export", "x", "all.parquet")
-    table = pq.read_table("all.parquet")
-    assert table["n"].to_pylist() == [0, 1, 2, 3, 4]
-    assert table.schema.field("day").type == pa.date32()
 
 
 def test_parquet_files_need_pyarrow_alone_and_keep_maps_and_columns_of_later_files(
     run, command, here, monkeypatch
 ):
     maps = pa.array([[("k", n)] if n else None for n in range(5)], pa.map_(pa.string(), pa.int32()))
-    pq.write_table(pa.Table.from_pylist(ROWS).append_column("m", maps), "in.parquet")
+    pq.write_table(pq.read_table("in.parquet").append_column("m", maps), "in.parquet")
     Path("own_late.py").write_text(
         "async def rollout(document, generate):\n"
         "    n = document.metadata['n']\n"
@@ -92,6 +85,7 @@ def test_parquet_files_need_pyarrow_alone_and_keep_maps_and_columns_of_later_fil
     assert whole.num_row_groups == 1
     table = whole.read()
     assert table["m"].combine_chunks().equals(maps)
+    assert table.schema.field("day").type == pa.date32()
     assert table["late"].to_pylist() == [None, None, 2, 3, 4.5]
     said = command("export", "x", "hf://datasets/org/answers", code=1)
     assert "pip install 'datatrove-ckpt[hub]'" in said.error
@@ -102,7 +96,7 @@ def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, com
     rows[1] |= {"n": 1}
     rows[2] |= {"n": 0.5, "late": {"a": 1}}
     rows[3] |= {"late": {"b": "2026-01-02T00:00:00Z"}}
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("in.jsonl", rows)
     run()
     command("export", "x", "all.parquet")
     table = pq.read_table("all.parquet")
@@ -117,7 +111,7 @@ def test_parquet_of_json_lines_keeps_values_and_unites_columns_of_files(run, com
 
 def test_parquet_has_no_column_for_numbers_beside_texts(run, command):
     rows = [{"id": str(n), "text": "a", "n": n or "none"} for n in range(3)]
-    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("in.jsonl", rows)
     run()
     said = command("export", "x", "all.parquet", code=1)
     assert "column 'n' has values of the types" in said

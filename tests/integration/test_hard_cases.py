@@ -11,7 +11,6 @@ import sys
 import threading
 
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError
 from datatrove.pipeline.writers import JsonlWriter
 
@@ -49,11 +48,6 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
         server.release()
         step.run(documents(6))
     assert ids(tmp_path) == [f"id {index}" for index in range(6)]
-
-
-def test_a_document_without_media_is_written(tmp_path, server):
-    runner(tmp_path, server).run([Document("text", "id 0", media=None)])
-    assert ids(tmp_path) == ["id 0"]
 
 
 def test_max_dead_letters_counts_those_of_earlier_attempts(tmp_path, server):

@@ -90,16 +90,6 @@ def test_no_file_before_the_position_is_downloaded_again(hub, ranges):
     assert len([kind for kind in kinds if kind != "resolve"]) <= 15
 
 
-def test_a_run_continues_on_the_commit_that_it_began_with(hub):
-    hub.put(REPOSITORY, {f"data/train-{n}.parquet": parquet(100 * n, 9) for n in range(3)})
-    documents = read(options())
-    hub.put(
-        REPOSITORY, {"data/train-0.parquet": parquet(500, 20), "data/a.parquet": parquet(900, 3)}
-    )
-    assert list(resumed(options(), documents[12])) == documents[13:]
-    assert read(options()) != documents
-
-
 def test_another_revision_is_refused(hub):
     hub.put(REPOSITORY, {"data/train-0.parquet": parquet(0, 9)})
     documents = read(options())

@@ -60,7 +60,7 @@ async def test_a_real_model_answers_and_its_server_stops_quickly(tmp_path):
         max_concurrent_generations=2,
         server_stop_timeout_sec=1200.0,  # longer than a test may take
     )
-    async with started_server(settings, 0) as server:
+    async with started_server(settings) as server:
         async with client_of(settings, [server.url], server.api_key) as client:
             answers = await asyncio.gather(
                 *(client.complete(json.dumps(PROMPT).encode()) for _ in range(3))

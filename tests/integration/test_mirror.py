@@ -760,15 +760,6 @@ def test_a_mirror_writes_only_files_of_a_checkpoint(job, ram):
     assert answered(restored_folder(job)) == up_to("text 4 again")
 
 
-def test_an_object_is_read_no_further_than_its_manifest_says(job):
-    store = Versions(f"{job.remote}/00000")
-    part = store.put_object("0" * 16 + "-000000", b"123")
-    for folder in ("objects", "copies"):
-        (job.folder / "remote/00000" / folder / part.name).write_bytes(b"1234" * 1000)
-    with pytest.raises(Damaged, match="is missing or damaged, and so is its copy"):
-        store.read_object(part)
-
-
 # seals -------------------------------------------------------------------------------------------
 
 

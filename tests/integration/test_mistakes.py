@@ -72,6 +72,7 @@ run job.yaml --endpoint null --model gpt-4o
 run job.yaml --endpoint localhost:8000
 run job.yaml --output-format xlsx
 run job.yaml --on-document-error skip
+run long.yaml --model m
 run tabs.yaml
 run unquoted.yaml
 run job
@@ -112,6 +113,7 @@ def job(here, server, monkeypatch):
         "mine.py": MINE,
         "semicolons.csv": "id;text\n1;a\n",
         "array.json": f"[\n{row}]",
+        "long.yaml": "executor: {}",
         "tabs.yaml": "run_folder: runs/x\nslurm:\n\tpartition: gpu\n",
         "unquoted.yaml": "run_folder: runs/x\nprompt: Topic: {text}\n",
         "documents/a.jsonl": row,

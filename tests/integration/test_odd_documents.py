@@ -123,8 +123,9 @@ def test_odd_input_stops_or_is_dead_and_is_the_same_document_after_a_restart(tmp
     assert len(rows(tmp_path)) == 9
 
 
-def test_an_id_that_is_the_number_0_is_written(tmp_path, server):
+def test_an_id_that_is_the_number_0_and_a_document_without_media_are_written(tmp_path, server):
     found = documents(2)
     found[0].id = 0
+    found[1].media = None
     runner(tmp_path, server).run(found)
     assert ids(tmp_path) == [0, "id 1"]

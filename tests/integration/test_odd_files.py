@@ -5,9 +5,7 @@ import json
 
 import pyarrow as pa
 import pytest
-from datatrove.data import Document
 from datatrove.pipeline import readers as datatrove_readers
-from datatrove.pipeline.writers import JsonlWriter
 
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers import CSVReader, JsonlReader
@@ -222,13 +220,3 @@ def test_integers_beyond_64_bits_come_out_as_they_went_in(tmp_path, run, server)
     assert set(server.asked) == {f'text {value} [{{"v":{-value}}}]' for value in EDGES}
     for row, expected in zip(found, given, strict=True):
         assert {key: row[key] for key in expected} == expected
-
-
-@pytest.mark.parametrize("adapter", [None, lambda self, document: {"id": document.id}])
-def test_an_integer_beyond_64_bits_names_a_file_and_passes_an_adapter(tmp_path, server, adapter):
-    writer = JsonlWriter(
-        str(tmp_path / "output"), "${id}_${chunk_index}.jsonl", compression=None, adapter=adapter
-    )
-    runner(tmp_path, server, output_writer=writer).run([Document("text", 2**70)])
-    assert [row["id"] for row in rows(tmp_path)] == [2**70]
-    assert (tmp_path / f"output/{2**70}_00000.jsonl").exists()

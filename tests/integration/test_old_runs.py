@@ -15,6 +15,7 @@ from datatrove_ckpt.mirror.job import read_job
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, documents, rows, run_job, runner
 from tests.kept import edit
+from tests.yaml_jobs import write_rows
 
 NUMBER = 8
 OTHER = 'model: "fake" -> "other"'
@@ -29,8 +30,8 @@ UNCHECKED = (
 def job(here, command):
     """Runs the job of one file, whose flags say what is another in it: see ``run``."""
     (here / "documents").mkdir()
-    lines = [json.dumps({"id": f"id {n}", "text": f"text {n}"}) for n in range(NUMBER)]
-    (here / "documents/a.jsonl").write_text("\n".join(lines))
+    rows = [{"id": f"id {n}", "text": f"text {n}"} for n in range(NUMBER)]
+    write_rows(here / "documents/a.jsonl", rows)
     with FakeServer() as server:
         (here / "job.yaml").write_text(
             f"run_folder: old\ninput: documents\nprompt: Say {{text}}\nmodel: fake\n"

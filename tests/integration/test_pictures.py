@@ -129,13 +129,6 @@ def test_the_pictures_show_what_a_run_prints(here, command):
     keep("report", of_page((here / "report.html").read_text()))
 
 
-def test_the_recording_begins_with_its_last_frame():
-    text = (PICTURES / "crash.svg").read_text()
-    last = re.findall(r"f(\d+) ([\d.]+)s step-end -([\d.]+)s", text)[-1]
-    begins = re.search(rf"@keyframes f{last[0]} .*? ([\d.]+)% {{ opacity: 1", text)[1]
-    assert float(last[2]) / float(last[1]) >= float(begins) / 100 - 0.001
-
-
 JOB = """\
 run_folder: runs/summaries
 input: summaries.jsonl

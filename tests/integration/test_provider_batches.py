@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import random
 import shutil
@@ -11,7 +10,7 @@ import signal
 import time
 from codecs import BOM_UTF8
 from collections import defaultdict
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import orjson
 import pytest
@@ -28,9 +27,7 @@ from datatrove_ckpt.errors import (
     WaitsForBatches,
 )
 from datatrove_ckpt.generation import provider_passes
-from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.provider_batches import BatchProvider, MessageBatches
-from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import CopyingDisk, CrashReport, disk_in_place
 from tests.jobs import ask, documents, letters, rows, run_job, runner
@@ -710,29 +707,6 @@ def test_what_a_provider_writes_is_one_line_without_the_key(
     assert provider.effects.count("create") == 1
 
 
-async def test_values_of_any_type_are_no_traceback():
-    provider = BatchProvider(HiddenUrl("http://a"), None)
-    odd = [None, 7, "text", True, [], ["a"], {}, {"a": [1]}, [[{"b": None}]]]
-    names = ("id", "status", "errors", "request_counts", "output_file_id", "error", "response")
-    for name, value in itertools.product(names, odd):
-        for place in ({name: value}, {"id": 1, name: value}, {"response": {"body": value}}):
-            try:
-                provider._batch(place)
-            except RetryableError:
-                assert not place.get("id")
-            assert isinstance(provider._answer({**place, "custom_id": value}).status, int)
-        pages = [{"data": value}, {"data": [value, {"id": value, "created_at": value}]}]
-        for page in pages:
-
-            async def ask(*arguments, page=page, **more):
-                return page
-
-            provider._ask = ask
-            batch = Mock(tag="t", file="f", at=0.0)
-            assert await provider.find(batch, set()) is None
-    await provider.close()
-
-
 async def unrepeatable(document, generate):
     text = f"{document.text} {random.random()}"
     return await generate({"messages": [{"role": "user", "content": text}]})
@@ -896,13 +870,6 @@ def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rol
         second.run(documents(3))
     assert_paid_once(tmp_path / "second", provider)
     assert len(provider.batches) == 1
-
-
-async def test_another_batch_of_this_task_is_not_waited_for():
-    provider = MessageBatches(HiddenUrl("http://a"), None)
-    await provider._is({"id": "a"}, Mock(requests=0), {"a"})
-    assert not provider._undecided
-    await provider.close()
 
 
 def test_a_stop_leaves_batches_at_the_provider(tmp_path, log, provider):

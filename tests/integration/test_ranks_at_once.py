@@ -30,7 +30,6 @@ from datatrove_ckpt.process.workers import TaskList
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests import jobs
-from tests.bench.barrier import measure
 from tests.histories import read_history
 from tests.integration.test_signals import Process
 from tests.integration.test_supervision import asked, engines
@@ -313,17 +312,6 @@ def test_ranks_run_in_turn_where_they_cannot_share(changes, config, most):
     )
     assert LocalPipelineExecutor([step], 2, 1, "logs")._most_at_once == most
     assert LocalPipelineExecutor([step, step], 2, 1, "logs", ranks_at_once=3)._most_at_once == 1
-
-
-@pytest.mark.alone
-def test_many_short_tasks_take_hardly_longer_than_one():
-    ratios = []
-    for _ in range(3):  # the machine may do other work for a while
-        _, one, forty = measure(960, [(1, 32), (40, 32)], longest=5.0)
-        ratios.append(forty / one)
-        if ratios[-1] <= 1.15:
-            return
-    pytest.fail(f"{ratios}")
 
 
 # A job in a process of its own -------------------------------------------------------------------

@@ -4,7 +4,6 @@ on.
 
 import asyncio
 import copy
-import json
 import tempfile
 from contextlib import contextmanager
 
@@ -31,11 +30,11 @@ from tests.jobs import (
     runner,
 )
 from tests.patience import until_async
+from tests.yaml_jobs import read_rows
 
 
 def commits(folder, rank=0):
-    log = folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()]
+    return read_rows(folder / "checkpoints" / f"{rank:05d}" / "commits.jsonl")
 
 
 async def until_journaled(folder, number):
@@ -310,15 +309,3 @@ def test_all_requests_of_a_document_go_to_one_replica(tmp_path):
     found = [{text.partition(",")[0] for text in server.asked} for server in (one, other)]
     assert all(found)
     assert not found[0] & found[1]
-
-
-def test_accepted_changes_are_recorded(tmp_path, server):
-    run_job(tmp_path, server, 2)
-    for number, model in enumerate(("other", "third"), 3):
-        config = {"model_name_or_path": model}
-        run_job(tmp_path, server, number, config=config, accept_changes=True)
-    record = json.loads((tmp_path / "checkpoints/00000/run.json").read_text())["accepted_changes"]
-    assert [(change["field"], change["old"], change["new"]) for change in record] == [
-        ("model", "fake", "other"),
-        ("model", "other", "third"),
-    ]

@@ -14,7 +14,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer, outputs
-from tests.yaml_jobs import write_input
+from tests.yaml_jobs import write_input, write_rows
 
 PRICES = "{prompt: 2, cached: 0.2, cache_write: 2.5, completion: 8, tiers: {flex: 0.4}}"
 
@@ -25,7 +25,7 @@ def words(seed, spread):
 
 
 def jsonl(folder, rows):
-    (folder / "1.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_rows(folder / "1.jsonl", rows)
 
 
 def several(folder, rows, count=4):

@@ -12,6 +12,7 @@ import pytest
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
 from tests.jobs import rows as written_rows
+from tests.yaml_jobs import write_rows
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -35,7 +36,7 @@ def dataset(folder):
     rows = [{"prompt": f"text {n}\n" * 3, "source": f"s{n % 2}"} for n in range(29)] + [
         {"prompt": "long\n" * 999}
     ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "train.jsonl", rows)
     return str(folder)
 
 

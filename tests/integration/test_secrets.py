@@ -284,21 +284,6 @@ def test_a_key_that_is_no_header_is_refused(end, said, monkeypatch):
     check(caught.value, said)
 
 
-async def test_aiohttp_is_called_with_what_it_needs(monkeypatch):
-    async with serving(answer(http(200, chat()))) as (server, base):
-        monkeypatch.setenv("AUTHORITY", f"me:{quote(PASSWORD, safe='')}@{base.partition('//')[2]}")
-        await complete(
-            InferenceConfig("endpoint", "m", endpoint_url="http://${AUTHORITY}/?code=${CODE}")
-        )
-    ((head, _),) = server.requests
-    assert base64.b64encode(f"me:{PASSWORD}".encode()) in head
-    assert (
-        b"code=canary/code+5678" in head
-        or b"code=canary%2Fcode+5678" in head
-        or b"code=canary/code%205678" in head
-    )
-
-
 def test_a_failure_of_the_hub_does_not_show_its_token(tmp_path, log):
     away = SimpleNamespace(url=f"http://127.0.0.1:{refusing_port()}", token=KEY)
     with pointed_at(away, tmp_path):

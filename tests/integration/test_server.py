@@ -172,7 +172,7 @@ async def test_a_stop_reaches_the_whole_family_and_a_stubborn_server_is_killed()
 @pytest.mark.slow
 @linux_only
 async def test_signals_to_the_whole_job_do_not_end_the_guardian():
-    async with started_server(custom(SERVER, {"family": True}), 0) as running:
+    async with started_server(custom(SERVER, {"family": True})) as running:
         guardian_pid, engine, orphan = family()
         for number in (
             signal.SIGTERM,
@@ -201,7 +201,7 @@ async def test_a_script_that_exits_at_once_fails_at_once_with_its_log():
 
 async def test_a_failed_start_is_tried_again():
     script = "import pathlib, sys\nif not pathlib.Path('once').exists(): pathlib.Path('once').touch(); sys.exit(3)\n"
-    async with started_server(custom(script + SERVER, server_start_max_retries=1), 0):
+    async with started_server(custom(script + SERVER, server_start_max_retries=1)):
         pass
 
 
@@ -235,7 +235,7 @@ def test_a_port_that_was_taken_meanwhile_is_exchanged(monkeypatch):
         monkeypatch.setattr(server, "free_port", lambda: next(ports))
 
         async def play():
-            async with started_server(dummy(server_start_max_retries=1), 0) as running:
+            async with started_server(dummy(server_start_max_retries=1)) as running:
                 assert running.url != f"http://127.0.0.1:{taken.getsockname()[1]}"
 
         asyncio.run(play())
@@ -248,7 +248,7 @@ async def test_a_server_that_dies_is_noticed_with_its_exit_code_and_log_and_the_
         'print("serving"', 'print(os.environ["DATATROVE_CKPT_API_KEY"]); print("serving"'
     )
     config = custom(script, server_patience_seconds=0.1)
-    async with started_server(config, 0) as running:
+    async with started_server(config) as running:
         key = running.api_key
         assert key
         assert not [line for line in command_lines() if key.reveal().encode() in line]

@@ -26,7 +26,7 @@ from datatrove_ckpt.cli import short_form
 from datatrove_ckpt.cli.main import main
 from datatrove_ckpt.cli.short_form import read_config
 from datatrove_ckpt.cli.yaml_text import dump
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, names
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.errors.names import written_in
 from datatrove_ckpt.generation.raised_errors import DocumentFailed
 from datatrove_ckpt.inference.servers.host import ServerHost
@@ -38,6 +38,7 @@ from tests.histories import read_history
 from tests.jobs import Budget, rejects
 from tests.jobs import rows as written
 from tests.unit.tables import write_table
+from tests.yaml_jobs import write_rows
 
 JOB = {
     "run_folder": "runs/x",
@@ -53,7 +54,7 @@ ROWS = [{"id": f"id {number}", "text": f"text {number}"} for number in range(3)]
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("documents").mkdir()
-    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    write_rows("documents/a.jsonl", ROWS)
     return tmp_path
 
 
@@ -143,6 +144,7 @@ WRITTEN_OUT = {
         "--endpoint=null --task=embed '--model-kwargs={pooling_type: cls}'",
         "--endpoint=null --model=o/m",
         "--endpoint=null --model=o/m.gguf",
+        "'--types={day: date32}'",
     ),
     "0,1": (
         "--endpoint=null --model=package://p/m.gguf",
@@ -418,16 +420,8 @@ def test_slurm_gets_a_task_for_each_file(capsys, log):
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
     Path("prompt.txt").write_text("Say {text}")
     with FakeServer() as server:
-        command = [
-            "run",
-            "--input",
-            "documents",
-            "--prompt",
-            "@prompt.txt",
-            "--endpoint",
-            server.url,
-        ]
-        command += ["--model", "m", "--run-folder", "runs/x", "--tasks", "2"]
+        job = f"run --input documents --prompt @prompt.txt --endpoint {server.url} --model m"
+        command = [*job.split(), "--run-folder", "runs/x", "--tasks", "2"]
         assert main(command) == 0
         assert main(command[:-2]) == 0, capfd.readouterr().err  # without --tasks: the run's own
         assert sum(server.asked.values()) == len(ROWS)
@@ -439,14 +433,6 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
     Path("prompt.txt").unlink()
     assert main(["verify", "job.yaml"]) == 0
     assert "no problem" in capfd.readouterr().out
-
-
-def test_names_of_the_short_form_are_refused_for_a_long_one(
-    capsys,
-):
-    Path("long.yaml").write_text("executor: {}")
-    assert main(["run", "long.yaml", "--model", "m"]) == 2
-    assert "--model: long.yaml is in the long form" in capsys.readouterr().err
 
 
 # words -------------------------------------------------------------------------------------------
@@ -503,17 +489,6 @@ def test_an_error_arrives_from_a_worker_process_as_it_was_raised(form):
     other = "run_folder" if form else "checkpoints_local_dir, output_folder and logging_dir"
     over = pickle.loads(pickle.dumps(over))
     assert str(over) == f"x. To start over, choose another {other}."
-
-
-def test_an_error_names_a_setting_as_the_user_wrote_it():
-    for setting, short in names.SHORT.items():
-        assert str(ConfigError("is wrong.", setting=setting)) == f"{setting}: is wrong."
-        with written_in("job.yaml"):
-            error = ConfigError("is wrong.", setting=setting)
-        assert str(error) == f"{short}: is wrong.", "also later"
-    with written_in("job.yaml"):
-        error = ConfigError("is wrong.", setting="default_generation_params.max_tokens")
-    assert str(error) == "max_tokens: is wrong."
 
 
 def test_python_names_what_to_pass_and_starts_over(job):
@@ -668,7 +643,7 @@ def test_the_prompt_says_which_columns_it_needs(in_two, name, flags):
         stream.write(table)
     datasets.Dataset(table).save_to_disk("saved")
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Why?", "How?")]
-    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    write_rows("chats.jsonl", chats)
     cells = {"messages": [json.dumps(row["messages"]) for row in chats]}
     pandas.DataFrame(cells).to_csv("chats.csv", index=False)
     for file, content in TABLES.items():
@@ -773,7 +748,7 @@ def test_what_run_returns_is_a_path_that_reads_what_is_there(job):
 
 def test_a_key_of_the_documents_is_never_replaced_by_an_answer(server, command):
     rows = [*ROWS, {"id": "last", "text": "text", "answer": "mine"}]
-    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("documents/a.jsonl", rows)
     write(server)
     said = command("run", "job.yaml", code=1).error
     assert "document 'last' has 'answer' in its metadata already" in said
@@ -797,7 +772,7 @@ def test_keys_of_the_metadata_never_replace_columns_of_the_document(server, comm
 
 def test_a_parquet_column_of_two_types_is_refused_and_the_advice_keeps_the_answers(server, command):
     rows = [{"id": f"id {n}", "text": "a", "n": value} for n, value in enumerate([1, "one"])]
-    Path("documents/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows("documents/a.jsonl", rows)
     write(server, max_concurrent_generations=1)
     for size in (1, 2):  # between chunks, and in one
         words = ["run", "job.yaml", f"--run-folder=runs/{size}", f"--records-per-chunk={size}"]
@@ -994,9 +969,6 @@ def test_csv_files_have_their_columns_in_the_first_line(to_csv, command, suffix)
     old = "--finished-from=x/output"
     said, _ = to_csv(table, old, suffix=suffix, folder="y", form="jsonl", code=2)
     assert "the old run wrote CSV" in said
-    _, sent = to_csv(table, old, suffix=suffix, folder="y")
-    assert sent == 0
-    assert [path.read_bytes() for path in sorted(Path("y/output").glob("*.csv"))] == before
 
 
 @pytest.mark.parametrize("flag", [(), ("--explode=true",)])
@@ -1062,13 +1034,3 @@ def test_csv_has_answers_that_are_no_texts_as_json_after_a_stop_too(
         _, sent = to_csv(table, *flags, "--finished-from=x/output", folder="y", answer=answer)
         assert sent == 0
         assert [path.read_bytes() for path in sorted(Path("y/output").glob("*.csv"))] == before
-
-
-def test_declared_types_of_json_lines_are_those_of_a_table(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("in.jsonl").write_text('{"id": "0", "text": "a", "day": "2026-01-02"}\n')
-    with FakeServer() as server:
-        job = f"run --input in.jsonl --prompt {{text}} --endpoint {server.url} --model m"
-        command(*job.split(), "--run-folder=x", "--output-format=parquet", "--types={day: date32}")
-    (file,) = Path("x/output").glob("*.parquet")
-    assert pq.read_schema(file).field("day").type == pa.date32()

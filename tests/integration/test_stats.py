@@ -21,6 +21,7 @@ from datatrove_ckpt.testing import (
     disk_in_place,
 )
 from tests.jobs import ask, chat, runner
+from tests.yaml_jobs import write_rows
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 TIMES = ("inference_time",)
@@ -57,9 +58,7 @@ def write_input(folder, rows=10, files=2):
             }
             for row in range(rows)
         ]
-        (folder / "input" / f"{file}.jsonl").write_text(
-            "".join(json.dumps(line) + "\n" for line in lines)
-        )
+        write_rows(folder / "input" / f"{file}.jsonl", lines)
 
 
 def pipeline(folder, server, rollout=ask, **changes):

@@ -13,13 +13,6 @@ STRANGER = "00000_chunk_0.jsonl"
 """As datatrove's own runner names the file of its first chunk."""
 
 
-def put(folder, name=STRANGER):
-    path = folder / "output" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text('{"text": "text 0", "id": "id 0"}\n')
-    return path
-
-
 def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_not(
     tmp_path, server
 ):
@@ -29,7 +22,7 @@ def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_n
     for _ in range(2):
         step().run(documents(5))
     asked = server.asked.total()
-    put(tmp_path)
+    (tmp_path / "output" / STRANGER).write_text('{"text": "text 0", "id": "id 0"}\n')
     with pytest.raises(OutputMismatch, match=STRANGER):
         step().run(documents(5))
     assert server.asked.total() == asked
@@ -53,6 +46,3 @@ def test_a_checkpoint_of_datatroves_is_refused_with_the_setting(tmp_path, server
     assert f"finished_from: [{tmp_path / 'checkpoints'}, OUTPUT]" in str(failed.value)
     assert outputs(tmp_path / "checkpoints") == {name: content.encode()}
     assert not server.asked
-
-
-# two jobs that start at one moment, with checkpoints of their own and the same output files ------

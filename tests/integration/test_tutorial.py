@@ -18,6 +18,7 @@ from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_examples import ON_ONE_CORE, write_documents
 from tests.integration.test_typed_ways import PATHS
 from tests.pages import ROOT, blocks, section
+from tests.yaml_jobs import write_rows
 
 TUTORIAL, RECIPES, TASKS = "docs/tutorial.md", "docs/recipes.md", "docs/tasks.md"
 REFUSED = "datatrove-ckpt run facts.yaml --prompt 'Give this text a title: {text}'"
@@ -114,7 +115,7 @@ def test_a_recipe_runs_as_typed(here, heading):
     for name in ("documents", "more_documents"):
         Path(name).mkdir()
         rows = [{"id": f"{name} {number}", "text": f"text {number}"} for number in range(6)]
-        Path(name, "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(f"{name}/a.jsonl", rows)
     write_files(RECIPES)
     with FakeServer(
         lambda payload, times: "9",  # of ten, as a judge says

@@ -21,6 +21,7 @@ from datatrove_ckpt.readers import (
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from tests.jobs import letters, rejects, rows, runner
 from tests.unit.tables import reader_of, write_table
+from tests.yaml_jobs import write_rows
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -281,12 +282,6 @@ def test_what_python_cannot_hold_is_named_before_a_request(tmp_path, server, col
     assert not server.asked
 
 
-def test_a_text_of_bytes_is_refused_before_a_request(tmp_path, server):
-    with pytest.raises(DamagedLine, match="a text of type bytes"):
-        run(tmp_path, server, pa.table({"text": [b"t1"], "id": ["1"]}))
-    assert not server.asked
-
-
 def test_kept_types_that_cannot_be_read_are_named(tmp_path, server):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / COLUMNS).write_bytes(b"{}")
@@ -365,7 +360,7 @@ def test_declared_types_are_those_of_the_output_and_a_value_that_does_not_fit_is
     if suffix == "csv":
         pandas.DataFrame(rows).to_csv(path, index=False)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     path.write_text(path.read_text().replace("2026-01-03", "2026-01-33"))
     kinds = {"csv": CSVReader, "jsonl": JsonlReader}
     types = {"score": "float64", "day": "date32"}

@@ -5,21 +5,17 @@ byte for byte.
 import asyncio
 import json
 import shutil
-import tracemalloc
 from itertools import islice
 
 import orjson
 import pytest
 from datatrove.pipeline.writers import JsonlWriter
 
-from datatrove_ckpt.checkpoint.commits import Commit, CommitLog
+from datatrove_ckpt.checkpoint.commits import CommitLog
 from datatrove_ckpt.checkpoint.journal import ChunkJournal
-from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import read_lines, seal
-from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.checkpoint.request_cache import RequestCache
 from datatrove_ckpt.errors import OutputMismatch, StorageFailed
-from datatrove_ckpt.run_folder.repair import Redo, _blank_letters
 from datatrove_ckpt.run_folder.verify import check_output
 from datatrove_ckpt.testing import (
     FakeServer,
@@ -419,19 +415,6 @@ def test_dead_letters_of_repaired_chunks_are_there_once(job, server, said, undam
     run(job, server)
     assert outputs(job / "output") == undamaged
     said("verify", job, "--full")
-
-
-def test_large_dead_letters_are_not_held_in_memory(tmp_path):
-    rank = RankLedger("", 0, tmp_path)
-    size = 2**24
-    rank.dead_letters_file.write_bytes(b"a" * size)
-    kept = Commit(1, 9, DocumentCounts(1, dead=1), dead_letters_size=size)
-    tracemalloc.start()
-    _blank_letters(Redo(rank, {}, [kept], letters=[(5, 9)]))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < size / 2
-    assert rank.dead_letters_file.read_bytes() == b"aaaaa    " + b"a" * (size - 9)
 
 
 @pytest.fixture(params=[(0,), (0, 2)], ids=["letters between", "letters at the end"])

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from datatrove_ckpt.inference.servers.guardian import descendants, process_table
+from tests.yaml_jobs import read_rows
 
 
 class Attempts:
@@ -23,13 +24,11 @@ class Attempts:
     Args:
         module: what the process runs, with the folder as its argument.
         job: the content of job.json.
-        environment: additions to the environment of the process.
     """
 
-    def __init__(self, folder, module, job, environment=None):
+    def __init__(self, folder, module, job):
         self.folder = folder
         self._module = module
-        self._environment = environment or {}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(json.dumps(job))
 
@@ -37,10 +36,9 @@ class Attempts:
     def process(self):
         command = [sys.executable, "-m", self._module, str(self.folder)]
         root = Path(__file__).parents[2]
-        environment = {**os.environ, **self._environment}
         with (
             (self.folder / "stderr").open("ab") as stderr,
-            subprocess.Popen(command, cwd=root, env=environment, stderr=stderr) as process,
+            subprocess.Popen(command, cwd=root, stderr=stderr) as process,
         ):
             try:
                 yield process
@@ -173,8 +171,7 @@ class Job(Attempts):
     def dead_letters(self):
         """The errors of the documents that could not be answered."""
         path = self.folder / "checkpoints" / "00000" / "dead_letters.jsonl"
-        letters = [json.loads(line) for line in path.read_text().splitlines()]
-        return {letter["id"]: letter["error"] for letter in letters}
+        return {letter["id"]: letter["error"] for letter in read_rows(path)}
 
 
 def check_fault(job, fault, after):

@@ -12,7 +12,6 @@ the default run.
 
 import gc
 import io
-import json
 import re
 import shutil
 import subprocess
@@ -37,6 +36,7 @@ from datatrove_ckpt.testing import FakeServer, outputs
 from tests.jobs import ask, config
 from tests.mirrors import known_ordinals
 from tests.rank_folders import place_at
+from tests.yaml_jobs import write_rows
 
 DOCUMENTS = 90
 CHUNK = 20
@@ -157,7 +157,7 @@ class Job:
         rows = [
             {"id": f"id {number}", "text": f"{number} {PADDING}"} for number in range(DOCUMENTS)
         ]
-        (folder / "input" / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / "input" / "0.jsonl", rows)
 
     def run(self, sync_seconds=1.0):
         step = InferenceRunner(

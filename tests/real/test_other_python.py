@@ -16,9 +16,10 @@ import pytest
 
 from datatrove_ckpt.testing import FakeServer
 from tests import processes
-from tests.jobs import Budget
+from tests.jobs import Budget, ids
 from tests.real import environment
 from tests.unit.test_identity import check_hashes, python
+from tests.yaml_jobs import write_input
 
 ROOT = Path(__file__).parents[2]
 OTHERS = [minor for minor in (12, 13) if minor != sys.version_info[1]]
@@ -85,11 +86,7 @@ def test_a_run_continues_on_other_pythons(tmp_path):
     for minor, other in zip(OTHERS, others, strict=True):
         check_hashes(minor, other)
     pythons = [sys.executable, *others, sys.executable]
-    (tmp_path / "input").mkdir()
-    rows = [
-        json.dumps({"id": f"id {number}", "text": f"text {number}"}) for number in range(DOCUMENTS)
-    ]
-    (tmp_path / "input" / "a.jsonl").write_text("\n".join(rows))
+    write_input(tmp_path, [f"text {number}" for number in range(DOCUMENTS)])
     (tmp_path / "script.py").write_text(SCRIPT)
     budget = Budget()
     with FakeServer(status=budget) as server:
@@ -104,14 +101,7 @@ def test_a_run_continues_on_other_pythons(tmp_path):
             assert last or "ServerRefused" in done.stderr, f"{path}: {done.stderr[-3000:]}"
             answered = sum(server.asked.values()) - number + last  # one refusal each
             assert answered == (DOCUMENTS if last else 2 * number)
-    lines = [
-        line
-        for path in sorted((tmp_path / "output").iterdir())
-        for line in path.read_text().splitlines()
-    ]
-    assert [json.loads(line)["id"] for line in lines] == [
-        f"id {number}" for number in range(DOCUMENTS)
-    ]
+    assert ids(tmp_path) == [f"id {number}" for number in range(DOCUMENTS)]
     assert "accepted_changes" not in json.loads(
         (tmp_path / "checkpoints/00000/run.json").read_bytes()
     )

@@ -4,7 +4,6 @@ Pythons of this machine, and with the lowest versions of what the package needs.
     pytest tests/real/test_release.py
 """
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -12,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import Budget
+from tests.jobs import Budget, ids
 from tests.real import environment
 from tests.unit.test_identity import python
+from tests.yaml_jobs import write_rows
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = 6
@@ -38,10 +38,8 @@ def distributions(tmp_path_factory):
 def finish_after_a_refusal(program, folder):
     """Runs a job whose server refuses its fourth request, and the same command again."""
     folder.mkdir()
-    rows = [
-        json.dumps({"id": f"{number}", "text": f"text {number}"}) for number in range(DOCUMENTS)
-    ]
-    (folder / "in.jsonl").write_text("\n".join(rows))
+    rows = [{"id": f"{number}", "text": f"text {number}"} for number in range(DOCUMENTS)]
+    write_rows(folder / "in.jsonl", rows)
     budget = Budget()
     with FakeServer(status=budget) as server:
         job = (
@@ -52,11 +50,7 @@ def finish_after_a_refusal(program, folder):
         for budget.left, code in ((3, 1), (DOCUMENTS, 0)):
             done = subprocess.run(command, cwd=folder, env=bare, capture_output=True, text=True)
             assert done.returncode == code, done.stderr[-3000:]
-    files = sorted((folder / "job/output").iterdir())
-    lines = "".join(file.read_text() for file in files).splitlines()
-    assert [json.loads(line)["id"] for line in lines] == [
-        f"{number}" for number in range(DOCUMENTS)
-    ]
+    assert ids(folder / "job", "*") == [row["id"] for row in rows]
 
 
 def test_both_can_be_published(distributions):

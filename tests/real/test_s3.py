@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,6 +24,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.errors import DocumentFailed, OutputFailed, OutputMismatch
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.testing import outputs
+from tests.patience import until
 from tests.real import s3, s3_job
 from tests.real.s3 import (
     KEY,
@@ -248,13 +248,6 @@ def test_an_object_of_another_size_is_not_committed_whatever_a_listing_says(
     assert bucket.files("output") == whole
 
 
-def wait_for(happened, seconds=300):
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # The end of the process --------------------------------------------------------------------------
 
 
@@ -323,7 +316,7 @@ def test_input_from_s3_is_read_on_where_it_was_left(job, bucket, relay, server, 
 
     async def until_190(document, generate):
         if document.id == "doc-190":
-            await asyncio.to_thread(wait_for, lambda: len(bucket.files("output")) == 19)
+            await asyncio.to_thread(until, lambda: len(bucket.files("output")) == 19)
             raise ValueError("enough")
         return await s3_job.rollout(document, generate)
 

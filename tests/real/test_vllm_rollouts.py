@@ -17,6 +17,7 @@ from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.rollouts import ChunkedRollout, CompletionRollout, PromptRollout
 from tests.real import environment
 from tests.real.test_vllm import vllm_server
+from tests.yaml_jobs import read_rows
 
 pytestmark = [
     pytest.mark.full,
@@ -63,9 +64,7 @@ def results(folder, url, rollout, text="It rained in Paris in 1999.", **changes)
         rollout, config, writer, checkpoints_local_dir=str(folder / "checkpoints")
     )
     step.run(Document(text=text, id=str(number)) for number in range(DOCUMENTS))
-    rows = [
-        json.loads(line) for line in (folder / "output/00000_00000.jsonl").read_text().splitlines()
-    ]
+    rows = read_rows(folder / "output/00000_00000.jsonl")
     assert len(rows) == DOCUMENTS
     return [row["metadata"]["rollout_results"][0] for row in rows]
 

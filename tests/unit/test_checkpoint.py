@@ -94,20 +94,6 @@ def test_a_document_that_is_missing_is_noticed_when_it_is_read_back(tmp_path):
         list(journal.read_in_order())
 
 
-def test_a_journal_is_read_in_megabytes_whatever_the_order_in_which_documents_finished(
-    tmp_path, monkeypatch
-):
-    """Each read lets another thread wait for the interpreter's lock."""
-    journal = ChunkJournal(tmp_path / "journal", 0)
-    for ordinal in reversed(range(200)):
-        journal.append([finished(ordinal)])
-    reads = []
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda *given: reads.append(given) or pread(*given))
-    assert [one.ordinal for one in journal.read_in_order()] == [*range(200)]
-    assert len(reads) == 1
-
-
 def test_what_the_system_writes_in_parts_is_written_whole(tmp_path, monkeypatch):
     """A signal, a pipe or a disk that is nearly full cuts a write short."""
     write = os.write

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 
+import pytest
 from datatrove.pipeline.inference import run_inference as theirs
 from datatrove.pipeline.inference.servers import dummy_server
 
@@ -43,9 +44,12 @@ def test_values_that_datatrove_derives_are_the_same():
         assert dataclasses.asdict(InferenceConfig(**common)).items() >= expected.items()
 
 
-def test_the_runner_takes_datatroves_arguments_first():
-    expected = list(inspect.signature(theirs.InferenceRunner.__init__).parameters.values())
-    ours = list(inspect.signature(InferenceRunner.__init__).parameters.values())
+@pytest.mark.parametrize("method", ["__init__", "run_async"])
+def test_the_runner_takes_datatroves_arguments_first(method):
+    expected, ours = (
+        list(inspect.signature(getattr(kind, method)).parameters.values())
+        for kind in (theirs.InferenceRunner, InferenceRunner)
+    )
     assert [(one.name, one.default) for one in ours[: len(expected)]] == [
         (one.name, one.default) for one in expected
     ]

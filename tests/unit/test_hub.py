@@ -122,12 +122,10 @@ def test_messages_show_no_signatures_and_say_what_comes_next(log):
 # How often the ranks of a job commit to one repository -------------------------------------------
 
 
-def made(ages, ranks=1):
+def made(ages):
     """Newest first."""
-    titles = [commit_title("1 file", n % ranks, "0") for n in range(len(ages))]
-    return CommitHistory(
-        0.0, tuple(MadeCommit(f"{n}", -age, titles[n]) for n, age in enumerate(ages))
-    )
+    title = commit_title("1 file", 0, "0")
+    return CommitHistory(0.0, tuple(MadeCommit(f"{n}", -age, title) for n, age in enumerate(ages)))
 
 
 def test_one_rank_waits_until_the_oldest_commit_is_an_hour_old():

@@ -58,7 +58,6 @@ class Module(NamedTuple):
     writes: set[str]
     """Attributes of other objects than ``self`` that it assigns."""
     packed: list[str]
-    twice: set[str]
 
 
 @cache
@@ -87,26 +86,8 @@ def modules():
                 and ast.unparse(node.value) != "self"
             },
             packed(nodes),
-            bound_twice(tree),
         )
     return found
-
-
-def bound_twice(tree):
-    """Names of a module that a later statement binds to something else: of two modules that became
-    one, each may have had its own.
-    """
-    names = Counter()
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            names.update(
-                target.id
-                for target in getattr(node, "targets", [getattr(node, "target", None)])
-                if isinstance(target, ast.Name)
-            )
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names[node.name] += 1
-    return {name for name, times in names.items() if times > 1}
 
 
 def imports(nodes):
@@ -221,8 +202,3 @@ def test_every_module_says_what_its_reader_needs():
 
 def test_no_statement_does_two_things():
     assert {name: module.packed for name, module in modules().items() if module.packed} == {}
-
-
-def test_no_name_of_a_module_is_bound_twice():
-    twice = {name: module.twice for name, module in modules().items() if module.twice}
-    assert twice == {}

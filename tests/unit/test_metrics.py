@@ -47,7 +47,7 @@ def spread():
 
 
 def metrics(rank=3, state="running"):
-    now = progress(7)
+    now = progress()
     now.total = replace(now.total, cost=1_500_000_000)
     now.position = now.position._replace(tasks=9)
     reasons = Counter({"stop": 57, "length": 2, "odd": 1, "looping": 4})

@@ -121,20 +121,3 @@ def test_the_short_form_sends_each_page(folder, tmp_path, command, monkeypatch):
     assert [row["id"] for row in rows] == ["a.pdf#1", "a.pdf#2", "a.pdf#3"]
     assert [row["page"] for row in rows] == [1, 2, 3]
     assert [row["media"][0]["media_bytes"] for row in rows] == [None] * 3
-
-
-def test_a_folder_of_pictures_is_an_input(folder, tmp_path, command, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(folder, "a.pdf").unlink()
-    with FakeServer() as server:
-        job = ["run", "--input", "scans", "--prompt", "What is this?", "--model=m"]
-        command(*job, "--endpoint", server.url, "--run-folder=x")
-    assert len(server.payloads) == 2
-
-
-def test_pdfs_beside_texts_are_not_left_out_without_a_word(folder, tmp_path, command, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(folder, "notes.txt").write_text("a text")
-    job = ["run", "--input", "scans", "--prompt", "What is this?", "--model=m"]
-    said = command(*job, "--endpoint=http://127.0.0.1:9", "--run-folder=x", code=2).error
-    assert "scans holds .jpg and .pdf and .png and .txt" in said

@@ -20,6 +20,7 @@ from datatrove_ckpt.torch import Mix, Pack, merge
 from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
 from datatrove_ckpt.torch.topology import Round, Topology
 from tests.stateful_rows import Rows
+from tests.yaml_jobs import write_rows
 
 STATES = Path(__file__).parents[1] / "data" / "contracts" / "states.json"
 AFTER = 3
@@ -63,8 +64,8 @@ def kept(name, make):
 def test_a_saved_position_is_continued(name, tmp_path):
     (tmp_path / "input").mkdir()
     for number in range(2):
-        rows = [json.dumps({"text": "x", "id": f"{number}/{index}"}) + "\n" for index in range(5)]
-        (tmp_path / "input" / f"{number}.jsonl").write_text("".join(rows))
+        rows = [{"text": "x", "id": f"{number}/{index}"} for index in range(5)]
+        write_rows(tmp_path / "input" / f"{number}.jsonl", rows)
 
     def samples(source):
         return map(shown, source.run() if isinstance(source, JsonlReader) else iter(source))

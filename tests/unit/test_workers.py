@@ -30,9 +30,9 @@ def in_a_worker(run, slot, tasks):
     in_turn(partial(run, slot), tasks)
 
 
-def group(run, count=2, attempts=2, method="fork", **settings):
+def group(run, count=2, method="fork", **settings):
     work = partial(in_a_worker, run)
-    return Workers(multiprocess.get_context(method), count, work, NUMBERS, attempts, **settings)
+    return Workers(multiprocess.get_context(method), count, work, NUMBERS, 2, **settings)
 
 
 @pytest.mark.parametrize("stop", [False, True])

@@ -96,7 +96,8 @@ def section(page, heading):
     level = len(heading) - len(heading.lstrip("#"))
     text = pages()[page]
     start = text.index(f"\n{heading}\n") + len(heading) + 2
-    following = re.search(rf"^#{{1,{level}}} ", text[start:], re.MULTILINE)
+    # After an empty line: others are comments in examples.
+    following = re.search(rf"(?<=\n\n)#{{1,{level}}} ", text[start:])
     return text[start : start + following.start()] if following else text[start:]
 
 

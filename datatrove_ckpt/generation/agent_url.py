@@ -81,9 +81,14 @@ class _Requests:
 
 
 @asynccontextmanager
-async def serve(generate: Callable[..., Coroutine[Any, Any, Any]]) -> AsyncIterator[str]:
+async def serve(
+    generate: Callable[..., Coroutine[Any, Any, Any]], model_name: str
+) -> AsyncIterator[str]:
     """Yields the base URL, which ends in /v1, of a server on 127.0.0.1. Who does not know its path
     is refused.
+
+    Args:
+        model_name: in the list of models, of which clients take one.
 
     Raises:
         InferenceError: the agent failed after its last request was refused with this error.
@@ -93,6 +98,10 @@ async def serve(generate: Callable[..., Coroutine[Any, Any, Any]]) -> AsyncItera
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         path = request.path
+        if path == f"{secret}/v1/models" and request.method == "GET":
+            model = {"id": model_name, "object": "model", "created": 0, "owned_by": ""}
+            body = orjson.dumps({"object": "list", "data": [model]})
+            return web.Response(body=body, content_type="application/json")
         if not path.startswith(f"{secret}/v1/") or request.method != "POST":
             what = f"{request.method} {redact(path.removeprefix(secret))}"
             return _refusal(404, f"{what} has no answer here; POST below /v1/ has")
@@ -103,7 +112,7 @@ async def serve(generate: Callable[..., Coroutine[Any, Any, Any]]) -> AsyncItera
             is_stream = payload.pop("stream", False)
         except (ValueError, AttributeError, TypeError) as error:
             return _refusal(400, f"The body is no JSON object: {error}")
-        model = payload.pop("model", "")  # the run's is asked
+        name = payload.pop("model", "")  # the run's is asked
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
             return _refusal(400, f"{path} has no streams here: ask without stream")
@@ -114,7 +123,7 @@ async def serve(generate: Callable[..., Coroutine[Any, Any, Any]]) -> AsyncItera
         except Exception as error:  # the rank stops
             return _refusal(503, str(error))
         assert result.answer is not None  # whole
-        answer = {"model": model, **result.answer}  # agents refuse an answer without one
+        answer = {"model": name, **result.answer}  # agents refuse an answer without one
         if not is_stream:
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         parts = [*_chunks(answer, bool(options.get("include_usage")))]

@@ -43,6 +43,22 @@ class Call:
     time_limit: float | None
     keep_errors: type[Exception] | tuple[type[Exception], ...]
 
+    @property
+    def mistake(self) -> str:
+        """Says which argument is none of its kind; "" if all are."""
+        kinds = self.keep_errors if isinstance(self.keep_errors, tuple) else (self.keep_errors,)
+        if not isinstance(self.name, str) or not callable(self.function):
+            return (
+                "generate.once takes a name, a function (not its result), and what to give it, as "
+                "in generate.once('search', search, query)"
+            )
+        if not all(isinstance(kind, type) for kind in kinds):
+            return (
+                f"generate.once({self.name!r}): keep_errors takes classes of errors, such as "
+                f"(TimeoutError, OSError), and not {self.keep_errors!r}"
+            )
+        return ""
+
     def digest(self, code: str) -> str:
         """Hashes the call.
 
@@ -159,7 +175,8 @@ def _saved(name: str, result: object) -> bytes:
         saved = orjson.dumps({_RESULT: result}, option=PAYLOAD_JSON)
     except TypeError as error:
         raise DocumentNotSerializable(
-            f"generate.once({name!r}) cannot save a result that is no JSON: {error}."
+            f"generate.once({name!r}) cannot save a result that is no JSON: {error}. Return texts, "
+            "numbers, lists and dictionaries: base64 of bytes, model_dump() of a pydantic model."
         ) from error
     if b"null" in saved and has_nan(result):
         raise DocumentNotSerializable(

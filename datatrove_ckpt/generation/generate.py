@@ -396,6 +396,10 @@ class Requests:
         # Not kept: it would be a reference cycle, freed only by the garbage collector.
         return Requests(self._rank, self._answers, self._rollout_idx, model)
 
+    @property
+    def model_name(self) -> str:
+        return self._config.model_name_or_path
+
     def __call__(
         self, payload: Payload, *, path: str | None = None, whole: bool = False
     ) -> Asked[Result]:
@@ -827,6 +831,8 @@ class Requests:
         if answers.have_ended:
             await wait_until_cancelled()
         call = Call(name, function, args, kwargs, time_limit, keep_errors)
+        if call.mistake:
+            await self._refused(call.mistake)
         try:
             digest = call.digest(rank.code)
         except TypeError as error:
@@ -855,7 +861,7 @@ class Requests:
         from datatrove_ckpt.generation.agent_url import serve
 
         answers = self._answers
-        async with serve(self) as base_url:
+        async with serve(self, self.model_name) as base_url:
             yield base_url
         if not answers.slot.cached:
             return

@@ -94,7 +94,7 @@ class _Noting:
 
     def __init__(
         self,
-        generate: Callable[..., Awaitable[object]],
+        generate: Any,
         noted: list[NotedRequest],
         model: str = "",
     ) -> None:
@@ -118,7 +118,7 @@ class _Noting:
     def url(self) -> AbstractAsyncContextManager[str]:
         from datatrove_ckpt.generation.agent_url import serve
 
-        return serve(self)
+        return serve(self, self._generate.model_name)
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[object]]:
         if name == "once":  # asks no model

@@ -20,6 +20,7 @@ from datatrove_ckpt.testing import FakeServer, assert_same_output_after_crash
 from tests.crash.test_every_effect import OF_FILES
 from tests.integration.test_typed_ways import PATHS
 from tests.jobs import chat
+from tests.pages import blocks
 
 pytestmark = pytest.mark.usefixtures("code_described_once")
 
@@ -32,6 +33,21 @@ async def pairs(document, generate):
 async def retried(document, generate):
     answers = await asyncio.gather(*(generate(chat(document.text)) for _ in range(2)))
     return [answer.text for answer in answers]
+
+
+def of_recipe(name):
+    """The rollout of a file in docs/recipes.md."""
+    (text,) = [
+        block.text
+        for block in blocks("python", "docs/recipes.md")
+        if block.text.startswith(f"# {name}.py\n")
+    ]
+    names = {"__name__": name}
+    exec(text, names)
+    if name == "search":
+        names["search"] = lambda query: [{"title": query, "content": "", "url": "http://a.org"}]
+    names["rollout"].__name__ = name
+    return names["rollout"]
 
 
 RETRIES = {"seed": 7, "on_loop": {"retry": 1, "temperature": 1}}
@@ -54,6 +70,7 @@ async def searching(document, generate):
         pairs,
         retried,
         searching,
+        *map(of_recipe, ("code_with_tests", "search", "best_of")),
         ChunkedRollout("Q {text}", max_chars_per_part=12, carry="conversation"),
         JudgeRollout(
             "Q {text}",
@@ -75,7 +92,7 @@ def test_a_rollout_of_several_requests_ends_the_same_after_a_kill(ram, rollout):
         )
         settings = {"checkpoints_local_dir": str(folder / "checkpoints"), "records_per_chunk": 1}
         InferenceRunner(rollout, config, writer, explode=rollout is pairs, **settings).run(
-            [Document(text="It rained. It snowed.", id="a")]
+            [Document(text="It rained. It snowed.", id="a", metadata={"tests": ""})]
         )
 
     with FakeServer(answer) as first, FakeServer(answer) as second:

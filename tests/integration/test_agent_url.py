@@ -100,6 +100,8 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
                 await posted(url.replace("/v1", ""), chat("a")),
                 await posted(url[: url.index("/", 8)] + "/v1", chat("a")),
             ]
+            async with aiohttp.ClientSession() as session, session.get(f"{url}/models") as models:
+                document.metadata["models"] = (await models.json())["data"]
         return [status for status, _ in told] + [told[1][1].decode(), told[5][1].decode()]
 
     run_job(tmp_path, server, 1, rollout)
@@ -107,6 +109,7 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
     assert found[:-2] == [200, 400, 400, 400, 404, 404]
     assert "refused" in orjson.loads(found[-2])["error"]["message"]
     assert "POST /v1/chat/completions has no answer here" in found[-1]
+    assert rows(tmp_path)[0]["metadata"]["models"][0]["id"] == "fake"
     assert server.asked["a"] == 0
 
 
@@ -232,6 +235,7 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
             text="yes", finish_reason="stop", usage=usage, tool_calls=None, answer={}
         )
 
+    generate.model_name = "fake"
     generate.once = lambda name, function, text: asyncio.sleep(0, function(text))
     document = Document(text="a", id="1")
     assert asyncio.run(noting(rollout, noted)(document, generate)) == "A"
@@ -250,7 +254,7 @@ async def test_a_request_that_nobody_waits_for_ends_with_the_address():
         finally:
             ended.append(payload)
 
-    async with serve(generate) as url:
+    async with serve(generate, "fake") as url:
         asking = asyncio.create_task(posted(url, chat("a")))
         await has_begun.wait()
         asking.cancel()

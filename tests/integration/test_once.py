@@ -62,7 +62,11 @@ def raises_stop(text):
 @pytest.mark.parametrize(
     ("function", "settings", "message"),
     [
-        (lambda text: object(), {}, r"once\('call'\) cannot save a result that is no JSON"),
+        (
+            lambda text: object(),
+            {},
+            r"once\('call'\) cannot save a result that is no JSON.* of bytes",
+        ),
         (lambda text: [math.nan], {}, r"once\('call'\) cannot save NaN"),
         (lambda text: "a" * 2000, {}, r"once\('call'\) has a result of .* and the limit is"),
         (raises_stop, {}, "StopIteration"),
@@ -71,6 +75,8 @@ def raises_stop(text):
             {"x": object()},
             r"the name and arguments of generate.once\('call', ...\).* must be JSON",
         ),
+        ("text", {}, r"takes a name, a function \(not its result\).*test_once.py, line"),
+        (str.split, {"keep_errors": [OSError]}, r"takes classes of errors.*test_once.py, line"),
         (str.split, {"x": math.nan}, r"arguments of generate.once\('call', ...\).* NaN"),
         (lambda text: time.sleep(2), {"time_limit": 0.01}, r"once\('call'\) took longer than 0.01"),
         (sleeps, {"time_limit": 0.01}, "took longer than 0.01 s"),
@@ -81,6 +87,8 @@ def raises_stop(text):
         "size",
         "StopIteration",
         "arguments",
+        "no function",
+        "list of errors",
         "NaN as argument",
         "thread's time",
         "time",

@@ -23,7 +23,8 @@ CALL = {"id": "c1", "type": "function"}
 async def by_openai(document, url):
     async with openai.AsyncOpenAI(base_url=url, api_key="unused") as client:
         messages = [{"role": "user", "content": document.text}]
-        whole = await client.chat.completions.create(model="any", messages=messages)
+        (model,) = (await client.models.list()).data
+        whole = await client.chat.completions.create(model=model.id, messages=messages)
         messages.append({"role": "assistant", "content": whole.choices[0].message.content})
         parts = []
         stream = await client.chat.completions.create(model="any", messages=messages, stream=True)

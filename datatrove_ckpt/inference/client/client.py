@@ -742,6 +742,8 @@ class CompletionClient:
                 transport.unread = 0
             if failure.server_is_well:
                 target.mark_alive(started_at)
+            if target.limits is not None and (failure.unsent or failure.server_is_limited):
+                target.limits.refused()
             if target.pace is not None and failure.server_is_limited:
                 target.pace.refused(started_at, failure.asked_wait or 0.0)
             self._rest(target, failure)
@@ -765,7 +767,10 @@ class CompletionClient:
             seconds = max(_SHORTEST_REST, lasts, asked)
         else:
             return
-        target.cooldown_until = max(target.cooldown_until, now + min(seconds, _LONGEST_REST))
+        until = now + min(seconds, _LONGEST_REST)
+        if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
+            until = min(until, max(now, target.limits.frees_at))
+        target.cooldown_until = max(target.cooldown_until, until)
         if lasts >= _SAY_AFTER and not target.is_said and len(self._router.targets) > 1:
             target.is_said = True
             logger.warning(

@@ -27,6 +27,16 @@ class _Minute:
             self._sent.append((now, amount))
             self._sum += amount
 
+    def remove_last(self) -> None:
+        if self._sent:
+            self._sum -= self._sent.pop()[1]
+
+    @property
+    def frees_at(self) -> float:
+        if self._sent:
+            return self._sent[0][0] + MINUTE_SECONDS * _MARGIN
+        return math.inf
+
     def opens_at(self, now: float, amount: float) -> float:
         """Returns when so much more may be sent; 0: now."""
         minute = MINUTE_SECONDS * _MARGIN
@@ -59,6 +69,11 @@ class MinuteLimits:
         self._answers = 0
         self._mean = 0.0  # tokens of an answered request
 
+    @property
+    def frees_at(self) -> float:
+        """When the first request of the last minute is older than that."""
+        return self._requests.frees_at
+
     def sent(self, size: int) -> float:
         """Counts a request of so many bytes. Returns the tokens that it is expected to take."""
         expected = size / _BYTES_PER_TOKEN
@@ -73,8 +88,15 @@ class MinuteLimits:
         self._answers += 1
         self._count(tokens - expected)
 
+    def refused(self) -> None:
+        """Providers do not count what they refuse. All requests count alike, so the last goes."""
+        self._requests.remove_last()
+        self._tokens.remove_last()
+        self._count(0)
+
     def _count(self, tokens: float) -> None:
         now = time.monotonic()
-        self._tokens.add(now, tokens)
+        if tokens:
+            self._tokens.add(now, tokens)
         opens_at = self._requests.opens_at(now, 1)
         self.opens_at = max(opens_at, self._tokens.opens_at(now, self._mean))

@@ -62,7 +62,7 @@ class EndpointConfig:
             if not isinstance(given, Mapping) or "url" not in given:
                 raise ConfigError("takes a mapping with a url.")
             for name in given:
-                check_value("its key", one_of(each.name for each in fields(cls)), name)
+                check_value("it has", one_of(each.name for each in fields(cls)), name)
             return cls(**given)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None

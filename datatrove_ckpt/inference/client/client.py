@@ -753,6 +753,8 @@ class CompletionClient:
 
     def _rest(self, target: Target, failure: RetryableError) -> None:
         """Lets other servers have the next requests, if there are any."""
+        if not target.up:
+            return
         now = time.monotonic()
         if not target.failures:
             target.failing_since = now
@@ -771,7 +773,11 @@ class CompletionClient:
         if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
             until = min(until, max(now, target.limits.frees_at))
         target.cooldown_until = max(target.cooldown_until, until)
-        if lasts >= _SAY_AFTER and not target.is_said and len(self._router.targets) > 1:
+        if lasts < _SAY_AFTER or len(self._router.targets) < 2:
+            return
+        if failure.refusal is not None and target.fails and self._router.has_other(target):
+            self._leave(target, failure.refusal)
+        elif not target.is_said:
             target.is_said = True
             logger.warning(
                 f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets a request now and "

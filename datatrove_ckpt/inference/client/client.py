@@ -393,6 +393,7 @@ class ModelServers:
                     f"{one.url} contains credentials, and an API key is set, too. Remove one.",
                     setting="endpoint_url",
                 )
+        self.router.has_homes = self.config.endpoints is None
         for order, one in enumerate(endpoints):
             target = self.router.add()
             settings = one.config
@@ -405,6 +406,7 @@ class ModelServers:
                 target.weight = settings.weight
             if settings.requests_per_minute or settings.tokens_per_minute:
                 target.limits = MinuteLimits(settings)
+                self.router.has_limits = True
             self.mark_up(target, one.url, one.api_key)
 
     async def close(self) -> None:
@@ -552,7 +554,10 @@ class CompletionClient:
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
                 if target.pace is not None and (seconds := target.pace.take()):
-                    await self._pause(seconds)
+                    if not self._router.has_other(target):
+                        await self._pause(seconds)
+                    if target.limits is not None:
+                        target.limits.not_counted()
                     continue
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
@@ -743,7 +748,7 @@ class CompletionClient:
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if target.limits is not None and (failure.unsent or failure.server_is_limited):
-                target.limits.refused()
+                target.limits.not_counted()
             if target.pace is not None and failure.server_is_limited:
                 target.pace.refused(started_at, failure.asked_wait or 0.0)
             self._rest(target, failure)

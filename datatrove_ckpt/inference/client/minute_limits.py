@@ -88,8 +88,10 @@ class MinuteLimits:
         self._answers += 1
         self._count(tokens - expected)
 
-    def refused(self) -> None:
-        """Providers do not count what they refuse. All requests count alike, so the last goes."""
+    def not_counted(self) -> None:
+        """Takes a request back that was not sent, or refused, which providers do not count. All
+        requests count alike, so the last one goes.
+        """
         self._requests.remove_last()
         self._tokens.remove_last()
         self._count(0)

@@ -499,11 +499,21 @@ class Room:
 
 
 class Router:
-    """Gives each attempt a target. ``limit``: requests in flight at all targets together."""
+    """Gives each attempt a target.
+
+    Args:
+        limit: requests in flight at all targets together.
+
+    Attributes:
+        has_homes: requests go where their leading text is.
+        has_limits: a target has limits.
+    """
 
     def __init__(self, limit: int) -> None:
         self.targets: list[Target] = []
         self.senders: list[Sender] = []
+        self.has_homes = True
+        self.has_limits = False
         self._limit = limit
         self.in_flight = 0
         self._waiting: list[Waiting] = []  # in order: the first ones are the window
@@ -548,7 +558,7 @@ class Router:
             raise ServerDied(self._failure)
         if request.texts is None:
             request.texts = ()
-            if len(self.targets) > 1 and self.targets[-1].order == 0:
+            if len(self.targets) > 1 and self.has_homes:
                 request.texts, request.known = self._prefixes.find(request.body)
         if request.may_not_be_sent or (request.deaths and request.is_quarantined):
             return None
@@ -678,7 +688,7 @@ class Router:
             self._arrivals += 1
             order = (request.sender.order, request.order, self._arrivals)
             insort(self._waiting, (*order, request, future))
-            if any(target.limits is not None for target in self.targets):
+            if self.has_limits:
                 self.admit()
 
     def _assign(self, target: Target, request: Request) -> Target:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers
+from datatrove_ckpt.config.endpoints import EndpointConfig
+from datatrove_ckpt.inference.client.client import CompletionClient, EndpointAccess, ModelServers
 from datatrove_ckpt.inference.client.routing import Sender
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers.host import ServerHost
@@ -42,8 +43,14 @@ class Sleeps(list[float]):
 @asynccontextmanager
 async def client_of(config, urls=(), api_key=None, *, sleep=asyncio.sleep, clock=time.monotonic):
     servers = ModelServers(config, clock)
-    hidden = [HiddenUrl(url) if isinstance(url, str) else url for url in urls]
-    servers.add_endpoints(hidden, Secret(api_key) if isinstance(api_key, str) else api_key)
+    key = Secret(api_key) if isinstance(api_key, str) else api_key
+    shared = EndpointConfig("http://of.a.test", weight=1)
+    servers.add_endpoints(
+        [
+            EndpointAccess("", shared, HiddenUrl(url) if isinstance(url, str) else url, key)
+            for url in urls
+        ]
+    )
     try:
         yield CompletionClient(servers, Sender(), sleep=sleep)
     finally:

@@ -264,6 +264,7 @@ class Progress(_Record):
 
 _COUNTERS = {
     "tier": "tiers",
+    "by": "endpoints",
     "call": "calls",
     "failed": "failed_calls",
     "ms": "call_milliseconds",

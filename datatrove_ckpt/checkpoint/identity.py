@@ -77,7 +77,9 @@ _USERS_FIELDS = (
     "model_kwargs",
 )
 """Fields, and beginnings of dotted fields, whose names and values the user has chosen."""
-_ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat")
+ENDPOINT_MODELS = "endpoint_models"
+"""Names of the model at endpoints, but for its name in the config."""
+_ANSWERING = ("canned_answers", "model_kwargs", "models", "use_chat", ENDPOINT_MODELS)
 
 
 NOT_ANSWERING = frozenset(

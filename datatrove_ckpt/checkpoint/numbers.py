@@ -469,6 +469,8 @@ class RunNumbers(Added):
                 "reasoning"
             )
         said += [f"{plural(count, 'answer')} in tier {name}" for name, count in work.tiers.items()]
+        ends = sorted(work.endpoints.items())
+        said += [f"{plural(count, 'answer')} of {name}" for name, count in ends]
         if work.cost:
             said.append(f"cost {work.cost / 1e9:.6g}")
         if not said:

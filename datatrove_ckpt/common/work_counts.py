@@ -73,6 +73,7 @@ class WorkCounts(Added):
         reasoning_tokens: those among the completion tokens.
         cost: of the answers, in billionths, at the ``prices`` of the config.
         tiers: answers by the ``service_tier`` that the server names.
+        endpoints: answers by the endpoint that gave them, if there are several.
         calls, failed_calls, call_milliseconds: of ``generate.once``, by name.
     """
 
@@ -91,6 +92,7 @@ class WorkCounts(Added):
     cost: int = 0
     errors: Counter[str] = field(default_factory=Counter, kw_only=True)
     tiers: Counter[str] = field(default_factory=Counter, kw_only=True)
+    endpoints: Counter[str] = field(default_factory=Counter, kw_only=True)
     calls: Counter[str] = field(default_factory=Counter, kw_only=True)
     failed_calls: Counter[str] = field(default_factory=Counter, kw_only=True)
     call_milliseconds: Counter[str] = field(default_factory=Counter, kw_only=True)

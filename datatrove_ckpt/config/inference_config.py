@@ -15,18 +15,18 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from importlib.util import find_spec
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
-from urllib.parse import parse_qsl
 
-from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.declared import (
     Count,
     CountFromZero,
     Positive,
-    Price,
     check,
     check_value,
     one_of,
@@ -38,6 +38,14 @@ from datatrove_ckpt.config.bad_answers import (
     AnswerPolicy,
     BadAnswerSetting,
     answer_policy,
+)
+from datatrove_ckpt.config.endpoints import (
+    EndpointConfig,
+    check_url,
+    check_variable,
+    cost_of,
+    key_in,
+    read_prices,
 )
 from datatrove_ckpt.config.generation_params import TOKEN_LIMITS, check_generation_params
 from datatrove_ckpt.errors import ConfigError, ServerStartFailed
@@ -119,6 +127,10 @@ class InferenceConfig:
         server_start_max_retries (free): attempts to start the server again after the first start
             failed.
         api_key_env (free): the environment variable with the endpoint's key.
+        endpoints (free): in place of ``endpoint_url`` and ``api_key_env``: endpoints of several
+            providers, each with ``url``, and perhaps ``api_key_env``, ``model`` (the name of the
+            same model there), ``requests_per_minute``, ``tokens_per_minute``, ``prices`` and
+            ``weight``. A name of the model that is new to the run is refused.
         trust_remote_code (free): let vLLM and SGLang run code that comes with the model.
         request_max_attempts (free): attempts of a request that fails while others are answered
             (408, 409, 425, 429, 5xx, resets, timeouts, incomplete answers), before its document is
@@ -194,6 +206,7 @@ class InferenceConfig:
     server_start_max_retries: CountFromZero = 1
     # ours
     api_key_env: str | None = None
+    endpoints: list[EndpointConfig] | list[JsonObject] | None = None
     trust_remote_code: bool = False
     request_max_attempts: Count = 8
     server_patience_seconds: Positive = 600.0
@@ -223,9 +236,10 @@ class InferenceConfig:
 
     def __post_init__(self) -> None:
         check(InferenceConfig, vars(self))
+        self.prices = read_prices(self.prices, self.model_name_or_path)
+        self._check_endpoints()
         self._check_choices()
         self._check_gpus()
-        self._check_prices()
         check_generation_params("default_generation_params", self.default_generation_params)
         self._check_context()
         if self.max_concurrent_documents is not None:
@@ -246,18 +260,12 @@ class InferenceConfig:
                 "is empty; set it to the model's name or path.", setting="model_name_or_path"
             )
         self.engine.check(self)
-        for url in self.endpoint_urls:
-            _check_url(url)
         _check_flags(self.model_kwargs or {})
-        if self.api_key_env is not None and not _VARIABLE.fullmatch(str(self.api_key_env)):
-            raise ConfigError(
-                "api_key_env: takes the name of an environment variable (letters, digits and _), "
-                "not the key. Export the key, and give the variable's name here."
-            )
+        check_variable(self.api_key_env)
         if self.api_key is not None and self.api_key_env is not None:
             raise ConfigError("api_key_env: is set together with api_key; set only one of them.")
         is_plain = self.server_type == "endpoint" and self.servers == self.texts_per_request == 1
-        if self.provider_batches and not is_plain:
+        if self.provider_batches and not (is_plain and self.endpoints is None):
             raise ConfigError(
                 'provider_batches: needs server_type "endpoint", one endpoint_url, and '
                 "texts_per_request 1."
@@ -280,34 +288,83 @@ class InferenceConfig:
                 f"dp * pp = {each}."
             )
 
-    def _check_prices(self) -> None:
-        if isinstance(self.prices, str):
-            self.prices = _prices_in(self.prices, self.model_name_or_path)
-        check_value("prices", JsonObject | None, self.prices)
-        prices = dict(self.price_table)
-        tiers = prices.pop("tiers", {})
-        check_value("prices.tiers", JsonObject, tiers)
-        for name in prices:
-            check_value("prices", one_of(_PRICES), name)
-        for name, number in (prices | tiers).items():
-            check_value(f"prices.{name}", Price, number)
+    def _check_endpoints(self) -> None:
+        """Reads ``endpoints``, which may be mappings, and the files of their prices."""
+        for url in self._urls:
+            check_url(url, "endpoint_url")
+        if self.endpoints is None:
+            return
+        others = {"endpoint_url": self.endpoint_url, "api_key": self.api_key}
+        others["api_key_env"] = self.api_key_env
+        for name, value in others.items():
+            if value is not None:
+                raise ConfigError(f"{name}: is set beside endpoints, which have their own.")
+        if self.server_type != "endpoint":
+            raise ConfigError('needs server_type "endpoint".', setting="endpoints")
+        found = []
+        for index, given in enumerate(self.endpoints):
+            one = EndpointConfig.made_of(given, f"endpoints[{index}]")
+            model = one.model or self.model_name_or_path
+            found.append(replace(one, prices=read_prices(one.prices, model)))
+        if len({one.weight is None for one in found}) > 1:
+            raise ConfigError("either all have a weight, or none.", setting="endpoints")
+        self.endpoints = found
 
     @property
-    def price_table(self) -> JsonObject:
-        """The ``prices`` of this model, read from their file; empty without prices."""
-        assert not isinstance(self.prices, str)
-        return self.prices or {}
+    def _urls(self) -> list[str]:
+        urls = self.endpoint_url or []
+        if isinstance(urls, str):
+            urls = [urls]
+        return [url.strip() for url in urls]
 
-    def cost(self, tokens: Tokens, tier: str) -> int:
+    @cached_property
+    def endpoints_by_name(self) -> dict[str, EndpointConfig]:
+        """The endpoints by their URLs, as the settings have them, without a query. A further
+        endpoint with the same URL is "URL 2". Those of ``endpoint_url`` have equal weights.
+        """
+        model = self.model_name_or_path
+        given = [EndpointConfig(url, self.api_key_env, weight=1.0) for url in self._urls]
+        found: dict[str, EndpointConfig] = {}
+        for one in self.endpoints or given:
+            assert isinstance(one, EndpointConfig)
+            url = one.url.partition("?")[0]
+            names = chain([url], (f"{url} {number}" for number in count(2)))
+            name = next(name for name in names if name not in found)
+            prices = self.prices if one.prices is None else one.prices
+            found[name] = replace(one, model=one.model or model, prices=prices)
+        return found
+
+    @property
+    def names_endpoints(self) -> bool:
+        """Whether each answer tells the endpoint that gave it."""
+        return self.endpoints is not None and len(self.endpoints) > 1
+
+    @cached_property
+    def other_models(self) -> list[str]:
+        """The names of the model at its endpoints, but for ``model_name_or_path``."""
+        models = {str(one.model) for one in self.endpoints_by_name.values()}
+        return sorted(models - {self.model_name_or_path})
+
+    def prices_at(self, endpoint: str) -> JsonObject:
+        """Returns the prices of an endpoint, by its name, or of the first one that has prices."""
+        if self.endpoints is None:
+            found = self.prices
+        else:
+            ends = self.endpoints_by_name
+            priced = (one.prices for one in ends.values() if one.prices)
+            found = ends[endpoint].prices if endpoint in ends else next(priced, None)
+        assert not isinstance(found, str)  # it is read
+        return found or {}
+
+    @property
+    def has_all_prices(self) -> bool:
+        if self.endpoints is None:
+            return bool(self.prices)
+        return all(one.prices for one in self.endpoints_by_name.values())
+
+    def cost(self, tokens: Tokens, tier: str, endpoint: str) -> int:
         """Returns the price of an answer, in billionths."""
-        prices = self.price_table
-        price: float = prices.get("prompt", 0)
-        total: float = (tokens.prompt - tokens.cached - tokens.written) * price
-        total += tokens.cached * prices.get("cached", price)
-        total += tokens.written * prices.get("cache_write", price)
-        total += tokens.completion * prices.get("completion", 0)
-        factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
-        return min(round(1000 * total * factor), _MOST_COST)
+        return cost_of(tokens, tier, self.prices_at(endpoint))
 
     def _check_context(self) -> None:
         given = {"default_generation_params": self.default_generation_params}
@@ -336,14 +393,6 @@ class InferenceConfig:
     @property
     def engine(self) -> Engine:
         return ENGINES[self.server_type]
-
-    @property
-    def endpoint_urls(self) -> list[str]:
-        """With ``${NAME}`` not replaced."""
-        urls = self.endpoint_url or []
-        if isinstance(urls, str):
-            urls = [urls]
-        return [url.strip() for url in urls]
 
     @property
     def said(self) -> str:
@@ -381,7 +430,7 @@ class InferenceConfig:
     def servers(self) -> int:
         """The servers that a task launches, or the endpoint's URLs."""
         if self.server_type == "endpoint":
-            return len(self.endpoint_urls)
+            return len(self.endpoints_by_name)
         return self.replicas
 
     @property
@@ -395,28 +444,23 @@ class InferenceConfig:
     def texts_for(self, requests: int) -> int:
         return max(requests, min(requests * self.texts_per_request, _MOST_TEXTS))
 
-    def endpoint_api_key(self) -> Secret | None:
-        """Returns the key for the endpoint, or None.
+    def endpoint_api_key(self, endpoint: EndpointConfig) -> Secret | None:
+        """Returns the key for an endpoint, or None.
 
         Raises:
             ConfigError: the variable of ``api_key_env`` is not set, or the key cannot be sent in a
                 header.
         """
-        if self.api_key_env is not None:
-            key = Secret(os.environ.get(self.api_key_env, ""))
-            if not key.reveal():
-                raise ConfigError(
-                    f"api_key_env: the environment variable {self.api_key_env} is not set. Export "
-                    "it where the tasks run."
-                )
+        if endpoint.api_key_env is not None:
+            key = key_in(endpoint.api_key_env)
         elif isinstance(self.api_key, Secret):
             key = self.api_key
         else:
             return None
         if not key.reveal().isprintable() or key.reveal() != key.reveal().strip():
             where = "api_key: the key"
-            if self.api_key_env:
-                where = f"api_key_env: the value of {self.api_key_env}"
+            if endpoint.api_key_env:
+                where = f"api_key_env: the value of {endpoint.api_key_env}"
             raise ConfigError(
                 f"{where} holds a space at an end, a line break or another control character. "
                 "Remove it."
@@ -435,32 +479,6 @@ _MOST_TEXTS = 10_000
 # which is datatrove's default.
 FIRST_LIMIT = 16
 REQUESTS_WITHOUT_METRICS = 500
-_PRICES = ("prompt", "cached", "cache_write", "completion")
-_MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
-_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-_ENDPOINT = re.compile(r"(https?://|\$\{\w+\})[^\s@]*")
-_FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
-
-
-def _prices_in(name: str, model: str) -> JsonObject:
-    """Reads the prices of a model from a file.
-
-    Raises:
-        ConfigError: it cannot be read, or has no such model.
-    """
-    import yaml  # type: ignore[import-untyped]  # slow
-
-    path = Path(name.removeprefix("@")).expanduser()
-    try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
-    if not isinstance(table, dict) or model not in table:
-        models = ", ".join(map(str, table or ())) or "nothing"
-        raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
-    prices: JsonObject = table[model]
-    return prices
 
 
 def _check_flags(flags: JsonObject) -> None:
@@ -477,29 +495,6 @@ def _check_flags(flags: JsonObject) -> None:
                 "files. Export it in the environment instead, which servers inherit: HF_TOKEN for "
                 "the model hub."
             )
-
-
-def _check_url(url: str) -> None:
-    """Raises ConfigError if the URL cannot be used, or has a secret, as executor.json has it."""
-    # A variable is checked where the task runs.
-    if not _ENDPOINT.fullmatch(url):
-        raise ConfigError(
-            "must start with http:// or https://, or with ${NAME}, an environment variable that "
-            "does, and have no space, user or password; for a key use api_key_env.",
-            setting="endpoint_url",
-        )
-    # In a part without "=", the name may be the secret.
-    unhidden = [
-        f" of {name!r}" if value else ""
-        for name, value in parse_qsl(url.partition("?")[2], keep_blank_values=True)
-        if name != "api-version" and not _FROM_ENVIRONMENT.fullmatch(value)
-    ]
-    if unhidden:
-        raise ConfigError(
-            f"the value{unhidden[0]} in its query would be written to "
-            "files. Export it as an environment variable, and write ${VARIABLE} in its place.",
-            setting="endpoint_url",
-        )
 
 
 # Rules for every command line: the server listens on 127.0.0.1, on our port; its API key is in the

@@ -567,8 +567,13 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         """
         from huggingface_hub import get_token
 
-        configs = [config for runner in self._runners for config in runner.models.values()]
-        names = dict.fromkeys(config.api_key_env for config in configs if config.api_key_env)
+        names = dict.fromkeys(
+            endpoint.api_key_env
+            for runner in self._runners
+            for config in runner.models.values()
+            for endpoint in config.endpoints_by_name.values()
+            if endpoint.api_key_env
+        )
         names |= dict.fromkeys([MIRROR_KEY_VARIABLE] if MIRROR_KEY_VARIABLE in os.environ else [])
         wanted = {"HF_TOKEN": self.token or get_token() or None, **names, **(self.secrets or {})}
         found = {

@@ -304,6 +304,11 @@ class Answers:
         tokens = sum(token_counts(result.usage or {})[1] for result in results)
         return ", ".join(sorted(reasons)), ", ".join(faults), tokens
 
+    def endpoints(self) -> str:
+        """Returns the endpoints that gave its answers; "" if there is one endpoint."""
+        found = {getattr(result, "endpoint", "") for result in self.results}
+        return ", ".join(sorted(found - {""}))
+
     def next_key(self, rollout_idx: int, digest: str) -> AnswerKey:
         """Returns the key of one more request of a rollout with this hash."""
         request = rollout_idx, digest
@@ -527,6 +532,9 @@ class Requests:
             sent["seed"] = request_seed(config.seed, answers.slot.ordinal, answers.doc_id, *key)
             key = key._replace(payload_hash=self._digest(sent, way, retry_of))
         # Before any await: the rollout may change its payload while it waits.
+        if config.other_models and sent.get("model") == config.model_name_or_path:
+            way = way._replace(lacks_model=True)  # the client adds the endpoint's name
+            sent = {name: value for name, value in sent.items() if name != "model"}
         body = _body(sent)
         answers.hashes[rollout_idx] = key.payload_hash
         answers.payloads[rollout_idx] = payload
@@ -657,12 +665,12 @@ class Requests:
         rank.limits.look()
         self._check_size(completion, sent, way)
         fields = _fields(completion, sent)
-        response_id = completion.response_id
-        name = completion.model
-        kept = orjson.dumps({**fields, "response_id": response_id, "model": name})
-        await self._keep(key, Answer(trim(kept), None))
+        source = {"response_id": completion.response_id, "model": completion.model}
+        if completion.endpoint:
+            source["endpoint"] = completion.endpoint
+        await self._keep(key, Answer(trim(orjson.dumps({**fields, **source})), None))
         answers.tokens += tokens
-        return _result(fields, response_id, name)
+        return _result(fields, **source)
 
     async def _raise(self, error: CkptError, key: AnswerKey, payload: Payload) -> NoReturn:
         """Raises what the rollout gets for a request without an answer, and keeps a rejection."""
@@ -1017,7 +1025,8 @@ def _from_cache(answer: Answer, config: InferenceConfig) -> Result | None:
         fields = orjson.loads(answer.result)  # of earlier versions, datatrove's alone
         if not OF_BATCH.isdisjoint(fields):
             return None
-        result = _result(fields, fields.pop("response_id", ""), fields.pop("model", ""))
+        source = [fields.pop(name, "") for name in ("response_id", "model", "endpoint")]
+        result = _result(fields, *source)
         if result.finish_reason or config.accept_null_finish_reason:
             return result
         return None
@@ -1049,10 +1058,11 @@ def _fields(completion: Completion, payload: Payload) -> JsonObject:
     return fields
 
 
-def _result(fields: JsonObject, response_id: str, model: str) -> Result:
+def _result(fields: JsonObject, response_id: str, model: str, endpoint: str = "") -> Result:
     result: Result = result_of(fields, Result)
     result.response_id = response_id
     result.model = model
+    result.endpoint = endpoint
     return result
 
 

@@ -31,6 +31,7 @@ class NotedRequest:
         usage: as ``InferenceResult`` has it; empty of other answers.
         started, ended: of the wait for the answer, as ``time.monotonic`` has them.
         model: the name in ``generate.name``, or of a method; empty of ``generate`` itself.
+        endpoint: the one that answered, if there are several.
     """
 
     question: str
@@ -40,6 +41,7 @@ class NotedRequest:
     started: float = 0.0
     ended: float = 0.0
     model: str = ""
+    endpoint: str = ""
 
     @property
     def tokens(self) -> Tokens:
@@ -113,6 +115,7 @@ class _Noting:
             request.ended = time.monotonic()
         request.answer_text = str(getattr(answer, "text", "") or answer)
         request.usage = getattr(answer, "usage", {})
+        request.endpoint = getattr(answer, "endpoint", "")
         return answer
 
     def url(self) -> AbstractAsyncContextManager[str]:

@@ -142,8 +142,10 @@ class RankReporter:
             name = tier if tier in tiers else redact(tier)
             if name in tiers or len(tiers) < _MOST_TIERS:
                 tiers[name] += 1
-        if config.prices:
-            self.own.cost += config.cost(tokens, tier)
+        if answer.endpoint:
+            self.own.endpoints[answer.endpoint] += 1
+        if config.prices_at(answer.endpoint):
+            self.own.cost += config.cost(tokens, tier, answer.endpoint)
         return tokens[:2]
 
     def example(self, fault: str, document: str, text: str) -> None:

@@ -75,7 +75,7 @@ async def open_provider(config: InferenceConfig, path: str) -> BatchProvider:
     servers = ExternalServers(config)
     await servers.start()
     kind = MessageBatches if path == MESSAGES else BatchProvider
-    return kind(servers.urls[0], servers.api_key)
+    return kind(servers.endpoints[0].url, servers.endpoints[0].api_key)
 
 
 async def cancel(batch: Batch) -> str | None:
@@ -275,7 +275,8 @@ class ProviderPasses:
 
     async def _created(self, batch: Batch, remote: RemoteBatch) -> None:
         config = self._configs[batch.model]
-        place = {"url": config.endpoint_urls[0], "key_env": config.api_key_env or ""}
+        url = next(iter(config.endpoints_by_name.values())).url
+        place = {"url": url, "key_env": config.api_key_env or ""}
         await self._note(batch, "created", id=remote.id, **place)
         logger.info(f"Batch {remote.id} has {plural(batch.requests, 'request')} of this task.")
 

@@ -53,6 +53,8 @@ class Results:
         self._key = step.metadata_key
         self._has_column = step.answer_column is not None
         self._quality_columns = step.quality_columns
+        self._names_endpoints = any(one.names_endpoints for one in step.models.values())
+        self._endpoint_column = step.endpoint_column
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
     def look_at_first(self, document: Document) -> None:
@@ -69,7 +71,7 @@ class Results:
             check_first(step.rollout_fn, document)
 
     def check(self, document: Document) -> None:
-        if self._has_column or self._quality_columns:
+        if self._has_column or self._quality_columns or self._names_endpoints:
             check_answer(self._step, document)
 
     def of_finished(self, document: Document) -> Sequence[object]:
@@ -78,7 +80,11 @@ class Results:
         return results
 
     def put_quality(self, document: Document, answers: Answers) -> None:
-        """Puts the columns of ``quality`` into the metadata. Those of an old output stay."""
+        """Puts the columns of ``quality`` and the endpoints into the metadata. Those of an old
+        output stay.
+        """
+        if endpoints := answers.endpoints():
+            document.metadata.setdefault(self._endpoint_column, endpoints)
         if self._quality_columns:
             for name, value in zip(self._quality_columns, answers.quality(), strict=True):
                 document.metadata.setdefault(name, value)
@@ -122,9 +128,12 @@ class Results:
 
 def check_answer(step: Step, document: Document) -> None:
     """Raises ConfigError if the run would replace what a document holds."""
-    settings = dict.fromkeys(step.quality_columns, "metadata_key")
+    columns = step.quality_columns
+    if any(one.names_endpoints for one in step.models.values()):
+        columns = [*columns, step.endpoint_column]
+    settings = dict.fromkeys(columns, "metadata_key")
     if step.answer_column is not None:
-        settings = dict.fromkeys(step.quality_columns, "answer")
+        settings = dict.fromkeys(columns, "answer")
         settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
     taken = [name for name in settings if name in document.metadata]
     if taken:

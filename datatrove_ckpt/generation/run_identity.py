@@ -20,10 +20,12 @@ import orjson
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
 from datatrove_ckpt.checkpoint.identity import (
+    ENDPOINT_MODELS,
     OUTPUT_FOLDER,
     RunIdentity,
     decides,
     fields_without_secrets,
+    of_model,
 )
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.redaction import redact
@@ -53,6 +55,7 @@ _UNDESCRIBED = 2
 """Version where the code could not be described, up to version 5."""
 _SHOWN_CHARACTERS = 2000
 _CONSTANTS = (str, int, float, bytes, type(None))
+_OTHER_NAME = "an endpoint names a model that is new to the run; set it only if it is the same one"
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that take JSON in ``prompt_column`` for the chat that it is."""
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
@@ -202,7 +205,9 @@ def run_identity(
     records_per_chunk: int,
     metadata_keys: JsonObject,
     world_size: int,
+    begun: JsonObject,
 ) -> RunIdentity:
+    """Returns the identity of a run. ``begun``: the settings with which it began, if it did."""
     output = {
         **metadata_keys,
         "records_per_chunk": records_per_chunk,
@@ -215,7 +220,12 @@ def run_identity(
     notes = {name: note for name, note in code.made.notes.items() if name in code.fields}
     notes[OUTPUT_FOLDER] = "a task is running: stop the run before its output is moved"
     notes[CHAT_TEXTS] = "before, JSON in prompt_column was sent as one message; others are the same"
+    notes[ENDPOINT_MODELS] = _OTHER_NAME
     fields = {**version, **_fields_of_models(models), **code.fields, **output}
+    # Answers that it has may come from endpoints that are no more in the list.
+    for name, found in begun.items():
+        if of_model(name) == ENDPOINT_MODELS:
+            fields[name] = sorted({*found, *fields.get(name, ())})
     if b'"extra_body":' in orjson.dumps(fields):
         fields["extra_body"] = "merged"
         notes["extra_body"] = "before, the server got it as a key of that name"
@@ -227,7 +237,7 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
     of_models = _fields_of_models(models)
     answering = {name: value for name, value in of_models.items() if decides(name)}
     places = [
-        (config.server_type, sorted(map(redact, config.endpoint_urls)))
+        (config.server_type, sorted(redact(one.url) for one in config.endpoints_by_name.values()))
         for config in models.values()
     ]
     return digest(repr((sorted(answering.items()), places)))
@@ -273,6 +283,7 @@ def _config_fields(config: InferenceConfig) -> JsonObject:
         **({} if config.seed is None else {"seed": config.seed}),
         **({"accept_null_finish_reason": True} if config.accept_null_finish_reason else {}),
         **{name: _plain(getattr(config, name)) for name in config.answer_policies},
+        **({ENDPOINT_MODELS: config.other_models} if config.other_models else {}),
     }
 
 

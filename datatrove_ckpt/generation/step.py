@@ -164,7 +164,9 @@ class Step(PipelineStep):
             )
 
     def _check_limits(self) -> None:
-        if self.max_cost is not None and not all(one.prices for one in self.models.values()):
+        if self.max_cost is not None and not all(
+            one.has_all_prices for one in self.models.values()
+        ):
             raise ConfigError(
                 "needs the prices of a million tokens. Add what your provider takes, such as "
                 "prices: {prompt: 2, completion: 8}",
@@ -261,6 +263,11 @@ class Step(PipelineStep):
         return [f"{name}_{ending}" for ending in ("finish_reason", "faults", "tokens")]
 
     @property
+    def endpoint_column(self) -> str:
+        """The metadata key for the endpoints that answered, where a model has several."""
+        return f"{self.answer_column or self.metadata_key}_endpoint"
+
+    @property
     def rows(self) -> RowsOf:
         """What makes rows of a finished document."""
         if self.explode:
@@ -313,7 +320,13 @@ class Step(PipelineStep):
             keys["refusals"] = [*self.refusals]
         if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version
             keys[CHAT_TEXTS] = True
-        return run_identity(self.code(), self.models, self.output_writer, chunk, keys, world_size)
+        begun: JsonObject = {}
+        if self.checkpoints_local_dir is not None:
+            with suppress(ConfigError, OSError):  # whoever starts the run says it
+                begun = recorded_settings(self.checkpoints_root)
+        return run_identity(
+            self.code(), self.models, self.output_writer, chunk, keys, world_size, begun
+        )
 
     def changed(self, **settings: object) -> Self:
         """Returns a copy with these fields changed, and nothing checked."""

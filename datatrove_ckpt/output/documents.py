@@ -82,7 +82,7 @@ class Result(InferenceResult):  # type: ignore[misc]  # datatrove has no types
         is_invalid: set by a rollout: the answer has not the form that was asked for.
     """
 
-    __slots__ = ("faults", "model", "reasons", "response_id")
+    __slots__ = ("endpoint", "faults", "model", "reasons", "response_id")
     # Orjson looks for it in the class itself.
     __dataclass_fields__ = InferenceResult.__dataclass_fields__
     tool_calls: Sequence[JsonObject] = ()

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # datatrove has no types
                 else None.
             response_id, model: as the server sent them. They are not in the output: two runs never
                 have the same.
+            endpoint: the endpoint that answered, if the config has several; else "".
         """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # datatrove has no types
         answer: JsonObject | None
         response_id: str
         model: str
+        endpoint: str
 
 else:
     from datatrove.data import Document

@@ -596,7 +596,7 @@ def _check_server(
         expand_path("server_log_folder", config.server_log_folder)
     if is_endpoint and ready.state == "ok":
         yield from check_endpoints(config)
-    here = [url for url in config.endpoint_urls if _ONLY_HERE.search(url)]
+    here = [one.url for one in config.endpoints_by_name.values() if _ONLY_HERE.search(one.url)]
     if as_jobs and here:
         yield Finding(
             "warning", "endpoint", f"{here[0]} is this machine, which the jobs cannot reach."
@@ -708,13 +708,18 @@ def check_endpoints(config: InferenceConfig) -> list[Finding]:
     except CkptError as error:
         return [Finding("problem", "endpoint", str(error))]
     silent: State = "problem" if all(answer.cause for answer in answers) else "warning"
-    return [_check_answer(answer, config, silent) for answer in answers]
+    models = [str(one.model) for one in config.endpoints_by_name.values()]
+    return [
+        _check_answer(answer, config, model, silent)
+        for answer, model in zip(answers, models, strict=True)
+    ]
 
 
-def _check_answer(answer: EndpointAnswer, config: InferenceConfig, silent: State) -> Finding:
-    model = config.model_name_or_path
+def _check_answer(
+    answer: EndpointAnswer, config: InferenceConfig, model: str, silent: State
+) -> Finding:
     if answer.refused:
-        return Finding("problem", "endpoint", f"{answer.url} {answer.cause}.")
+        return Finding(silent, "endpoint", f"{answer.url} {answer.cause}.")
     if answer.cause:
         text = f"{answer.url}: {answer.cause}. Start the server, or correct its URL."
         return Finding(silent, "endpoint", text)

@@ -63,12 +63,13 @@ def costs(
         sent: the requests of each document.
     """
     models = step.models
-    if not any(config.prices for config in models.values()):
+    if not any(config.prices_at("") for config in models.values()):
         return
-    for tier in dict.fromkeys(("", BATCH, *step.model.price_table.get("tiers", {}))):
-        amounts = [
-            sum(models.get(one.model, step.model).cost(one.tokens, tier) / 1e9 for one in requests)
-            for requests in sent
-        ]
+
+    def cost(one: NotedRequest, tier: str) -> float:
+        return models.get(one.model, step.model).cost(one.tokens, tier, one.endpoint) / 1e9
+
+    for tier in dict.fromkeys(("", BATCH, *step.model.prices_at("").get("tiers", {}))):
+        amounts = [sum(cost(one, tier) for one in requests) for requests in sent]
         name = f"cost, {tier}" if tier else "cost"
         yield name, estimate(amounts, sizes, total).text(figure)

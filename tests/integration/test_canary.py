@@ -53,10 +53,13 @@ def read(data, rank=0, world_size=1):
         yield Document(text=f"text {number}", id=str(number))
 
 if __name__ == "__main__":
-    settings = {"api_key": os.environ["MINE"]} if sys.argv[2] == "api_key" else {"api_key_env": "MINE"}
-    config = InferenceConfig(
-        "endpoint", "m", endpoint_url=sys.argv[1] + "/?code=${CODE}", server_patience_seconds=2, **settings
-    )
+    url = sys.argv[1] + "/?code=${CODE}"
+    settings = {
+        "api_key": {"endpoint_url": url, "api_key": os.environ["MINE"]},
+        "api_key_env": {"endpoint_url": url, "api_key_env": "MINE"},
+        "endpoints": {"endpoints": [{"url": url, "api_key_env": "MINE", "model": "m-1"}] * 2},
+    }
+    config = InferenceConfig("endpoint", "m", server_patience_seconds=2, **settings[sys.argv[2]])
     runner = InferenceRunner(
         rollout, config, JsonlWriter("output", "${rank}_${chunk_index}.jsonl", compression=None), records_per_chunk=3,
         checkpoints_local_dir="checkpoints", checkpoints_remote_dir="mirror", on_document_error="dead_letter",
@@ -146,7 +149,7 @@ def server():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("given", ["api_key", "api_key_env"])
+@pytest.mark.parametrize("given", ["api_key", "api_key_env", "endpoints"])
 def test_no_canary_is_in_a_log_a_file_a_page_a_pickle_a_process_list_or_a_providers_error(
     tmp_path, server, given, command, monkeypatch
 ):

@@ -150,7 +150,9 @@ async def complete(config):
     from datatrove_ckpt.inference.servers.host import ExternalServers
 
     servers = ExternalServers(config)
-    async with client_of(config, servers.urls, servers.api_key) as client:
+    async with client_of(
+        config, [one.url for one in servers.endpoints], servers.endpoints[0].api_key
+    ) as client:
         await client.complete(BODY)
 
 

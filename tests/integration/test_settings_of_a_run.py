@@ -58,6 +58,7 @@ OTHER = {
     "server_type": "dummy",
     "model_name_or_path": "another",
     "endpoint_url": lambda job: job.server.url.replace("127.0.0.1", "localhost"),
+    "endpoints": lambda job: [{"url": job.server.url, "requests_per_minute": 600, "prices": {"prompt": 1}}],
     "api_key": "key-of-a-test",
     "api_key_env": "PATH",
     "default_generation_params": {"temperature": 0.5},
@@ -139,6 +140,8 @@ class Job:
         elif changed is not None:
             usual = arguments.get(changed, RUNNER[changed].default)
             arguments[changed] = self._other(changed, usual)
+        if changed == "endpoints":
+            del config["endpoint_url"]
         if changed == "max_cost":
             config["prices"] = {"prompt": 1}
         return InferenceRunner(config=InferenceConfig(**config), **arguments)

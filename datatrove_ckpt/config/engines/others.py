@@ -88,7 +88,7 @@ class Endpoint(AnyProgram):
     name = "endpoint"
 
     def check(self, config: InferenceConfig) -> None:
-        if not config.endpoint_urls:
+        if not (config.endpoint_url or config.endpoints):
             raise ConfigError('must be set when server_type is "endpoint".', setting="endpoint_url")
         if config.replicas > 1:
             raise ConfigError(

@@ -67,6 +67,7 @@ class Completion:
         choices: all of ``n``; empty for one choice without a refusal.
         answer: if the request is no completion: all JSON values but id and time.
         seconds: from sending the request to this answer.
+        endpoint: the name of the endpoint that gave it, if there are several; else "".
     """
 
     text: str | list[object]
@@ -82,6 +83,7 @@ class Completion:
     service_tier: str = ""
     answer: JsonObject | None = None
     seconds: float = field(default=0.0, compare=False)
+    endpoint: str = ""
 
 
 @dataclass(eq=False, repr=False)
@@ -164,6 +166,7 @@ class Way(NamedTuple):
         name: separates equal payloads of different ways.
         is_shared: a request may have texts of several payloads, as a list in ``input``.
         tiers: ``service_tier`` of its attempts: the next one when the server has no room for long.
+        lacks_model: the body has no model: each endpoint has another name for it.
     """
 
     path: str
@@ -172,6 +175,7 @@ class Way(NamedTuple):
     is_shared: bool = False
     extras: Extras | None = None
     tiers: Sequence[str] = ()
+    lacks_model: bool = False
 
 
 def way_to(path: str) -> Way:

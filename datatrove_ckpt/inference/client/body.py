@@ -54,18 +54,18 @@ class Body:
         pieces = zip_longest(self._texts, hashes, fillvalue=b"")
         return b"".join(piece for pair in pieces for piece in pair)
 
-    def in_tier(self, end: bytes) -> Body:
+    def ended(self, end: bytes) -> Body:
         return Body([*self._texts[:-1], self._texts[-1][:-1] + end], self._media)
 
 
 AnyBody = bytes | Body
 
 
-def in_tier(body: AnyBody, tier: str) -> AnyBody:
-    """Adds ``service_tier`` to a body."""
-    end = b',"service_tier":%b}' % orjson.dumps(tier)
+def with_field(body: AnyBody, name: bytes, value: str) -> AnyBody:
+    """Adds a field to a body that has others."""
+    end = b',"%b":%b}' % (name, orjson.dumps(value))
     if isinstance(body, Body):
-        return body.in_tier(end)
+        return body.ended(end)
     return body[:-1] + end
 
 

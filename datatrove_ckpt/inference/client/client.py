@@ -14,7 +14,8 @@
     401, 402, 403, 404 and any other 4xx, any 3xx, 501               ServerRefused: no request of
                                                                      this run succeeds. 403, 406,
                                                                      451 are retried while others
-                                                                     are answered
+                                                                     are answered. One of several
+                                                                     endpoints gets no more requests
     bytes without a request, for the third time                      ServerRefused: answers may be
                                                                      exchanged
     the server we launched died, or hangs                            sent again, without using up an
@@ -57,6 +58,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loguru import logger
 
@@ -64,6 +66,7 @@ from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.formatting import cut
 from datatrove_ckpt.common.redaction import Secret, note_sent
 from datatrove_ckpt.config import InferenceConfig
+from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT
 from datatrove_ckpt.errors import (
     CkptError,
@@ -82,9 +85,11 @@ from datatrove_ckpt.inference.client.answers import (
     RetryableError,
     UnknownForm,
     Way,
+    token_counts,
     unfinished,
 )
-from datatrove_ckpt.inference.client.body import AnyBody, in_tier
+from datatrove_ckpt.inference.client.body import AnyBody, with_field
+from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import (
     Attempt,
@@ -352,6 +357,15 @@ class RequestClock:
         )
 
 
+class EndpointAccess(NamedTuple):
+    """An endpoint of the config, with its URL and key in this process."""
+
+    name: str
+    config: EndpointConfig
+    url: HiddenUrl
+    api_key: Secret | None
+
+
 class ModelServers:
     """The servers of one model, shared by several ranks.
 
@@ -367,20 +381,33 @@ class ModelServers:
         self.router = Router(requests_at_once(config.max_concurrent_generations, config.servers))
         self.outage = Outage(config.server_patience_seconds, clock, config.name)
 
-    def add_endpoints(self, urls: Sequence[HiddenUrl], api_key: Secret | None) -> None:
+    def add_endpoints(self, endpoints: Sequence[EndpointAccess]) -> None:
         """Adds servers that are always there.
 
         Raises:
             ConfigError: a URL that cannot be used.
         """
-        for url in urls:
-            if api_key is not None and url.has_credentials:
+        for one in endpoints:
+            if one.api_key is not None and one.url.has_credentials:
                 raise ConfigError(
-                    f"{url} contains credentials, and an API key is set, too. Remove one.",
+                    f"{one.url} contains credentials, and an API key is set, too. Remove one.",
                     setting="endpoint_url",
                 )
-        for url in urls:
-            self.mark_up(self.router.add(), url, api_key)
+        self.router.has_homes = self.config.endpoints is None
+        for order, one in enumerate(endpoints):
+            target = self.router.add()
+            settings = one.config
+            if self.config.names_endpoints:
+                target.name = one.name
+            target.model = settings.model or self.config.model_name_or_path
+            if settings.weight is None:
+                target.order = order
+            else:
+                target.weight = settings.weight
+            if settings.requests_per_minute or settings.tokens_per_minute:
+                target.limits = MinuteLimits(settings)
+                self.router.has_limits = True
+            self.mark_up(target, one.url, one.api_key)
 
     async def close(self) -> None:
         for target in self.router.targets:
@@ -527,7 +554,10 @@ class CompletionClient:
             was_quarantined = deaths > 0 and request.is_quarantined
             try:
                 if target.pace is not None and (seconds := target.pace.take()):
-                    await self._pause(seconds)
+                    if not self._router.has_other(target):
+                        await self._pause(seconds)
+                    if target.limits is not None:
+                        target.limits.not_counted()
                     continue
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
@@ -545,7 +575,10 @@ class CompletionClient:
                 continue
             except (RequestRejected, ServerRefused) as error:
                 work.errors["refused" if error.status is None else f"HTTP {error.status}"] += 1
-                raise
+                if isinstance(error, RequestRejected):
+                    raise
+                self._leave(target, error)
+                continue
             except RetryableError as error:
                 work.errors[error.kind] += 1
                 work.sent -= error.unsent
@@ -555,13 +588,7 @@ class CompletionClient:
                     continue
                 clock = clock or RequestClock(self.outage, began_at, answers, way.tiers, request)
                 failure = error
-                self.outage.failed(error, self.servers.oldest_in_flight)
-                failures = clock.failed(error, target, self._config.request_max_attempts)
-                asked = min(error.asked_wait or 0.0, clock.left(error))
-                delay = retrying.SERVER.wait(failures, asked)
-                if target.pace is not None and error.server_is_limited:
-                    await self._wait(max(delay, target.pace.seconds), error)
-                    delay = 0.0
+                delay = await self._held_after(error, target, clock)
             finally:
                 self._router.release(target, request)
             work.retries += not failure.unsent
@@ -569,6 +596,44 @@ class CompletionClient:
                 raise MustDivide
             await self._wait(delay, failure)
             way = clock.next_way(way, failure)
+
+    async def _held_after(
+        self, error: RetryableError, target: Target, clock: RequestClock
+    ) -> float:
+        """Counts a failure, and waits while the request keeps its place. Returns the seconds of the
+        further wait.
+
+        Raises:
+            ServerUnavailable, RequestFailed, ServerRefused: there is no further attempt.
+        """
+        self.outage.failed(error, self.servers.oldest_in_flight)
+        try:
+            failures = clock.failed(error, target, self._config.request_max_attempts)
+        except ServerRefused as refusal:
+            self._leave(target, refusal)
+            return 0.0
+        if (error.unreachable or error.server_is_limited) and self._router.has_other(target):
+            return 0.0
+        asked = min(error.asked_wait or 0.0, clock.left(error))
+        delay = retrying.SERVER.wait(failures, asked)
+        if target.pace is None or not error.server_is_limited:
+            return delay
+        await self._wait(max(delay, target.pace.seconds), error)
+        return 0.0
+
+    def _leave(self, target: Target, refusal: ServerRefused) -> None:
+        """Sends no more requests to an endpoint that refuses them, if there are others; else raises
+        the refusal.
+        """
+        others = [one for one in self._router.targets if one.up and one is not target]
+        if self._config.server_type != "endpoint" or not others:
+            raise refusal
+        if target.up:
+            target.up = False
+            logger.warning(
+                f"{refusal} The other endpoints get its requests until the next start. Open: "
+                f"{', '.join(str(one.url) for one in others)}."
+            )
 
     async def _wait(self, seconds: float, failure: RetryableError) -> None:
         """Sleeps until the next attempt, but no longer than the patience with an outage."""
@@ -626,6 +691,10 @@ class CompletionClient:
         if attempt.lost:
             raise AttemptLost
         answer.seconds = time.monotonic() - attempt.started_at
+        answer.endpoint = target.name
+        if target.limits is not None:
+            tokens = token_counts(answer.usage)
+            target.limits.answered(request.expected, tokens.prompt + tokens.completion)
         self.answers += 1
         self.without_reason += not answer.finish_reason
         target.answers += 1
@@ -642,7 +711,9 @@ class CompletionClient:
         way: Way,
     ) -> Completion:
         if way.tiers:
-            body = in_tier(body, way.tiers[0])
+            body = with_field(body, b"service_tier", way.tiers[0])
+        if way.lacks_model:
+            body = with_field(body, b"model", target.model)
         try:
             response = await post(transport, body, self._config.model_name_or_path, way.extras)
             answer = way.parse(response.body)
@@ -676,6 +747,8 @@ class CompletionClient:
                 transport.unread = 0
             if failure.server_is_well:
                 target.mark_alive(started_at)
+            if target.limits is not None and (failure.unsent or failure.server_is_limited):
+                target.limits.not_counted()
             if target.pace is not None and failure.server_is_limited:
                 target.pace.refused(started_at, failure.asked_wait or 0.0)
             self._rest(target, failure)
@@ -685,6 +758,8 @@ class CompletionClient:
 
     def _rest(self, target: Target, failure: RetryableError) -> None:
         """Lets other servers have the next requests, if there are any."""
+        if not target.up:
+            return
         now = time.monotonic()
         if not target.failures:
             target.failing_since = now
@@ -693,11 +768,21 @@ class CompletionClient:
         if failure.unreachable:
             seconds = max(_COOLDOWN, lasts)
         elif target.fails or failure.server_is_limited:
-            seconds = max(_SHORTEST_REST, lasts, min(_COOLDOWN, failure.asked_wait or 0.0))
+            asked = failure.asked_wait or 0.0
+            if not self._router.has_other(target):
+                asked = min(_COOLDOWN, asked)
+            seconds = max(_SHORTEST_REST, lasts, asked)
         else:
             return
-        target.cooldown_until = max(target.cooldown_until, now + min(seconds, _LONGEST_REST))
-        if lasts >= _SAY_AFTER and not target.is_said and len(self._router.targets) > 1:
+        until = now + min(seconds, _LONGEST_REST)
+        if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
+            until = min(until, max(now, target.limits.frees_at))
+        target.cooldown_until = max(target.cooldown_until, until)
+        if lasts < _SAY_AFTER or len(self._router.targets) < 2:
+            return
+        if failure.refusal is not None and target.fails and self._router.has_other(target):
+            self._leave(target, failure.refusal)
+        elif not target.is_said:
             target.is_said = True
             logger.warning(
                 f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets a request now and "

@@ -49,6 +49,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
+from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -158,6 +159,7 @@ class Request:
         known: the longest of them that an earlier request had.
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
+        expected: tokens that its attempt is expected to take, at an endpoint with limits.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -171,6 +173,7 @@ class Request:
     is_shared: bool = False
     deaths: list[Death] = field(default_factory=list)
     age: float = 0.0
+    expected: float = 0.0
 
     def copy(self) -> Request:
         return Request(
@@ -244,6 +247,12 @@ class Target:
         bit: stands for this server in sets of servers.
 
     Attributes:
+        name: of an endpoint whose name each answer tells; else "".
+        model: the model's name there.
+        order: requests go to the servers with the lowest order that have room.
+        weight: of servers with one order, those with more weight get more requests.
+        turn: grows with each request, the slower the more weight the server has.
+        limits: of the requests and tokens a minute; None: it has none.
         transports: by path.
         limit: how many requests may be in flight.
         pace: adapts the limit; None: it is a number, or follows the server's metrics.
@@ -266,6 +275,12 @@ class Target:
     probe: HealthProbe | None = None
     url: HiddenUrl | None = None
     api_key: Secret | None = None
+    name: str = ""
+    model: str = ""
+    order: int = 0
+    weight: float = 1.0
+    turn: float = 0.0
+    limits: MinuteLimits | None = None
     transports: dict[str, Transport] = field(default_factory=dict)
     up: bool = False
     limit: float = math.inf
@@ -419,10 +434,11 @@ class Room:
     """Which servers have a place for a request now.
 
     Attributes:
-        best: the least busy one; None: all are full.
+        best: the first in order, and of these the least busy one; None: all are full.
+        opens_at: when one that is closed, by its limits, has room again.
     """
 
-    __slots__ = ("_awaited", "_free", "_idle", "_targets", "best")
+    __slots__ = ("_awaited", "_free", "_idle", "_targets", "best", "opens_at")
 
     def __init__(self, targets: Sequence[Target]) -> None:
         now = time.monotonic()
@@ -430,12 +446,17 @@ class Room:
         self._free = 0
         self._awaited = 0
         self.best: Target | None = None
-        least = 1.0
+        self.opens_at = math.inf
+        least: tuple[float, ...] = ()
         cooling = None
         for target in targets:
             if not target.up or target.reserved:
                 continue
             load = target.load
+            if target.limits is not None and target.limits.opens_at > now:
+                opens_at = max(target.limits.opens_at, target.cooldown_until)
+                self.opens_at = min(self.opens_at, opens_at)
+                continue
             # A server that fails gets one request at a time, when its rest is over.
             if target.cooldown_until > now or (target.in_flight and target.fails):
                 if load < 1 and (cooling is None or load < cooling.load):
@@ -444,16 +465,20 @@ class Room:
             self._awaited |= target.bit
             if load < 1:
                 self._free |= target.bit
-            if load < least:
-                least = load
-                self.best = target
+                busy = (target.order, load / target.weight, target.turn)
+                if self.best is None or busy < least:
+                    least = busy
+                    self.best = target
         self._idle: Target | None = None
-        if least < _IDLE:
+        if self.best is not None and self.best.load < _IDLE:
             self._idle = self.best
             self._awaited = 0
         # Whoever refuses at once would always be the least busy, and get what the others could do.
-        if self.best is None and not self._awaited:
+        is_closed = self.opens_at < math.inf
+        if self.best is None and not self._awaited and not is_closed:
             self.best = cooling
+        elif is_closed and cooling is not None and cooling.cooldown_until > now:
+            self.opens_at = min(self.opens_at, cooling.cooldown_until)
 
     def choose(self, homes: int) -> Target | None:
         """Returns the server that takes a request, or None if the request waits.
@@ -474,11 +499,21 @@ class Room:
 
 
 class Router:
-    """Gives each attempt a target. ``limit``: requests in flight at all targets together."""
+    """Gives each attempt a target.
+
+    Args:
+        limit: requests in flight at all targets together.
+
+    Attributes:
+        has_homes: requests go where their leading text is.
+        has_limits: a target has limits.
+    """
 
     def __init__(self, limit: int) -> None:
         self.targets: list[Target] = []
         self.senders: list[Sender] = []
+        self.has_homes = True
+        self.has_limits = False
         self._limit = limit
         self.in_flight = 0
         self._waiting: list[Waiting] = []  # in order: the first ones are the window
@@ -486,6 +521,8 @@ class Router:
         self._prefixes = Prefixes()
         self._quarantine = Quarantine()
         self._failure: str | None = None
+        self._looks_at = math.inf
+        self._turn = 0.0
 
     def add(self, probe: HealthProbe | None = None) -> Target:
         """Adds a server, which is not up yet."""
@@ -521,7 +558,7 @@ class Router:
             raise ServerDied(self._failure)
         if request.texts is None:
             request.texts = ()
-            if len(self.targets) > 1:
+            if len(self.targets) > 1 and self.has_homes:
                 request.texts, request.known = self._prefixes.find(request.body)
         if request.may_not_be_sent or (request.deaths and request.is_quarantined):
             return None
@@ -582,10 +619,30 @@ class Router:
             if is_wanted and chosen is not None:
                 place.set_result(self._assign(chosen, request))
                 room = self._room()
+        if waiting and room.opens_at < self._looks_at:
+            self._look_later(room.opens_at)
         for sender in self.senders:
             is_due = resized or (sender.may_grow and not waiting)
             if is_due and sender.on_change is not None:
                 sender.on_change()
+
+    def _look_later(self, when: float) -> None:
+        """No answer tells that a limit leaves room again."""
+
+        def look() -> None:
+            self._looks_at = math.inf
+            self.admit()
+
+        self._looks_at = when
+        asyncio.get_running_loop().call_later(when - time.monotonic(), look)
+
+    def has_other(self, target: Target) -> bool:
+        """Whether another server takes requests now, or does when it has room."""
+        now = time.monotonic()
+        return any(
+            other.up and other is not target and other.cooldown_until <= now
+            for other in self.targets
+        )
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""
@@ -631,10 +688,17 @@ class Router:
             self._arrivals += 1
             order = (request.sender.order, request.order, self._arrivals)
             insort(self._waiting, (*order, request, future))
+            if self.has_limits:
+                self.admit()
 
     def _assign(self, target: Target, request: Request) -> Target:
         self._prefixes.add(request.texts or (), target.bit)
         target.add_in_flight(1)
+        # One that was away does not make up for it.
+        self._turn = max(self._turn, target.turn)
+        target.turn = self._turn + 1 / target.weight
+        if target.limits is not None:
+            request.expected = target.limits.sent(len(request.body))
         self.in_flight += 1
         return target
 

@@ -37,6 +37,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import (
     CompletionClient,
+    EndpointAccess,
     ModelServers,
     Outage,
     hang_after,
@@ -64,7 +65,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class ExternalServers:
-    """The endpoints of ``config.endpoint_urls``, which all take the same key.
+    """The endpoints of a config.
 
     Args:
         config: of its ready window, at most ``server_patience_seconds`` count.
@@ -81,11 +82,14 @@ class ExternalServers:
         self.config = config
         self._is_new = is_new
         self.outage = Outage(ready_window(config), time.monotonic, config.name)
-        self.urls: list[HiddenUrl] = [_with_environment(url) for url in config.endpoint_urls]
-        self.api_key = config.endpoint_api_key()
+        self.endpoints = [
+            EndpointAccess(name, one, _with_environment(one.url), config.endpoint_api_key(one))
+            for name, one in config.endpoints_by_name.items()
+        ]
 
     async def ask(self) -> list[EndpointAnswer]:
-        return list(await asyncio.gather(*(_ask(url, self.api_key) for url in self.urls)))
+        asked = (_ask(one.url, one.api_key) for one in self.endpoints)
+        return list(await asyncio.gather(*asked))
 
     async def start(self) -> None:
         """Waits until one of the URLs answers GET /v1/models, or /models below its own path.
@@ -97,7 +101,7 @@ class ExternalServers:
         ``NEW_RUN_SECONDS``. A job may start beside its server, which loads a model for minutes.
 
         Raises:
-            ServerRefused: see ``EndpointAnswer.refused``.
+            ServerRefused: see ``EndpointAnswer.refused``; of all of them.
             ServerStartFailed: no server answered in time.
         """
         window = self.outage.patience
@@ -111,10 +115,11 @@ class ExternalServers:
                 if causes:
                     logger.warning(
                         f"{self.config.said}{len(causes)} of {len(answers)} endpoints do not "
-                        f"answer: {'; '.join(causes)}. Those whose path has no version get no "
-                        "requests: their API may be there or below /v1."
+                        f"answer: {'; '.join(causes)}. Those that refuse get no requests, nor do "
+                        "those whose path has no version: their API may be there or below /v1."
                     )
-                self.urls = [answer.api for answer in answers if answer.api is not None]
+                asked = zip(self.endpoints, answers, strict=True)
+                self.endpoints = [one._replace(url=got.api) for one, got in asked if got.api]
                 return
             failures = failures + 1
             advice = ""
@@ -144,12 +149,12 @@ class ExternalServers:
         looks = 0
         while True:
             is_last = target.answers > 0
-            page = await read_page(url, self.api_key, _PROBE_TIMEOUT, proxied=True)
+            page = await read_page(url, target.api_key, _PROBE_TIMEOUT, proxied=True)
             for engine in ENGINES.values():
                 names = engine.metrics
                 if names is not None and names.are_in(page):
                     target.pace = None
-                    read = partial(read_metrics, url, self.api_key, names, proxied=True)
+                    read = partial(read_metrics, url, target.api_key, names, proxied=True)
                     await adapt_admission(str(target.url), target, router, read)
             if is_last:
                 return
@@ -167,12 +172,11 @@ class ExternalServers:
         Raises:
             ServerRefused: see ``EndpointAnswer.refused``.
         """
-        for answer in answers:
-            if answer.refused:
-                raise ServerRefused(f"{answer.url} {answer.cause}.")
+        if all(answer.refused for answer in answers):
+            raise ServerRefused(f"{answers[0].url} {answers[0].cause}.")
         return [
-            f"{url}: {answer.cause}"
-            for url, answer in zip(self.urls, answers, strict=True)
+            f"{one.url}: {answer.cause}"
+            for one, answer in zip(self.endpoints, answers, strict=True)
             if answer.cause
         ]
 
@@ -317,9 +321,9 @@ async def running(
             endpoints = ExternalServers(config, is_new)
             on_outage(endpoints.outage)
             await endpoints.start()
-            servers.add_endpoints(endpoints.urls, endpoints.api_key)
-            for index, url in enumerate(endpoints.urls):
-                servers.tell("ready", config.server_name(index), str(url), "")
+            servers.add_endpoints(endpoints.endpoints)
+            for index, one in enumerate(endpoints.endpoints):
+                servers.tell("ready", config.server_name(index), str(one.url), "")
             if config.max_concurrent_generations == "auto":
                 router = servers.router
                 following += [

@@ -1,0 +1,165 @@
+"""Endpoints: servers that run already, with what their providers allow and charge."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from datatrove_ckpt.common import BATCH, JsonObject
+from datatrove_ckpt.common.declared import Count, Positive, Price, check, check_value, one_of
+from datatrove_ckpt.common.redaction import Secret
+from datatrove_ckpt.common.work_counts import Tokens
+from datatrove_ckpt.errors import ConfigError
+
+_PRICES = ("prompt", "cached", "cache_write", "completion")
+_MOST_COST = 1 << 43  # of an answer, in billionths: sums of a million answers fit into 64 bits
+_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_ENDPOINT = re.compile(r"(https?://|\$\{\w+\})[^\s@]*")
+_FROM_ENVIRONMENT = re.compile(r"(\$\{\w+\})+")
+
+
+@dataclass(frozen=True)
+class EndpointConfig:
+    """One of several endpoints.
+
+    Attributes:
+        url: base URL. Without a path it gets /v1. ``${NAME}`` is an environment variable.
+        api_key_env: the environment variable with the endpoint's key.
+        model: the name of the run's model there. None: ``model_name_or_path``.
+        requests_per_minute: the provider's limit, for each process of the run.
+        tokens_per_minute: the same of prompt and completion tokens together.
+        prices: as ``InferenceConfig`` has them. None: the ``prices`` of the config.
+        weight: share of the requests, in relation to the other endpoints. None: the endpoint gets
+            the requests for which those before it in the list have no room.
+
+    Raises:
+        ConfigError: a value that cannot work.
+    """
+
+    url: str
+    api_key_env: str | None = None
+    model: str | None = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    prices: JsonObject | str | None = None
+    weight: Positive | None = None
+
+    def __post_init__(self) -> None:
+        check(EndpointConfig, vars(self))
+        check_url(self.url, "url")
+        check_variable(self.api_key_env)
+
+    @classmethod
+    def made_of(cls, given: object, place: str) -> EndpointConfig:
+        """Returns the endpoint of a mapping. ``place``: for messages."""
+        if isinstance(given, EndpointConfig):
+            return given
+        try:
+            if not isinstance(given, Mapping) or "url" not in given:
+                raise ConfigError("takes a mapping with a url.")
+            for name in given:
+                check_value("it has", one_of(each.name for each in fields(cls)), name)
+            return cls(**given)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+
+
+def check_variable(name: str | None) -> None:
+    if name is not None and not _VARIABLE.fullmatch(str(name)):
+        raise ConfigError(
+            "api_key_env: takes the name of an environment variable (letters, digits and _), "
+            "not the key. Export the key, and give the variable's name here."
+        )
+
+
+def check_url(url: str, setting: str) -> None:
+    """Raises ConfigError if the URL cannot be used, or has a secret, as executor.json has it."""
+    # A variable is checked where the task runs.
+    if not _ENDPOINT.fullmatch(url):
+        raise ConfigError(
+            "must start with http:// or https://, or with ${NAME}, an environment variable that "
+            "does, and have no space, user or password; for a key use api_key_env.",
+            setting=setting,
+        )
+    # In a part without "=", the name may be the secret.
+    unhidden = [
+        f" of {name!r}" if value else ""
+        for name, value in parse_qsl(url.partition("?")[2], keep_blank_values=True)
+        if name != "api-version" and not _FROM_ENVIRONMENT.fullmatch(value)
+    ]
+    if unhidden:
+        raise ConfigError(
+            f"the value{unhidden[0]} in its query would be written to "
+            "files. Export it as an environment variable, and write ${VARIABLE} in its place.",
+            setting=setting,
+        )
+
+
+def key_in(variable: str) -> Secret:
+    """Returns the key in an environment variable.
+
+    Raises:
+        ConfigError: it is not set.
+    """
+    key = Secret(os.environ.get(variable, ""))
+    if not key.reveal():
+        raise ConfigError(
+            f"api_key_env: the environment variable {variable} is not set. Export "
+            "it where the tasks run."
+        )
+    return key
+
+
+def read_prices(prices: JsonObject | str | None, model: str) -> JsonObject | None:
+    """Returns the prices of a model, checked. ``prices``: may name a file of them.
+
+    Raises:
+        ConfigError: they cannot be, or the file cannot be read, or has no such model.
+    """
+    if isinstance(prices, str):
+        prices = _prices_in(prices, model)
+    check_value("prices", JsonObject | None, prices)
+    of_tokens = dict(prices or {})
+    tiers = of_tokens.pop("tiers", {})
+    check_value("prices.tiers", JsonObject, tiers)
+    for name in of_tokens:
+        check_value("prices", one_of(_PRICES), name)
+    for name, number in (of_tokens | tiers).items():
+        check_value(f"prices.{name}", Price, number)
+    return prices
+
+
+def _prices_in(name: str, model: str) -> JsonObject:
+    """Reads the prices of a model from a file.
+
+    Raises:
+        ConfigError: it cannot be read, or has no such model.
+    """
+    import yaml  # type: ignore[import-untyped]  # slow
+
+    path = Path(name.removeprefix("@")).expanduser()
+    try:
+        table = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"prices: {path.absolute()} cannot be read: {why}.") from None
+    if not isinstance(table, dict) or model not in table:
+        models = ", ".join(map(str, table or ())) or "nothing"
+        raise ConfigError(f"prices: {path.absolute()} has no model {model!r}; it has {models}.")
+    prices: JsonObject = table[model]
+    return prices
+
+
+def cost_of(tokens: Tokens, tier: str, prices: JsonObject) -> int:
+    """Returns the price of an answer, in billionths."""
+    price: float = prices.get("prompt", 0)
+    total: float = (tokens.prompt - tokens.cached - tokens.written) * price
+    total += tokens.cached * prices.get("cached", price)
+    total += tokens.written * prices.get("cache_write", price)
+    total += tokens.completion * prices.get("completion", 0)
+    factor: float = prices.get("tiers", {}).get(tier, 0.5 if tier == BATCH else 1)
+    return min(round(1000 * total * factor), _MOST_COST)

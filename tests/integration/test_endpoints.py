@@ -1,0 +1,343 @@
+"""Several endpoints of one model: each with its URL, key, name of the model, limits and prices."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from datatrove_ckpt.config.endpoints import EndpointConfig
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.inference.client import client, minute_limits
+from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
+from datatrove_ckpt.testing import FakeServer
+from tests.jobs import Budget, ask, chat, documents, rows, writer
+from tests.yaml_jobs import job_yaml, write_job
+
+VECTOR = [0.25, -1.5, 3.0]
+
+
+class Provider(FakeServer):
+    """A server with a key, which it may refuse. Its answers do not depend on the model's name."""
+
+    key = ""
+    refuses = 0
+    """The status in place of an answer, and of a list of models."""
+
+    def __init__(self, **settings):
+        settings.setdefault("answer", lambda payload, times: f"answer to {_question(payload)}")
+        settings.setdefault("status", lambda payload, times: self.refuses or None)
+        super().__init__(**settings)
+        self.billed = []
+        self.headers = {}
+        self.paths = {"/v1/embeddings": self._vectors}
+
+    async def _models(self, request):
+        if self.refuses in (401, 403) or self._wrong_key(request):
+            return web.json_response({}, status=self.refuses or 401)
+        return await super()._models(request)
+
+    async def _answered(self, request):
+        if self._wrong_key(request):
+            return web.json_response({}, status=401)
+        answer = await super()._answered(request)
+        answer.headers.update(self.headers)
+        if answer.status == 200:
+            self.billed.append(_question(orjson.loads(await request.read())))
+        return answer
+
+    def _wrong_key(self, request):
+        return self.key != request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def _vectors(self, payload):
+        texts = payload["input"] if isinstance(payload["input"], list) else [payload["input"]]
+        data = [{"index": index, "embedding": VECTOR} for index in range(len(texts))]
+        return {"data": data, "usage": {"prompt_tokens": len(texts), "total_tokens": len(texts)}}
+
+
+def _question(payload):
+    if "messages" in payload:
+        return payload["messages"][-1]["content"]
+    return payload.get("prompt") or payload["input"]
+
+
+@pytest.fixture
+def two():
+    with Provider() as first, Provider() as second:
+        yield first, second
+
+
+def ends(*servers, **settings):
+    """Records of the endpoints; ``settings``: of the first one."""
+    found = [{"url": one.url, "model": f"m-{number}"} for number, one in enumerate(servers)]
+    found[0] |= settings
+    return found
+
+
+def step(folder, endpoints, rollout=ask, *, config=None, **settings):
+    settings = {"records_per_chunk": 2, **settings}
+    settings.setdefault("checkpoints_local_dir", str(folder / "checkpoints"))
+    config = InferenceConfig("endpoint", "org/m", endpoints=endpoints, **(config or {}))
+    return InferenceRunner(rollout, config, writer(folder), **settings)
+
+
+def told(folder):
+    """Who gave the answers, by document."""
+    return {row["text"]: row["metadata"].get("rollout_results_endpoint") for row in rows(folder)}
+
+
+def check_bills(folder, number, *servers):
+    """Each document is paid for once, and has its answer. Returns which tell who gave it."""
+    answers = [row["metadata"]["rollout_results"][0]["text"] for row in rows(folder)]
+    asked = [f"text {index}" for index in range(number)]
+    assert answers == [f"answer to {text}" for text in asked]
+    billed = {text: server.url for server in servers for text in server.billed}
+    assert Counter(text for server in servers for text in server.billed) == Counter(asked)
+    return {text: url == billed[text] for text, url in told(folder).items()}
+
+
+YAML = """server_type: endpoint, model_name_or_path: org/m, max_concurrent_generations: 8, endpoints: [
+  {url: "FIRST", api_key_env: FIRST_KEY, model: m-1, requests_per_minute: 3, prices: {prompt: 1, completion: 2}},
+  {url: "SECOND/v1", api_key_env: SECOND_KEY, tokens_per_minute: 200000, prices: {completion: 5}}]"""
+
+
+def test_a_job_spills_in_order_and_pays_each_endpoints_prices(here, command, two, monkeypatch):
+    first, second = two
+    first.key, second.key = "key-of-the-first", "key-of-the-second"
+    monkeypatch.setenv("FIRST_KEY", first.key)
+    monkeypatch.setenv("SECOND_KEY", second.key)
+    config = YAML.replace("FIRST", first.url, 1).replace("SECOND", second.url, 1)
+    write_job(here, job_yaml(config), [f"text {number}" for number in range(8)])
+    first.usage = second.usage = {"prompt_tokens": 1000, "completion_tokens": 100}
+    said = command("run", "job.yaml")
+    assert [payload["model"] for payload in first.payloads] == ["m-1"] * 3
+    assert [payload["model"] for payload in second.payloads] == ["org/m"] * 5
+    assert Counter(told(here).values()) == {first.url: 3, f"{second.url}/v1": 5}
+    bill = (3 * (1000 * 1 + 100 * 2) + 5 * 100 * 5) / 1e6
+    for place in (said, command("status", "checkpoints")):
+        assert f"3 answers of {first.url}" in place
+        assert f"5 answers of {second.url}/v1" in place
+        assert f"cost {bill:.6g}" in place
+
+
+# between two runs ------------------------------------------------------------------------------
+
+
+def stopped(folder, servers, answers, rollout=ask, **config):
+    """A run of ten documents that stops after so many answers, because each refuses its key."""
+    budget = Budget()
+    budget.left = answers
+    for server in servers:
+        server._status = budget
+    config = {"max_concurrent_generations": 3, **config}
+    with pytest.raises(ServerRefused, match="wants a key"):
+        step(folder, ends(*servers), rollout, config=config).run(documents(10))
+    for server in servers:
+        server._status = lambda payload, times: None
+
+
+def in_another_order(first, second):
+    return [*reversed(ends(first, second))]
+
+
+def with_one_less(first, second):
+    return ends(first, second)[1:]
+
+
+def with_a_name_less(first, second):
+    first = {"url": first.url, "weight": 3, "prices": {"prompt": 1}, "tokens_per_minute": 9}
+    return [first, {"url": second.url, "model": "org/m", "weight": 0.5}]
+
+
+@pytest.mark.parametrize("change", [in_another_order, with_one_less, with_a_name_less])
+def test_a_run_goes_on_with_other_endpoints_and_no_answer_is_paid_or_told_anew(
+    tmp_path, two, change
+):
+    stopped(tmp_path, two, 5)
+    before = [text for one in two for text in one.billed]
+    assert len(before) == 5
+    step(tmp_path, change(*two)).run(documents(10))
+    tells = check_bills(tmp_path, 10, *two)
+    several = change is not with_one_less
+    assert tells == {text: several or text in before for text in tells}
+
+
+def test_a_name_of_the_model_that_is_new_to_the_run_is_refused_and_an_old_one_is_not(tmp_path, two):
+    stopped(tmp_path, two, 5)
+    new = [{"url": two[0].url, "model": "m-0"}, {"url": two[1].url, "model": "other"}]
+    line = r'endpoint_models: \["m-0","m-1"\] -> \["m-0","m-1","other"\]\n.*new to the run'
+    with pytest.raises(CheckpointMismatch, match=line):
+        step(tmp_path, new).run(documents(10))
+    stopped(tmp_path, two[1:], 2)  # a list without it forgets no name
+    step(tmp_path, ends(*two)).run(documents(10))
+    check_bills(tmp_path, 10, *two)
+
+
+# endpoints that fail -----------------------------------------------------------------------------
+
+
+def refuses_at_the_start(first, second):
+    first.refuses = 401
+
+
+def refuses_later(status):
+    def change(first, second):
+        first._status = lambda payload, times: status if len(first.payloads) > 2 else None
+
+    return change
+
+
+def is_limited(first, second):
+    first.refuses = 429
+    first.headers = {"Retry-After": "100"}
+
+
+def is_down(first, second):
+    first._port = 1
+
+
+FAULTS = {
+    "its key is refused at the start": (refuses_at_the_start, "refuse"),
+    "its key is refused later": (refuses_later(401), "other endpoints get its requests"),
+    "403 for some time": (refuses_later(403), "other endpoints get its requests"),
+    "no credit": (refuses_later(402), "other endpoints get its requests"),
+    "429 that lasts": (is_limited, ""),
+    "nothing listens": (is_down, "1 of 2 endpoints do not answer"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_endpoint_that_fails_leaves_its_requests_to_the_others(
+    tmp_path, two, fault, log, monkeypatch
+):
+    change, said = FAULTS[fault]
+    if "403" in fault:
+        monkeypatch.setattr(client, "_SAY_AFTER", 0)
+    change(*two)
+    step(tmp_path, ends(*two), config={"max_concurrent_generations": 3}).run(documents(10))
+    assert all(check_bills(tmp_path, 10, *two).values())
+    warnings = [line for line in log if line.startswith("WARNING") and two[0].url in line]
+    assert not said or sum(said in line for line in warnings) == 1
+
+
+def test_a_run_whose_endpoints_all_refuse_the_key_stops(tmp_path, two):
+    two[0].refuses = two[1].refuses = 401
+    with pytest.raises(ServerRefused, match="wants a key, and this run sends none"):
+        step(tmp_path, ends(*two)).run(documents(1))
+
+
+# who gets a request ------------------------------------------------------------------------------
+
+
+async def after_a_long_text(document, generate):
+    """An engine would keep it, so that another request with it would go there."""
+    system = {"role": "system", "content": "Be brief. " * 100}
+    return await generate({"messages": [system, *chat(document.text)["messages"]]})
+
+
+def test_endpoints_with_weights_share_the_requests(tmp_path, two):
+    first, second = ends(*two)
+    records = [{**first, "weight": 3}, {**second, "weight": 1}]
+    step(tmp_path, records, after_a_long_text, config={"max_concurrent_documents": 1}).run(
+        documents(12)
+    )
+    assert [len(one.payloads) for one in two] == [9, 3]
+
+
+def test_a_minute_of_requests_and_tokens_is_sent_and_refused_requests_do_not_count(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(minute_limits, "time", SimpleNamespace(monotonic=lambda: now))
+    limits = MinuteLimits(EndpointConfig("http://e", requests_per_minute=3, tokens_per_minute=100))
+    for now in (0.0, 10.0, 20.0):
+        assert limits.opens_at <= now
+        expected = limits.sent(40)
+    assert limits.opens_at == 60.6
+    limits.not_counted()
+    assert limits.opens_at == 0
+    limits.answered(expected, 80)  # with 10 for another
+    assert limits.opens_at == 80.6
+    now = 80.6
+    limits.sent(40)
+    assert limits.opens_at == 141.2
+
+
+# ways to ask -------------------------------------------------------------------------------------
+
+
+async def of_each_kind(document, generate):
+    found = await generate(chat(document.text, n=2))
+    async with generate.url() as base_url, aiohttp.ClientSession() as session:
+        await generate.once("tool", len, document.text)
+        payload = chat(document.text, model="whatever")
+        async with session.post(f"{base_url}/chat/completions", json=payload) as answer:
+            assert (await answer.json())["choices"][0]["message"]["content"] == found.text
+    vectors = await generate.embed([document.text, "another"])
+    return {"text": found.text, "who": found.endpoint, "vectors": vectors.tolist()}
+
+
+async def of_text(document, generate):
+    return await generate({"prompt": document.text})
+
+
+@pytest.mark.parametrize("texts", [1, 4])
+def test_each_kind_of_request_has_the_endpoints_name_of_the_model(tmp_path, two, texts):
+    config = {"max_concurrent_generations": 3, "texts_per_request": texts}
+    step(tmp_path, ends(*two), of_each_kind, config=config).run(documents(5))
+    assert {payload["model"] for payload in two[0].payloads} == {"m-0"}
+    assert {payload["model"] for payload in two[1].payloads} == {"m-1"}
+    assert {one for who in told(tmp_path).values() for one in who.split(", ")} <= {
+        two[0].url,
+        two[1].url,
+    }
+    for row in rows(tmp_path):
+        (result,) = row["metadata"]["rollout_results"]
+        assert result["vectors"] == [VECTOR, VECTOR]
+        assert result["who"] in told(tmp_path)[row["text"]]
+
+
+def test_completions_spill_too(tmp_path, two):
+    config = {"use_chat": False, "max_concurrent_generations": 3}
+    step(tmp_path, ends(*two), of_text, config=config).run(documents(9))
+    assert all(check_bills(tmp_path, 9, *two).values())
+    assert {payload["model"] for payload in two[1].payloads} == {"m-1"}
+
+
+# settings ----------------------------------------------------------------------------------------
+
+URL = {"url": "http://e"}
+WRONG = {
+    "endpoint_url: is set beside endpoints": {"endpoint_url": "http://e"},
+    "api_key: is set beside endpoints": {"api_key": "k"},
+    "api_key_env: is set beside endpoints": {"api_key_env": "K"},
+    'needs server_type "endpoint"': {"server_type": "vllm"},
+    "provider_batches: needs": {"provider_batches": True},
+    r"endpoints\[1\]: .*url: must start with http": {"endpoints": [URL, {"url": "e"}]},
+    r"endpoints\[0\]: .*url: the value of 'key' in its query": {"endpoints": [{"url": "http://e?key=s3"}]},
+    r"endpoints\[0\]: takes a mapping with a url": {"endpoints": [{"api_key_env": "K"}]},
+    r'endpoints\[0\]: it has: "api_key" is not one of url' : {"endpoints": [{**URL, "api_key": "sk-secret"}]},
+    "takes the name of an environment variable": {"endpoints": [{**URL, "api_key_env": "sk-key"}]},
+    "requests_per_minute: 0 is not": {"endpoints": [{**URL, "requests_per_minute": 0}]},
+    "prices.prompt: -1 is not": {"endpoints": [{**URL, "prices": {"prompt": -1}}]},
+    "endpoints: either all have a weight, or none": {"endpoints": [URL, {**URL, "weight": 1}]},
+    "endpoint_url: must be set": {"endpoints": []},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_endpoints_that_cannot_be_are_refused(said):
+    with pytest.raises(ConfigError, match=said) as error:
+        InferenceConfig(
+            **{"server_type": "endpoint", "model_name_or_path": "m", "endpoints": [URL]}
+            | WRONG[said]
+        )
+    assert "secret" not in str(error.value)
+
+
+def test_max_cost_needs_the_prices_of_each(tmp_path):
+    priced = {**URL, "prices": {"prompt": 1}}
+    step(tmp_path, [priced, priced], max_cost=1.0)
+    with pytest.raises(ConfigError, match="max_cost: needs the prices"):
+        step(tmp_path, [priced, URL], max_cost=1.0)

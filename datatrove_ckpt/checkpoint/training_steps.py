@@ -4,6 +4,7 @@ step-00000100      the newest is the one of the most rollbacks, then steps; afte
 step-00000100.2
 manifest.json    training, step, metrics; save: the same on all nodes; back_to: the step to which
 the last rollback before it went; size and xxh128 of each other file; a checksum of itself
+config.json      the training's settings, for people and programs
 input.pt         states of all ranks' loaders; random.pt: of their random generators
 states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
 part
@@ -22,12 +23,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +40,8 @@ import xxhash
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
+from datatrove_ckpt.common.redaction import HIDDEN, is_surely_secret
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, VersionMismatch
 
 Manifest = JsonObject
 Entry = list[int | str]
@@ -45,6 +49,7 @@ Entry = list[int | str]
 
 FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
 MANIFEST = "manifest.json"
+CONFIG = "config.json"
 _BLOCK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -166,6 +171,33 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
     if saved != name:
         raise CheckpointCorrupt(f"{where} is a copy of {saved}.")
     return dict(manifest)
+
+
+def config_file(config: object) -> bytes:
+    """Returns what ``config.json`` holds of a dict or dataclass: all of it but secrets.
+
+    Raises ConfigError if JSON cannot hold it.
+    """
+    plain = _plain(config, "config")
+    if not isinstance(plain, dict):
+        raise ConfigError(f"config is {plain!r:.60}. Give a dict or a dataclass.")
+    return json.dumps(plain, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _plain(value: object, place: str) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, f"{place}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{place}.{number}") for number, each in enumerate(value)]
+    if is_surely_secret(place, value):
+        return HIDDEN
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    if is_number or isinstance(value, str | None):
+        return value
+    text = " ".join(repr(value).split())
+    raise ConfigError(f"{place} is {text:.60}, which JSON cannot hold. Give plain values.")
 
 
 def is_training(what: str | None) -> bool:

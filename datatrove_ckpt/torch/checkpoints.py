@@ -50,6 +50,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     StepName,
     TrainingHistory,
     blocks,
+    config_file,
     is_left_behind,
     left_behind,
     size_of,
@@ -112,6 +113,8 @@ class TrainingCheckpoints:
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
+        config: the settings of the training, a dict or dataclass of what JSON holds: each step has
+            them in ``config.json``, without secrets.
 
     Attributes:
         metrics: those of the restored step.
@@ -137,6 +140,7 @@ class TrainingCheckpoints:
         best: str | None = None,
         asynchronous: bool = True,
         only_plain: bool = True,
+        config: object = None,
     ) -> None:
         self._save_policy = policies.save_policy(save, every_steps, every_seconds, mtbf_seconds)
         self._keep = policies.keep_policy(keep, keep_last, keep_best, keep_every, best)
@@ -156,7 +160,10 @@ class TrainingCheckpoints:
             raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
         if remote is not None:
             check_mirror(remote, "remote")
-        self._steps = Steps(Path(folder).absolute(), remote, only_plain)
+        settings = b""
+        if config is not None:
+            settings = config_file(config)
+        self._steps = Steps(Path(folder).absolute(), remote, only_plain, settings)
         self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank

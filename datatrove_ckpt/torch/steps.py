@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.training_steps import (
+    CONFIG,
     FORMAT,
     MANIFEST,
     Entry,
@@ -56,9 +57,12 @@ class Steps:
     Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """
 
-    def __init__(self, folder: Path, remote: str | None, only_plain: bool) -> None:
+    def __init__(
+        self, folder: Path, remote: str | None, only_plain: bool, config: bytes = b""
+    ) -> None:
         self.folder = folder
         self._only_plain = only_plain
+        self._config = config
         self.training = ""
         """Identifies the training."""
         self.back_to: int | None = None
@@ -133,6 +137,8 @@ class Steps:
             of: what the manifest has in place of the usual.
         """
         staging = self.folder / f".saving-{name}"
+        if self._config:
+            contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
             entries[str(path.relative_to(staging))] = size_and_hash(path)

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -144,6 +145,51 @@ def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_p
         assert evaluator.restore(30, model=model_of(0), weights_only=True) == 30
     events = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
     assert [event["event"] for event in events][-2:] == ["restored", "saved"]
+
+
+@dataclass
+class Settings:
+    betas: tuple[float, float] = (0.9, 0.95)
+    optimizer: dict[str, object] = field(default_factory=lambda: {"lr": 0.1, "eos_token": "</s>"})
+    api_key: str = "of-a-tracker"
+
+
+CONFIG = {
+    "betas": [0.9, 0.95],
+    "optimizer": {"lr": 0.1, "eos_token": "</s>"},
+    "api_key": "***",
+}
+
+
+def test_each_step_has_the_config_as_json(tmp_path):
+    settings = {"remote": str(tmp_path / "remote"), "config": {"model": Settings(), "seed": 7}}
+    folder = filled(tmp_path / "run", {10: 1.0, 20: 2.0}, **settings)
+    with opened(folder, **settings) as saved:
+        saved.rollback(to=10, model=model_of(0))
+    for name in ("run/step-00000010", "run/step-00000010.1", "remote/step-00000010.1"):
+        text = Path(tmp_path, name, "config.json").read_text()
+        assert json.loads(text) == {"model": CONFIG, "seed": 7}
+    assert opened(folder).restore(model=model_of(0)) == 10
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lr": [1.0, math.nan]}, "config.lr.1 is nan, which JSON cannot hold"),
+        (
+            {"model": {"weights": torch.zeros(2, 2)}},
+            r"config.model.weights is tensor\(\[\[0., 0.\], ",
+        ),
+        ({"folder": Path("/data")}, r"config.folder is PosixPath\('/data'\), which JSON"),
+        (Settings, "config is <class '.*Settings'>, which JSON cannot hold"),
+        ("seed=7", "config is 'seed=7'. Give a dict or a dataclass"),
+    ],
+)
+def test_a_config_that_json_cannot_hold_is_refused_before_the_training(tmp_path, config, message):
+    with pytest.raises(ConfigError, match=f"^{message}.*$") as refused:
+        opened(tmp_path / "run", config=config)
+    assert "\n" not in str(refused.value)
+    assert not Path(tmp_path, "run").exists()
 
 
 def test_a_step_that_is_not_there_is_named(tmp_path):

@@ -153,8 +153,9 @@ class TrainingCheckpoints:
         self._only_plain = only_plain
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
-        timed = (policies.EverySteps, policies.EverySeconds)
+        timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)
         own = [part for part in self._save_policy.parts if type(part) in timed]
+        self._by_epoch = policies.EveryEpoch() in own
         found = sorted(set(self._ranks.gather(str(own))))
         if len(found) > 1:
             raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
@@ -194,6 +195,7 @@ class TrainingCheckpoints:
         _not_left.add(self)
 
     def _begin_counting(self) -> None:
+        self._epochs_ended = self._epoch or 0
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
 
@@ -284,13 +286,11 @@ class TrainingCheckpoints:
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
         stops = 0.0
-        times: list[float] = []
-        again = False
         self._look_after -= 1
-        if self._look_after <= 0:
-            stops, again, times = self._look(now)
-        moment = policies.Moment(step, self._last.step, *times)
-        due = again or self._save_policy.is_due(moment)
+        if self._by_epoch or self._look_after <= 0:
+            stops, due = self._look(now, step, what)
+        else:
+            due = self._save_policy.is_due(policies.Moment(step, self._last.step))
         if stops:
             self.save(step, **what)
             self.close(raises=False)
@@ -308,9 +308,9 @@ class TrainingCheckpoints:
             self.save(step, **what)
         return due
 
-    def _look(self, now: float) -> tuple[float, bool, list[float]]:
-        """Lets all ranks agree on why to stop (0: none does), whether a failed save is tried again,
-        and what decides about the next one.
+    def _look(self, now: float, step: int, what: Mapping[str, Any]) -> tuple[float, bool]:
+        """Lets all ranks agree on why to stop (0: none does), and whether a save is due, or one
+        that failed is tried again.
         """
         self._preemption.stop_before(
             self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
@@ -324,14 +324,30 @@ class TrainingCheckpoints:
         since = now - self._saved_at
         again = self._not_saved is not None and since >= _RETRY_SECONDS
         own = [stops, again, self._writing.is_running, self._longest_step]
-        own += [since, self._pause, self._write_seconds]
+        own += [since, self._pause, self._write_seconds, self._by_epoch and self._has_ended(**what)]
         all_stop, all_again, busy, slowest, *times = self._ranks.highest(own)
         self._longest_step = 0.0
         if self._ranks.size > 1:
             self._look_after = int(min(_LOOK_STEPS, _LOOK_SECONDS / max(slowest, 1e-6)))
+        since, pause, written, ended = times
         if busy:
-            return all_stop, False, []
-        return all_stop, bool(all_again), times
+            since = -math.inf
+            all_again = 0.0
+        moment = policies.Moment(step, self._last.step, since, pause, written, bool(ended))
+        due = self._save_policy.is_due(moment) or all_again
+        return all_stop, bool(self._ranks.highest([due])[0])
+
+    def _has_ended(
+        self, loader: DataLoader | None = None, epoch: int | None = None, **others: object
+    ) -> bool:
+        """Returns whether an epoch has ended since the last call."""
+        before = self._epochs_ended
+        if loader is not None:
+            epoch = dataset.epochs_ended(loader, epoch)
+        if epoch is None:
+            raise ConfigError("EveryEpoch: the loader does not tell its epoch. Give epoch=.")
+        self._epochs_ended = epoch
+        return epoch > before
 
     def log(self, step: int, **metrics: float) -> None:
         """Adds metrics of a step to the loss curve, without a save. What other ranks log is

@@ -50,7 +50,16 @@ from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import crash_at
-from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch import (
+    EveryEpoch,
+    EverySteps,
+    Last,
+    Mix,
+    Pack,
+    ReaderDataset,
+    SavePolicy,
+    TrainingCheckpoints,
+)
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from tests.patience import Patience, until
 from tests.real import train as script
@@ -481,6 +490,58 @@ def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path, workers):
         for epoch in range(3):
             seen = [number for at, numbers in batches if at == epoch for number in numbers]
             assert sorted(seen) == list(range(50)), (stop, epoch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stops", [[25], [3, 13, 25], [10, 20, 25]])
+def test_each_epoch_is_saved_after_its_last_batch(documents, run, workers, stops):
+    for stop in stops:
+        training = Training(documents)
+        training.loader = StatefulDataLoader(training.dataset, batch_size=5, num_workers=workers)
+        policy = EveryEpoch() | EverySteps(3)
+        with TrainingCheckpoints(run, save=policy, keep=Last(99), asynchronous=False) as saved:
+            training.run(saved, stop)
+    assert steps_in(run) == {*map(str, range(3, 25, 3)), "10", "20"}
+
+
+def test_an_epoch_that_only_the_loop_knows_is_saved_in_the_next_one(tmp_path):
+    with TrainingCheckpoints(tmp_path, save=EveryEpoch(), asynchronous=False) as saved:
+        found = [step for step in range(1, 13) if saved.maybe_save(step, epoch=(step - 1) // 5)]
+        assert found == [6, 11]
+        with pytest.raises(ConfigError, match="does not tell its epoch"):
+            saved.maybe_save(13)
+
+
+class FailsOnOne(SavePolicy):
+    """A policy as a user writes it, with a knowledge of its own."""
+
+    def is_due(self, moment):
+        return moment.seconds >= 0 and torch.distributed.get_rank() == 1
+
+
+def steps_saved(rank, run, documents, policy):
+    """Of ten steps. Rank 1 has five batches in each epoch, and rank 0 six."""
+    dataset = ReaderDataset(JsonlReader(documents, limit=11), rank, 2)
+    loader = StatefulDataLoader(dataset, batch_size=1)
+    step = 0
+    saved_steps = []
+    with TrainingCheckpoints(run, save=policy, keep=Last(99)) as saved:
+        for epoch in (0, 1):
+            dataset.set_epoch(epoch)
+            for _ in itertools.islice(loader, 10 - step):
+                step += 1
+                if saved.maybe_save(step, loader=loader):
+                    saved_steps.append(step)
+    Path(f"{run}-{rank}.json").write_text(json.dumps(saved_steps))
+
+
+@pytest.mark.parametrize(("policy", "steps"), [(EveryEpoch(), [5, 6, 10]), (FailsOnOne(), None)])
+def test_ranks_save_together_where_one_of_them_is_to(documents, ranks, run, policy, steps):
+    ranks.call(steps_saved, 2, str(run), documents, policy)
+    found = [json.loads(Path(f"{run}-{rank}.json").read_text()) for rank in (0, 1)]
+    assert found[0] == found[1]
+    assert found[0] == (steps or found[0])
+    assert found[0]
 
 
 def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path, warned):

@@ -36,6 +36,7 @@ from functools import partial
 from operator import index
 from os import PathLike
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -113,6 +114,9 @@ class TrainingCheckpoints:
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
+        on_failure: called with the error of a save that failed, in the rank where it happened: in
+            its loop, at the latest in the next ``maybe_save`` or at the end. What it raises ends
+            the training. None: the training continues.
         config: the settings of the training, a dict or dataclass of what JSON holds: each step has
             them in ``config.json``, without secrets.
 
@@ -140,6 +144,7 @@ class TrainingCheckpoints:
         best: str | None = None,
         asynchronous: bool = True,
         only_plain: bool = True,
+        on_failure: Callable[[Exception], object] | None = None,
         config: object = None,
     ) -> None:
         self._save_policy = policies.save_policy(save, every_steps, every_seconds, mtbf_seconds)
@@ -151,6 +156,9 @@ class TrainingCheckpoints:
         self._best = next((part for part in parts if isinstance(part, policies.Best)), None)
         self._asynchronous = asynchronous
         self._only_plain = only_plain
+        self._on_failure = on_failure
+        self._failures = SimpleQueue[Exception]()
+        """Of this rank, for ``on_failure``."""
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
         timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)
@@ -250,8 +258,15 @@ class TrainingCheckpoints:
             self._write_curve()
         self._steps.unlock()
         self._has_claimed = False
+        self._report()
         if raises and self.failure is not None:
             raise self.failure
+
+    def _report(self) -> None:
+        while not self._failures.empty():
+            error = self._failures.get()
+            if self._on_failure is not None:
+                self._on_failure(error)
 
     def _wait_for_copy(self) -> bool:
         """Returns whether the copy under way has ended. A new signal ends the wait."""
@@ -282,6 +297,7 @@ class TrainingCheckpoints:
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
+        self._report()
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
@@ -386,7 +402,8 @@ class TrainingCheckpoints:
                 dicts; or objects of which each rank has a part, as those of FSDP2
                 (``fully_shard``).
 
-        A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
+        A save that fails is logged, and is ``failure`` until one succeeds. The training continues,
+        unless ``on_failure`` raises.
 
         Raises:
             ConfigError: a state has no ``state_dict``; the shape of a tensor, a number or a text in
@@ -414,13 +431,15 @@ class TrainingCheckpoints:
             )
         numbers = _numbers(metrics or {})
         self._writing.join()
+        self._report()
         name = self._last = StepName(self._last.rollbacks, step)
         self._told_epoch = epoch
         self._log(step, numbers)
         try:
             self._claim()
         except StorageFailed as error:  # of all ranks
-            self._failed(name, error)
+            self._failed(name, error, self._is_owner)
+            self._report()
             return
         alike, parts = sharded.contents_of(states)
         if (writer is not None or parts) and not self._is_shared:
@@ -542,15 +561,27 @@ class TrainingCheckpoints:
 
         Returns whether all of them succeeded; if not, the save has failed.
         """
+        own: list[Exception] = []
+
+        def watched() -> None:
+            try:
+                call()
+            except Exception as error:
+                own.append(error)
+                raise
+
         try:
-            self._ranks.together(call)
+            self._ranks.together(watched)
         except Exception as error:
-            self._failed(name, error)
+            self._failed(name, error, bool(own))
+            self._report()
             return False
         return True
 
-    def _failed(self, name: StepName, error: Exception) -> None:
+    def _failed(self, name: StepName, error: Exception, is_own: bool = True) -> None:
         self._not_saved = error
+        if is_own:
+            self._failures.put(error)
         self._saved_at = time.monotonic()
         logger.error(
             f"{name} is not saved: {error} The training goes on; the last complete step is kept."

@@ -512,6 +512,24 @@ def test_an_epoch_that_only_the_loop_knows_is_saved_in_the_next_one(tmp_path):
             saved.maybe_save(13)
 
 
+def failing_on_one(rank, run):
+    errors = []
+    with checkpoints(run, on_failure=errors.append) as saved:
+
+        def write(folder):
+            if rank == 1:
+                raise OSError("the node's disk")
+
+        saved.save(1, model=LAYER, writer=write)
+        assert list(map(str, errors)) == ["the node's disk"][:rank]
+        saved.save(2, model=LAYER)
+
+
+def test_a_hook_is_called_in_the_rank_whose_save_failed(ranks, run):
+    ranks.call(failing_on_one, 2, str(run))
+    assert steps_in(run) == {"2"}
+
+
 class FailsOnOne(SavePolicy):
     """A policy as a user writes it, with a knowledge of its own."""
 

@@ -6,7 +6,9 @@ Needs torch.
 import csv
 import json
 import math
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder import training as training_module
 from datatrove_ckpt.run_folder.tracking import TrainingTracker
@@ -128,6 +130,54 @@ def test_a_save_that_fails_on_a_full_disk_costs_no_best_step(tmp_path, monkeypat
         assert saved.steps() == [1, 2]
         monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: 1 / 0)
         saved.save(4, model=model_of(0))  # a look that fails ends no save
+
+
+class Given(Exception):
+    """What a hook raises."""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_hook_gets_the_error_of_a_failed_save_and_may_end_the_training(
+    tmp_path, monkeypatch, warned, asynchronous, ends
+):
+    errors = []
+
+    def on_failure(error):
+        assert threading.current_thread() is threading.main_thread()
+        errors.append(str(error))
+        if ends:
+            raise Given
+
+    disk = Full(0)
+    made = []
+    with (
+        suppress(Given),
+        opened(tmp_path, on_failure=on_failure, asynchronous=asynchronous) as saved,
+    ):
+        saved.save(1, model=model_of(1))
+        saved._writing.join()
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "disk", disk)
+            saved.save(2, model=model_of(2))
+            saved._writing.join()
+            saved.maybe_save(3)
+        made.append(3)
+        saved.save(4, model=model_of(4))
+    assert len(errors) == 1
+    assert "No space left" in errors[0]
+    assert made == [3][ends:]
+    assert saved.steps() == [1, 4][: 2 - ends]
+
+
+def test_a_failure_at_the_end_is_given_to_the_hook_and_raised_as_before(tmp_path, monkeypatch):
+    errors = []
+    monkeypatch.setattr(files, "disk", Full(0))
+    saved = opened(tmp_path, on_failure=errors.append, asynchronous=True)
+    saved.save(1, model=model_of(1))
+    with pytest.raises(StorageFailed, match="No space left"):
+        saved.close()
+    assert errors == [saved.failure]
 
 
 def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_path, monkeypatch):

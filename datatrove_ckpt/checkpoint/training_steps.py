@@ -109,7 +109,7 @@ def check_files(folder: Path, name: StepName, full: bool = True) -> None:
         found = path.stat().st_size
         if found != size:
             raise CheckpointCorrupt(f"{path} has {found} bytes instead of {size}.")
-        if full and size_and_hash(path) != [size, digest]:
+        if full and size_and_hash(blocks(path)) != [size, digest]:
             raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
 
 
@@ -137,10 +137,10 @@ def blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def size_and_hash(path: Path) -> Entry:
+def size_and_hash(content: Iterable[bytes]) -> Entry:
     digest = xxhash.xxh3_128()
     size = 0
-    for block in blocks(path):
+    for block in content:
         digest.update(block)
         size += len(block)
     return [size, digest.hexdigest()]

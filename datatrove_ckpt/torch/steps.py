@@ -7,6 +7,7 @@ copies there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import time
@@ -25,6 +26,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     Entry,
     Manifest,
     StepName,
+    blocks,
     check_files,
     opened,
     read_manifest,
@@ -141,7 +143,7 @@ class Steps:
             contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
-            entries[str(path.relative_to(staging))] = size_and_hash(path)
+            entries[str(path.relative_to(staging))] = size_and_hash(blocks(path))
             files.disk.sync(path)
         for file, content in contents.items():
             files.disk.make_dirs((staging / file).parent)
@@ -225,10 +227,29 @@ class Steps:
     # remote --------------------------------------------------------------------------------------
 
     def upload(self, name: StepName) -> None:
+        """Copies a step, and compares the copy. Until it returns, no older copy may be removed.
+
+        Raises CheckpointCorrupt if the copy differs.
+        """
         self._remote.delete(f"{name}/{MANIFEST}")
-        for file in self.manifest(name)["files"]:
+        entries = self.manifest(name)["files"]
+        for file in entries:
             self._remote.put(f"{name}/{file}", self.folder / str(name) / file)
+        # A node that is about to go may have no time to compare. A restore compares, too.
         self._remote.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
+        try:
+            for file, entry in entries.items():
+                self._compare(f"{name}/{file}", entry, self.folder / str(name) / file)
+        except Exception:
+            self._remote.delete(f"{name}/{MANIFEST}")
+            raise
+
+    def _compare(self, copy: str, entry: Entry, path: Path) -> None:
+        told = self._remote.md5(copy)
+        if len(told) == 32 and told == _md5(path):  # of parts, or encrypted, S3 tells another hash
+            return
+        if size_and_hash(self._remote.blocks(copy)) != entry:
+            raise CheckpointCorrupt(f"{self.url}/{copy} has not the bytes that were copied.")
 
     def remote_names(self) -> list[StepName]:
         if self.store is None:
@@ -289,6 +310,13 @@ class Steps:
     def remove_remote(self, name: StepName) -> None:
         self._remote.delete(f"{name}/{MANIFEST}")
         self._remote.delete_tree(str(name))
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for block in blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _release(lock: files.Lock, pid: int) -> None:

@@ -6,6 +6,7 @@ Needs torch and torchdata.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -905,6 +906,53 @@ def test_a_copy_that_fails_once_is_no_failure(before_copy, warned, run, remote):
     save(run, 4, remote=remote, asynchronous=True)
     assert "step-00000004 is not copied to" in warned[0]
     assert steps_in(remote) == {"4"}
+
+
+@pytest.mark.parametrize("change", [bytes.upper, lambda data: data[:-1], None])
+def test_a_copy_that_differs_is_named_and_replaces_no_older_one(
+    tmp_path, monkeypatch, warned, run, remote, change
+):
+    put = ObjectStore.put
+
+    def damage(store, name, content):
+        if isinstance(content, Path) and name.startswith("step-00000008/states"):
+            content = content.read_bytes()
+            if change is None:
+                return
+            content = change(content)
+        put(store, name, content)
+
+    with checkpoints(run, remote=remote, keep_last=1) as saved:
+        saved.save(4, model=LAYER)
+        monkeypatch.setattr(ObjectStore, "put", damage)
+        saved.save(8, model=LAYER)
+        assert "step-00000008/states/model.pt" in str(saved.failure)
+        assert steps_in(remote) == {"4"}
+        assert restored(tmp_path / "new node", remote=remote) == 4
+        monkeypatch.setattr(ObjectStore, "put", put)
+        saved.save(12, model=LAYER)
+        assert saved.failure is None
+    assert steps_in(remote) == {"12"}
+
+
+@pytest.mark.parametrize("is_md5", [True, False])
+def test_a_copy_is_read_unless_the_store_tells_its_md5(tmp_path, monkeypatch, remote, is_md5):
+    saved = checkpoints(tmp_path / "run", remote=remote)
+
+    def md5(store, name):
+        content = Path(remote, name).read_bytes()
+        return hashlib.md5(content).hexdigest() + "-2" * (not is_md5)
+
+    read = []
+    blocks = ObjectStore.blocks
+    monkeypatch.setattr(ObjectStore, "md5", md5)
+    monkeypatch.setattr(
+        ObjectStore, "blocks", lambda store, name: read.append(name) or blocks(store, name)
+    )
+    with saved:
+        saved.save(4, model=LAYER)
+    files_of = ["random.pt", "input.pt", "states/model.pt"]
+    assert sorted(read) == sorted([] if is_md5 else [f"step-00000004/{file}" for file in files_of])
 
 
 def test_an_unreachable_remote_is_no_damage(monkeypatch, run, remote):

@@ -12,6 +12,7 @@ writer/          what the caller's writer made
 .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock
 removes them
 .lock              held by the process that writes
+.rank-RANK         when a rank last took a step, where, and its variables of NCCL
 history.jsonl      what was saved, restored, rolled back; metrics.csv: the loss curve
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
@@ -25,6 +26,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import threading
 import time
@@ -204,6 +206,35 @@ def is_training(what: str | None) -> bool:
     """Returns whether a folder holds steps of a training."""
     folder = Path(what or "/dev/null")
     return folder.is_dir() and bool(steps_in(folder))
+
+
+def give_sign(folder: Path, rank: int, ranks: int, step: int) -> None:
+    """Writes that a rank takes steps. The training continues on a full disk."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("NCCL_", "TORCH_NCCL_"))
+    }
+    sign = {
+        **files.this_process(),
+        "rank": rank,
+        "ranks": ranks,
+        "step": step,
+        "at": time.time(),
+        "variables": _plain(variables, "nccl"),
+    }
+    with suppress(OSError):
+        (folder / f".rank-{rank:05}").write_bytes(orjson.dumps(sign))
+
+
+def read_signs(folder: Path) -> list[JsonObject]:
+    """Returns the last sign of each rank. One that is written at this moment may be missing."""
+    signs: list[JsonObject] = []
+    for path in sorted(folder.glob(".rank-*")):
+        with suppress(ValueError, OSError):
+            signs.append(orjson.loads(path.read_bytes()))
+    newest = max((sign["at"], sign["ranks"]) for sign in signs) if signs else (0.0, 0)
+    return [sign for sign in signs if sign["rank"] < newest[1]]  # it may have had more ranks
 
 
 HISTORY = "history.jsonl"

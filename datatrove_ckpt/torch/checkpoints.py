@@ -52,6 +52,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     TrainingHistory,
     blocks,
     config_file,
+    give_sign,
     is_left_behind,
     left_behind,
     size_of,
@@ -82,6 +83,7 @@ _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
 _CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
+_SIGN_SECONDS = 30.0  # between the signs of a rank
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
@@ -194,6 +196,7 @@ class TrainingCheckpoints:
         self._pause = 0.0
         self._write_seconds = 0.0
         self._begin_counting()
+        self._sign_at = 0.0
         self._has_looked = self._has_claimed = False
         self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
@@ -301,6 +304,9 @@ class TrainingCheckpoints:
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
+        if self._has_claimed and now >= self._sign_at:
+            self._sign_at = now + _SIGN_SECONDS
+            give_sign(self._steps.folder, self._ranks.rank, self._ranks.size, step)
         stops = 0.0
         self._look_after -= 1
         if self._by_epoch or self._look_after <= 0:

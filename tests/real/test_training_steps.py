@@ -6,6 +6,7 @@ Needs torch.
 import csv
 import json
 import math
+import re
 import threading
 import time
 from contextlib import suppress
@@ -402,6 +403,38 @@ def test_the_commands_read_the_folder_of_a_training(tmp_path, command):
     assert "<- a restore takes it" in rows[-1]
     assert "no problem: 4 steps" in command("verify", folder).out
     assert "ok       restore: A restore takes step 50." in command("doctor", folder).out
+
+
+def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
+    tmp_path, monkeypatch, command
+):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_NCCL_AUTH_TOKEN", "is-a-secret-1234")
+    folder = filled(tmp_path / "run")
+    assert "ranks" not in command("status", str(folder)).out
+    now = 1e9
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with opened(folder) as saved:
+        saved.restore()
+        saved.maybe_save(51)
+        assert not [*folder.glob(".rank-*")]  # another process may save there
+        saved.save(52, model=model_of(0))
+        for step, later in ((53, 1.0), (54, 1.0), (55, 31.0)):
+            now += later
+            saved.maybe_save(step)
+    own = json.loads(Path(folder, ".rank-00000").read_text())
+    Path(folder, ".rank-00000").write_text(json.dumps(own | {"ranks": 2}))
+    for rank, at in ((1, -6e4), (7, -9e5)):  # of a training that had more ranks
+        sign = {"at": time.time() + at, "rank": rank, "ranks": 2 + rank // 7 * 6, "step": 43}
+        text = json.dumps(sign | {"host": "node7", "variables": {"NCCL_DEBUG": "WARN"}})
+        Path(folder, f".rank-0000{rank}").write_text(text)
+    Path(folder, ".rank-00008").write_text('{"at": ')
+    shown = command("status", str(folder)).out
+    found = re.search("ranks      2 of 2, the last sign .+ ago; the oldest (.+)", shown)
+    assert found[1] == "16.7 h ago at step 43, rank 1 on node7"
+    assert "NCCL       NCCL_DEBUG=INFO NCCL_DEBUG=WARN TORCH_NCCL_AUTH_TOKEN=***" in shown
+    signs = json.loads(command("status", str(folder), "--json").out)["ranks"]
+    assert [(sign["rank"], sign["step"]) for sign in signs] == [(0, 55), (1, 43)]
 
 
 def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):

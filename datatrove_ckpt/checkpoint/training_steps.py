@@ -4,6 +4,7 @@ step-00000100      the newest is the one of the most rollbacks, then steps; afte
 step-00000100.2
 manifest.json    training, step, metrics; save: the same on all nodes; back_to: the step to which
 the last rollback before it went; size and xxh128 of each other file; a checksum of itself
+config.json      the training's settings, for people and programs
 input.pt         states of all ranks' loaders; random.pt: of their random generators
 states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
 part
@@ -11,6 +12,7 @@ writer/          what the caller's writer made
 .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock
 removes them
 .lock              held by the process that writes
+.rank-RANK         when a rank last took a step, where, and its variables of NCCL
 history.jsonl      what was saved, restored, rolled back; metrics.csv: the loss curve
 
 A stop loses the steps after the last save, and the training makes them again. So the metrics of a
@@ -22,12 +24,15 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +42,8 @@ import xxhash
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.common import JsonObject
-from datatrove_ckpt.errors import CheckpointCorrupt, VersionMismatch
+from datatrove_ckpt.common.redaction import HIDDEN, is_surely_secret
+from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, VersionMismatch
 
 Manifest = JsonObject
 Entry = list[int | str]
@@ -45,6 +51,7 @@ Entry = list[int | str]
 
 FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
 MANIFEST = "manifest.json"
+CONFIG = "config.json"
 _BLOCK = 8 << 20
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -104,7 +111,7 @@ def check_files(folder: Path, name: StepName, full: bool = True) -> None:
         found = path.stat().st_size
         if found != size:
             raise CheckpointCorrupt(f"{path} has {found} bytes instead of {size}.")
-        if full and size_and_hash(path) != [size, digest]:
+        if full and size_and_hash(blocks(path)) != [size, digest]:
             raise CheckpointCorrupt(f"{path} has not the bytes it was saved with.")
 
 
@@ -132,10 +139,10 @@ def blocks(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def size_and_hash(path: Path) -> Entry:
+def size_and_hash(content: Iterable[bytes]) -> Entry:
     digest = xxhash.xxh3_128()
     size = 0
-    for block in blocks(path):
+    for block in content:
         digest.update(block)
         size += len(block)
     return [size, digest.hexdigest()]
@@ -168,10 +175,66 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
     return dict(manifest)
 
 
+def config_file(config: object) -> bytes:
+    """Returns what ``config.json`` holds of a dict or dataclass: all of it but secrets.
+
+    Raises ConfigError if JSON cannot hold it.
+    """
+    plain = _plain(config, "config")
+    if not isinstance(plain, dict):
+        raise ConfigError(f"config is {plain!r:.60}. Give a dict or a dataclass.")
+    return json.dumps(plain, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _plain(value: object, place: str) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, f"{place}.{key}") for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, f"{place}.{number}") for number, each in enumerate(value)]
+    if is_surely_secret(place, value):
+        return HIDDEN
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    if is_number or isinstance(value, str | None):
+        return value
+    text = " ".join(repr(value).split())
+    raise ConfigError(f"{place} is {text:.60}, which JSON cannot hold. Give plain values.")
+
+
 def is_training(what: str | None) -> bool:
     """Returns whether a folder holds steps of a training."""
     folder = Path(what or "/dev/null")
     return folder.is_dir() and bool(steps_in(folder))
+
+
+def give_sign(folder: Path, rank: int, ranks: int, step: int) -> None:
+    """Writes that a rank takes steps. The training continues on a full disk."""
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("NCCL_", "TORCH_NCCL_"))
+    }
+    sign = {
+        **files.this_process(),
+        "rank": rank,
+        "ranks": ranks,
+        "step": step,
+        "at": time.time(),
+        "variables": _plain(variables, "nccl"),
+    }
+    with suppress(OSError):
+        (folder / f".rank-{rank:05}").write_bytes(orjson.dumps(sign))
+
+
+def read_signs(folder: Path) -> list[JsonObject]:
+    """Returns the last sign of each rank. One that is written at this moment may be missing."""
+    signs: list[JsonObject] = []
+    for path in sorted(folder.glob(".rank-*")):
+        with suppress(ValueError, OSError):
+            signs.append(orjson.loads(path.read_bytes()))
+    newest = max((sign["at"], sign["ranks"]) for sign in signs) if signs else (0.0, 0)
+    return [sign for sign in signs if sign["rank"] < newest[1]]  # it may have had more ranks
 
 
 HISTORY = "history.jsonl"

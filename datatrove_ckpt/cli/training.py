@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 
 from datatrove_ckpt.cli.printing import say, say_result, takes_unicode
@@ -79,11 +80,27 @@ def _describe(state: TrainingState) -> Iterator[str]:
     yield f"  disk       {byte_size(state.free_bytes)} free"
     if state.writer:
         yield f"  writer     {state.writer}"
+    yield from _ranks(state)
     names = dict.fromkeys(name for _, row in state.curve for name in row)
     for name in names:
         yield from _plot(state, name)
     for step in state.damaged:
         yield f"  damaged    {step.damage}"
+
+
+def _ranks(state: TrainingState) -> Iterator[str]:
+    signs = sorted(state.ranks, key=itemgetter("at"))
+    if not signs:
+        return
+    ages = [duration(max(1.0, time.time() - sign["at"])) for sign in signs]
+    first = signs[0]
+    yield (
+        f"  ranks      {len(signs)} of {first['ranks']}, the last sign {ages[-1]} ago; the oldest "
+        f"{ages[0]} ago at step {first['step']}, rank {first['rank']} on {first['host']}"
+    )
+    variables = {f"{each}={value}" for sign in signs for each, value in sign["variables"].items()}
+    if variables:
+        yield f"  NCCL       {' '.join(sorted(variables))}"
 
 
 def _plot(state: TrainingState, name: str) -> Iterator[str]:

@@ -170,6 +170,15 @@ class ObjectStore:
                 raise FileNotFoundError(f"{self.url}/{name}") from error
             raise
 
+    def md5(self, name: str) -> str:
+        """Returns the object's MD5 if the store tells it, as S3 does of what was put at once; else
+        another text. Raises FileNotFoundError.
+        """
+        if self._is_hub:
+            return ""
+        with file_system_call():
+            return str(self._fs.info(self._path(name)).get("ETag")).strip('"')
+
     def names(self, folder: str = "") -> dict[str, float]:
         """Returns the names of the objects and folders directly in the folder, sorted, with the
         times of their last writes, in Unix seconds of the store (infinity: not known).

@@ -18,6 +18,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     curve,
     read_events,
     read_manifest,
+    read_signs,
     size_of,
     steps_in,
 )
@@ -52,6 +53,7 @@ class TrainingState:
         curve: the metrics of the steps.
         saved: the newest save in the history: what it cost.
         writer: the process that saves there now; "": there is none.
+        ranks: the last sign of each rank that writes to the folder.
     """
 
     folder: str
@@ -60,6 +62,7 @@ class TrainingState:
     saved: JsonObject
     writer: str
     free_bytes: int
+    ranks: list[JsonObject]
 
     @property
     def restored(self) -> SavedStep | None:
@@ -100,7 +103,13 @@ def read_training(folder: Path, full: bool) -> TrainingState:
     holder = files.lock_holder(folder / ".lock")
     writer = "" if holder is None else files.name_holder(holder)
     return TrainingState(
-        str(folder), steps, curve(events), saved, writer, shutil.disk_usage(folder).free
+        str(folder),
+        steps,
+        curve(events),
+        saved,
+        writer,
+        shutil.disk_usage(folder).free,
+        read_signs(folder),
     )
 
 

@@ -27,12 +27,14 @@ from datatrove_ckpt.torch.packing import Pack
 from datatrove_ckpt.torch.policies import (
     Best,
     Every,
+    EveryEpoch,
     EverySeconds,
     EverySteps,
     KeepPolicy,
     Last,
     Moment,
     SavePolicy,
+    WhenFailing,
 )
 from datatrove_ckpt.torch.states import merge
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Best",
     "Every",
+    "EveryEpoch",
     "EverySeconds",
     "EverySteps",
     "KeepPolicy",
@@ -53,6 +56,7 @@ __all__ = [
     "Sample",
     "SavePolicy",
     "TrainingCheckpoints",
+    "WhenFailing",
     "merge",
     "restore",
     "text_and_id",

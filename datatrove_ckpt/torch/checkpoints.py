@@ -36,6 +36,7 @@ from functools import partial
 from operator import index
 from os import PathLike
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
@@ -50,6 +51,8 @@ from datatrove_ckpt.checkpoint.training_steps import (
     StepName,
     TrainingHistory,
     blocks,
+    config_file,
+    give_sign,
     is_left_behind,
     left_behind,
     size_of,
@@ -80,6 +83,7 @@ _LOOK_SECONDS = 0.25  # how often ranks agree whether to save or to stop
 _LOOK_STEPS = 32  # and at the latest after so many steps: they may get slower
 _RETRY_SECONDS = 60.0  # after a save that failed
 _CURVE_SECONDS = 600.0  # between two times that metrics.csv is written
+_SIGN_SECONDS = 30.0  # between the signs of a rank
 _MARGIN_SECONDS = 30.0  # between the end of the last save and the end of the job's time
 _INPUT = "input.pt"
 _RANDOM = "random.pt"
@@ -112,6 +116,11 @@ class TrainingCheckpoints:
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
+        on_failure: called with the error of a save that failed, in the rank where it happened: in
+            its loop, at the latest in the next ``maybe_save`` or at the end. What it raises ends
+            the training. None: the training continues.
+        config: the settings of the training, a dict or dataclass of what JSON holds: each step has
+            them in ``config.json``, without secrets.
 
     Attributes:
         metrics: those of the restored step.
@@ -137,6 +146,8 @@ class TrainingCheckpoints:
         best: str | None = None,
         asynchronous: bool = True,
         only_plain: bool = True,
+        on_failure: Callable[[Exception], object] | None = None,
+        config: object = None,
     ) -> None:
         self._save_policy = policies.save_policy(save, every_steps, every_seconds, mtbf_seconds)
         self._keep = policies.keep_policy(keep, keep_last, keep_best, keep_every, best)
@@ -147,16 +158,23 @@ class TrainingCheckpoints:
         self._best = next((part for part in parts if isinstance(part, policies.Best)), None)
         self._asynchronous = asynchronous
         self._only_plain = only_plain
+        self._on_failure = on_failure
+        self._failures = SimpleQueue[Exception]()
+        """Of this rank, for ``on_failure``."""
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
-        timed = (policies.EverySteps, policies.EverySeconds)
+        timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)
         own = [part for part in self._save_policy.parts if type(part) in timed]
+        self._by_epoch = policies.EveryEpoch() in own
         found = sorted(set(self._ranks.gather(str(own))))
         if len(found) > 1:
             raise ConfigError(f"save differs between the ranks: {' and '.join(found)}.")
         if remote is not None:
             check_mirror(remote, "remote")
-        self._steps = Steps(Path(folder).absolute(), remote, only_plain)
+        settings = b""
+        if config is not None:
+            settings = config_file(config)
+        self._steps = Steps(Path(folder).absolute(), remote, only_plain, settings)
         self._history = TrainingHistory(self._steps.folder)
         owner = self._ranks.owner(self._steps.folder)
         self._is_owner = owner == self._ranks.rank
@@ -178,6 +196,7 @@ class TrainingCheckpoints:
         self._pause = 0.0
         self._write_seconds = 0.0
         self._begin_counting()
+        self._sign_at = 0.0
         self._has_looked = self._has_claimed = False
         self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
@@ -187,6 +206,7 @@ class TrainingCheckpoints:
         _not_left.add(self)
 
     def _begin_counting(self) -> None:
+        self._epochs_ended = self._epoch or 0
         self._look_after = 0
         self._saved_at = self._stepped_at = time.monotonic()
 
@@ -241,8 +261,15 @@ class TrainingCheckpoints:
             self._write_curve()
         self._steps.unlock()
         self._has_claimed = False
+        self._report()
         if raises and self.failure is not None:
             raise self.failure
+
+    def _report(self) -> None:
+        while not self._failures.empty():
+            error = self._failures.get()
+            if self._on_failure is not None:
+                self._on_failure(error)
 
     def _wait_for_copy(self) -> bool:
         """Returns whether the copy under way has ended. A new signal ends the wait."""
@@ -273,17 +300,19 @@ class TrainingCheckpoints:
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
+        self._report()
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
+        if self._has_claimed and now >= self._sign_at:
+            self._sign_at = now + _SIGN_SECONDS
+            give_sign(self._steps.folder, self._ranks.rank, self._ranks.size, step)
         stops = 0.0
-        times: list[float] = []
-        again = False
         self._look_after -= 1
-        if self._look_after <= 0:
-            stops, again, times = self._look(now)
-        moment = policies.Moment(step, self._last.step, *times)
-        due = again or self._save_policy.is_due(moment)
+        if self._by_epoch or self._look_after <= 0:
+            stops, due = self._look(now, step, what)
+        else:
+            due = self._save_policy.is_due(policies.Moment(step, self._last.step))
         if stops:
             self.save(step, **what)
             self.close(raises=False)
@@ -301,9 +330,9 @@ class TrainingCheckpoints:
             self.save(step, **what)
         return due
 
-    def _look(self, now: float) -> tuple[float, bool, list[float]]:
-        """Lets all ranks agree on why to stop (0: none does), whether a failed save is tried again,
-        and what decides about the next one.
+    def _look(self, now: float, step: int, what: Mapping[str, Any]) -> tuple[float, bool]:
+        """Lets all ranks agree on why to stop (0: none does), and whether a save is due, or one
+        that failed is tried again.
         """
         self._preemption.stop_before(
             self._time_ends, 2 * (self._pause + self._write_seconds) + _MARGIN_SECONDS
@@ -317,14 +346,30 @@ class TrainingCheckpoints:
         since = now - self._saved_at
         again = self._not_saved is not None and since >= _RETRY_SECONDS
         own = [stops, again, self._writing.is_running, self._longest_step]
-        own += [since, self._pause, self._write_seconds]
+        own += [since, self._pause, self._write_seconds, self._by_epoch and self._has_ended(**what)]
         all_stop, all_again, busy, slowest, *times = self._ranks.highest(own)
         self._longest_step = 0.0
         if self._ranks.size > 1:
             self._look_after = int(min(_LOOK_STEPS, _LOOK_SECONDS / max(slowest, 1e-6)))
+        since, pause, written, ended = times
         if busy:
-            return all_stop, False, []
-        return all_stop, bool(all_again), times
+            since = -math.inf
+            all_again = 0.0
+        moment = policies.Moment(step, self._last.step, since, pause, written, bool(ended))
+        due = self._save_policy.is_due(moment) or all_again
+        return all_stop, bool(self._ranks.highest([due])[0])
+
+    def _has_ended(
+        self, loader: DataLoader | None = None, epoch: int | None = None, **others: object
+    ) -> bool:
+        """Returns whether an epoch has ended since the last call."""
+        before = self._epochs_ended
+        if loader is not None:
+            epoch = dataset.epochs_ended(loader, epoch)
+        if epoch is None:
+            raise ConfigError("EveryEpoch: the loader does not tell its epoch. Give epoch=.")
+        self._epochs_ended = epoch
+        return epoch > before
 
     def log(self, step: int, **metrics: float) -> None:
         """Adds metrics of a step to the loss curve, without a save. What other ranks log is
@@ -363,7 +408,8 @@ class TrainingCheckpoints:
                 dicts; or objects of which each rank has a part, as those of FSDP2
                 (``fully_shard``).
 
-        A save that fails is logged, and is ``failure`` until one succeeds. The training continues.
+        A save that fails is logged, and is ``failure`` until one succeeds. The training continues,
+        unless ``on_failure`` raises.
 
         Raises:
             ConfigError: a state has no ``state_dict``; the shape of a tensor, a number or a text in
@@ -391,13 +437,15 @@ class TrainingCheckpoints:
             )
         numbers = _numbers(metrics or {})
         self._writing.join()
+        self._report()
         name = self._last = StepName(self._last.rollbacks, step)
         self._told_epoch = epoch
         self._log(step, numbers)
         try:
             self._claim()
         except StorageFailed as error:  # of all ranks
-            self._failed(name, error)
+            self._failed(name, error, self._is_owner)
+            self._report()
             return
         alike, parts = sharded.contents_of(states)
         if (writer is not None or parts) and not self._is_shared:
@@ -519,15 +567,27 @@ class TrainingCheckpoints:
 
         Returns whether all of them succeeded; if not, the save has failed.
         """
+        own: list[Exception] = []
+
+        def watched() -> None:
+            try:
+                call()
+            except Exception as error:
+                own.append(error)
+                raise
+
         try:
-            self._ranks.together(call)
+            self._ranks.together(watched)
         except Exception as error:
-            self._failed(name, error)
+            self._failed(name, error, bool(own))
+            self._report()
             return False
         return True
 
-    def _failed(self, name: StepName, error: Exception) -> None:
+    def _failed(self, name: StepName, error: Exception, is_own: bool = True) -> None:
         self._not_saved = error
+        if is_own:
+            self._failures.put(error)
         self._saved_at = time.monotonic()
         logger.error(
             f"{name} is not saved: {error} The training goes on; the last complete step is kept."

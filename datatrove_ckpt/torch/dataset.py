@@ -441,9 +441,27 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
 
 def epoch_of(loader: DataLoader) -> int | None:
     """Returns the epoch of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
+    source = _source_of(loader)
+    if source is None:
+        return None
+    return source._shared.epoch
+
+
+def _source_of(loader: DataLoader) -> StatefulIterable | None:
     source: object = loader
     while source is not None:
         if isinstance(source, StatefulIterable):
-            return source._shared.epoch
+            return source
         source = getattr(source, "dataset", None)
     return None
+
+
+def epochs_ended(loader: DataLoader, told: int | None) -> int | None:
+    """Returns how many epochs have ended with the loader's last batch. ``told``: the number of the
+    epoch, if the dataset is not ours.
+    """
+    source = _source_of(loader)
+    if source is None:
+        return told
+    states = list(find_states(loader.state_dict(), is_ours))
+    return source._shared.epoch + (bool(states) and all(map(source._has_ended, states)))

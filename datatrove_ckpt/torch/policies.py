@@ -6,20 +6,23 @@
         keep=Last(3) | Best("loss") | Every(10_000),
     )
 
-A policy has one pure method, and all ranks decide alike: they give it the same values. A class of
-your own is a subclass of ``SavePolicy`` or ``KeepPolicy``.
+A policy has one method. A class of your own is a subclass of ``SavePolicy`` or ``KeepPolicy``.
 """
 
 from __future__ import annotations
 
 import math
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
+
+from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.checkpoint.training_steps import StepName
-from datatrove_ckpt.common.declared import Count, CountFromZero, Seconds, check
+from datatrove_ckpt.common.declared import Count, CountFromZero, Price, Seconds, check
 from datatrove_ckpt.errors import ConfigError
 
 Metrics = Mapping[StepName, Mapping[str, float | None]]
@@ -36,6 +39,7 @@ class Moment:
             while a save is written, it is -inf.
         pause_seconds: how long the last save stopped the training; 0: none was timed.
         write_seconds: how long it was written.
+        epoch_ended: with the last batch, in one of the ranks. Known beside ``EveryEpoch`` only.
     """
 
     step: int
@@ -43,6 +47,7 @@ class Moment:
     seconds: float = -math.inf
     pause_seconds: float = 0.0
     write_seconds: float = 0.0
+    epoch_ended: bool = False
 
 
 class Policy:
@@ -61,7 +66,8 @@ class Policy:
 class SavePolicy(Policy):
     """Decides when to save. ``a | b`` saves when one of them does.
 
-    A subclass decides by the moment alone: by a clock or a number of its own, one rank would save,
+    While ``moment.seconds`` is finite, all ranks save if one of them is to. Between that, a
+    subclass decides by the moment alone: by a clock or a number of its own, one rank would save,
     and wait for the others for ever.
     """
 
@@ -121,6 +127,45 @@ class EverySeconds(SavePolicy):
             return moment.seconds >= 60.0
         interval = daly(moment.pause_seconds, self.mtbf_seconds)
         return moment.seconds >= max(interval, moment.write_seconds)
+
+
+@dataclass(frozen=True)
+class EveryEpoch(SavePolicy):
+    """Saves at the end of each epoch: after its last batch, which the loader of a ``ReaderDataset``
+    knows; of others after the first batch of the next epoch.
+    """
+
+    def is_due(self, moment: Moment) -> bool:
+        return moment.epoch_ended
+
+
+@dataclass
+class WhenFailing(SavePolicy):
+    """Saves each ``every_seconds`` while a command fails in one of the ranks, such as a check of
+    the node's GPUs. Between the saves a shell repeats the command at that interval.
+    """
+
+    command: str
+    every_seconds: Price = 60.0
+
+    @cached_property
+    def _checks(self) -> subprocess.Popen[bytes]:
+        """Ends when the command fails, or after the training, also if that is killed."""
+        loop = f"while kill -0 $PPID && {{ {self.command}\n}}; do sleep {self.every_seconds}; done"
+        return subprocess.Popen(
+            loop,
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # a launcher may wait for the end of a pipe
+        )
+
+    def is_due(self, moment: Moment) -> bool:
+        if moment.seconds < self.every_seconds or self._checks.poll() is None:
+            return False
+        del self._checks
+        logger.warning(f"{self.command!r} fails: a step is saved each {self.every_seconds} s.")
+        return True
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ copies there.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import time
@@ -19,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.training_steps import (
+    CONFIG,
     FORMAT,
     MANIFEST,
     Entry,
     Manifest,
     StepName,
+    blocks,
     check_files,
     opened,
     read_manifest,
@@ -56,9 +59,12 @@ class Steps:
     Methods that write raise StorageFailed for the disk, and OSError and others for the remote.
     """
 
-    def __init__(self, folder: Path, remote: str | None, only_plain: bool) -> None:
+    def __init__(
+        self, folder: Path, remote: str | None, only_plain: bool, config: bytes = b""
+    ) -> None:
         self.folder = folder
         self._only_plain = only_plain
+        self._config = config
         self.training = ""
         """Identifies the training."""
         self.back_to: int | None = None
@@ -133,9 +139,11 @@ class Steps:
             of: what the manifest has in place of the usual.
         """
         staging = self.folder / f".saving-{name}"
+        if self._config:
+            contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
-            entries[str(path.relative_to(staging))] = size_and_hash(path)
+            entries[str(path.relative_to(staging))] = size_and_hash(blocks(path))
             files.disk.sync(path)
         for file, content in contents.items():
             files.disk.make_dirs((staging / file).parent)
@@ -219,10 +227,29 @@ class Steps:
     # remote --------------------------------------------------------------------------------------
 
     def upload(self, name: StepName) -> None:
+        """Copies a step, and compares the copy. Until it returns, no older copy may be removed.
+
+        Raises CheckpointCorrupt if the copy differs.
+        """
         self._remote.delete(f"{name}/{MANIFEST}")
-        for file in self.manifest(name)["files"]:
+        entries = self.manifest(name)["files"]
+        for file in entries:
             self._remote.put(f"{name}/{file}", self.folder / str(name) / file)
+        # A node that is about to go may have no time to compare. A restore compares, too.
         self._remote.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
+        try:
+            for file, entry in entries.items():
+                self._compare(f"{name}/{file}", entry, self.folder / str(name) / file)
+        except Exception:
+            self._remote.delete(f"{name}/{MANIFEST}")
+            raise
+
+    def _compare(self, copy: str, entry: Entry, path: Path) -> None:
+        told = self._remote.md5(copy)
+        if len(told) == 32 and told == _md5(path):  # of parts, or encrypted, S3 tells another hash
+            return
+        if size_and_hash(self._remote.blocks(copy)) != entry:
+            raise CheckpointCorrupt(f"{self.url}/{copy} has not the bytes that were copied.")
 
     def remote_names(self) -> list[StepName]:
         if self.store is None:
@@ -283,6 +310,13 @@ class Steps:
     def remove_remote(self, name: StepName) -> None:
         self._remote.delete(f"{name}/{MANIFEST}")
         self._remote.delete_tree(str(name))
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for block in blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _release(lock: files.Lock, pid: int) -> None:

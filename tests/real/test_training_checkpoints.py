@@ -6,6 +6,7 @@ Needs torch and torchdata.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -50,7 +51,16 @@ from datatrove_ckpt.inference.servers.server import free_port
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import crash_at
-from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch import (
+    EveryEpoch,
+    EverySteps,
+    Last,
+    Mix,
+    Pack,
+    ReaderDataset,
+    SavePolicy,
+    TrainingCheckpoints,
+)
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from tests.patience import Patience, until
 from tests.real import train as script
@@ -483,6 +493,76 @@ def test_a_loader_that_is_not_ours_goes_on_in_its_epoch(tmp_path, workers):
             assert sorted(seen) == list(range(50)), (stop, epoch)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stops", [[25], [3, 13, 25], [10, 20, 25]])
+def test_each_epoch_is_saved_after_its_last_batch(documents, run, workers, stops):
+    for stop in stops:
+        training = Training(documents)
+        training.loader = StatefulDataLoader(training.dataset, batch_size=5, num_workers=workers)
+        policy = EveryEpoch() | EverySteps(3)
+        with TrainingCheckpoints(run, save=policy, keep=Last(99), asynchronous=False) as saved:
+            training.run(saved, stop)
+    assert steps_in(run) == {*map(str, range(3, 25, 3)), "10", "20"}
+
+
+def test_an_epoch_that_only_the_loop_knows_is_saved_in_the_next_one(tmp_path):
+    with TrainingCheckpoints(tmp_path, save=EveryEpoch(), asynchronous=False) as saved:
+        found = [step for step in range(1, 13) if saved.maybe_save(step, epoch=(step - 1) // 5)]
+        assert found == [6, 11]
+        with pytest.raises(ConfigError, match="does not tell its epoch"):
+            saved.maybe_save(13)
+
+
+def failing_on_one(rank, run):
+    errors = []
+    with checkpoints(run, on_failure=errors.append) as saved:
+
+        def write(folder):
+            if rank == 1:
+                raise OSError("the node's disk")
+
+        saved.save(1, model=LAYER, writer=write)
+        assert list(map(str, errors)) == ["the node's disk"][:rank]
+        saved.save(2, model=LAYER)
+
+
+def test_a_hook_is_called_in_the_rank_whose_save_failed(ranks, run):
+    ranks.call(failing_on_one, 2, str(run))
+    assert steps_in(run) == {"2"}
+
+
+class FailsOnOne(SavePolicy):
+    """A policy as a user writes it, with a knowledge of its own."""
+
+    def is_due(self, moment):
+        return moment.seconds >= 0 and torch.distributed.get_rank() == 1
+
+
+def steps_saved(rank, run, documents, policy):
+    """Of ten steps. Rank 1 has five batches in each epoch, and rank 0 six."""
+    dataset = ReaderDataset(JsonlReader(documents, limit=11), rank, 2)
+    loader = StatefulDataLoader(dataset, batch_size=1)
+    step = 0
+    saved_steps = []
+    with TrainingCheckpoints(run, save=policy, keep=Last(99)) as saved:
+        for epoch in (0, 1):
+            dataset.set_epoch(epoch)
+            for _ in itertools.islice(loader, 10 - step):
+                step += 1
+                if saved.maybe_save(step, loader=loader):
+                    saved_steps.append(step)
+    Path(f"{run}-{rank}.json").write_text(json.dumps(saved_steps))
+
+
+@pytest.mark.parametrize(("policy", "steps"), [(EveryEpoch(), [5, 6, 10]), (FailsOnOne(), None)])
+def test_ranks_save_together_where_one_of_them_is_to(documents, ranks, run, policy, steps):
+    ranks.call(steps_saved, 2, str(run), documents, policy)
+    found = [json.loads(Path(f"{run}-{rank}.json").read_text()) for rank in (0, 1)]
+    assert found[0] == found[1]
+    assert found[0] == (steps or found[0])
+    assert found[0]
+
+
 def test_an_epoch_that_nobody_knows_is_asked_for(tmp_path, warned):
     loops_over_numbers(tmp_path, 0, 14, epoch=None)
     assert [line for line in warned if "give maybe_save and save epoch=" in line] == warned
@@ -826,6 +906,53 @@ def test_a_copy_that_fails_once_is_no_failure(before_copy, warned, run, remote):
     save(run, 4, remote=remote, asynchronous=True)
     assert "step-00000004 is not copied to" in warned[0]
     assert steps_in(remote) == {"4"}
+
+
+@pytest.mark.parametrize("change", [bytes.upper, lambda data: data[:-1], None])
+def test_a_copy_that_differs_is_named_and_replaces_no_older_one(
+    tmp_path, monkeypatch, warned, run, remote, change
+):
+    put = ObjectStore.put
+
+    def damage(store, name, content):
+        if isinstance(content, Path) and name.startswith("step-00000008/states"):
+            content = content.read_bytes()
+            if change is None:
+                return
+            content = change(content)
+        put(store, name, content)
+
+    with checkpoints(run, remote=remote, keep_last=1) as saved:
+        saved.save(4, model=LAYER)
+        monkeypatch.setattr(ObjectStore, "put", damage)
+        saved.save(8, model=LAYER)
+        assert "step-00000008/states/model.pt" in str(saved.failure)
+        assert steps_in(remote) == {"4"}
+        assert restored(tmp_path / "new node", remote=remote) == 4
+        monkeypatch.setattr(ObjectStore, "put", put)
+        saved.save(12, model=LAYER)
+        assert saved.failure is None
+    assert steps_in(remote) == {"12"}
+
+
+@pytest.mark.parametrize("is_md5", [True, False])
+def test_a_copy_is_read_unless_the_store_tells_its_md5(tmp_path, monkeypatch, remote, is_md5):
+    saved = checkpoints(tmp_path / "run", remote=remote)
+
+    def md5(store, name):
+        content = Path(remote, name).read_bytes()
+        return hashlib.md5(content).hexdigest() + "-2" * (not is_md5)
+
+    read = []
+    blocks = ObjectStore.blocks
+    monkeypatch.setattr(ObjectStore, "md5", md5)
+    monkeypatch.setattr(
+        ObjectStore, "blocks", lambda store, name: read.append(name) or blocks(store, name)
+    )
+    with saved:
+        saved.save(4, model=LAYER)
+    files_of = ["random.pt", "input.pt", "states/model.pt"]
+    assert sorted(read) == sorted([] if is_md5 else [f"step-00000004/{file}" for file in files_of])
 
 
 def test_an_unreachable_remote_is_no_damage(monkeypatch, run, remote):

@@ -6,7 +6,11 @@ Needs torch.
 import csv
 import json
 import math
+import re
+import threading
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +19,7 @@ import torch
 from torch import nn
 
 from datatrove_ckpt.checkpoint import files
-from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.errors import ConfigError, StorageFailed
 from datatrove_ckpt.run_folder import tracking
 from datatrove_ckpt.run_folder import training as training_module
 from datatrove_ckpt.run_folder.tracking import TrainingTracker
@@ -129,6 +133,54 @@ def test_a_save_that_fails_on_a_full_disk_costs_no_best_step(tmp_path, monkeypat
         saved.save(4, model=model_of(0))  # a look that fails ends no save
 
 
+class Given(Exception):
+    """What a hook raises."""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_hook_gets_the_error_of_a_failed_save_and_may_end_the_training(
+    tmp_path, monkeypatch, warned, asynchronous, ends
+):
+    errors = []
+
+    def on_failure(error):
+        assert threading.current_thread() is threading.main_thread()
+        errors.append(str(error))
+        if ends:
+            raise Given
+
+    disk = Full(0)
+    made = []
+    with (
+        suppress(Given),
+        opened(tmp_path, on_failure=on_failure, asynchronous=asynchronous) as saved,
+    ):
+        saved.save(1, model=model_of(1))
+        saved._writing.join()
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "disk", disk)
+            saved.save(2, model=model_of(2))
+            saved._writing.join()
+            saved.maybe_save(3)
+        made.append(3)
+        saved.save(4, model=model_of(4))
+    assert len(errors) == 1
+    assert "No space left" in errors[0]
+    assert made == [3][ends:]
+    assert saved.steps() == [1, 4][: 2 - ends]
+
+
+def test_a_failure_at_the_end_is_given_to_the_hook_and_raised_as_before(tmp_path, monkeypatch):
+    errors = []
+    monkeypatch.setattr(files, "disk", Full(0))
+    saved = opened(tmp_path, on_failure=errors.append, asynchronous=True)
+    saved.save(1, model=model_of(1))
+    with pytest.raises(StorageFailed, match="No space left"):
+        saved.close()
+    assert errors == [saved.failure]
+
+
 def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_path, monkeypatch):
     filled(tmp_path)
     with opened(tmp_path) as training:
@@ -144,6 +196,51 @@ def test_who_restores_while_a_training_makes_its_first_steps_holds_no_lock(tmp_p
         assert evaluator.restore(30, model=model_of(0), weights_only=True) == 30
     events = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
     assert [event["event"] for event in events][-2:] == ["restored", "saved"]
+
+
+@dataclass
+class Settings:
+    betas: tuple[float, float] = (0.9, 0.95)
+    optimizer: dict[str, object] = field(default_factory=lambda: {"lr": 0.1, "eos_token": "</s>"})
+    api_key: str = "of-a-tracker"
+
+
+CONFIG = {
+    "betas": [0.9, 0.95],
+    "optimizer": {"lr": 0.1, "eos_token": "</s>"},
+    "api_key": "***",
+}
+
+
+def test_each_step_has_the_config_as_json(tmp_path):
+    settings = {"remote": str(tmp_path / "remote"), "config": {"model": Settings(), "seed": 7}}
+    folder = filled(tmp_path / "run", {10: 1.0, 20: 2.0}, **settings)
+    with opened(folder, **settings) as saved:
+        saved.rollback(to=10, model=model_of(0))
+    for name in ("run/step-00000010", "run/step-00000010.1", "remote/step-00000010.1"):
+        text = Path(tmp_path, name, "config.json").read_text()
+        assert json.loads(text) == {"model": CONFIG, "seed": 7}
+    assert opened(folder).restore(model=model_of(0)) == 10
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lr": [1.0, math.nan]}, "config.lr.1 is nan, which JSON cannot hold"),
+        (
+            {"model": {"weights": torch.zeros(2, 2)}},
+            r"config.model.weights is tensor\(\[\[0., 0.\], ",
+        ),
+        ({"folder": Path("/data")}, r"config.folder is PosixPath\('/data'\), which JSON"),
+        (Settings, "config is <class '.*Settings'>, which JSON cannot hold"),
+        ("seed=7", "config is 'seed=7'. Give a dict or a dataclass"),
+    ],
+)
+def test_a_config_that_json_cannot_hold_is_refused_before_the_training(tmp_path, config, message):
+    with pytest.raises(ConfigError, match=f"^{message}.*$") as refused:
+        opened(tmp_path / "run", config=config)
+    assert "\n" not in str(refused.value)
+    assert not Path(tmp_path, "run").exists()
 
 
 def test_a_step_that_is_not_there_is_named(tmp_path):
@@ -306,6 +403,38 @@ def test_the_commands_read_the_folder_of_a_training(tmp_path, command):
     assert "<- a restore takes it" in rows[-1]
     assert "no problem: 4 steps" in command("verify", folder).out
     assert "ok       restore: A restore takes step 50." in command("doctor", folder).out
+
+
+def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
+    tmp_path, monkeypatch, command
+):
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_NCCL_AUTH_TOKEN", "is-a-secret-1234")
+    folder = filled(tmp_path / "run")
+    assert "ranks" not in command("status", str(folder)).out
+    now = 1e9
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with opened(folder) as saved:
+        saved.restore()
+        saved.maybe_save(51)
+        assert not [*folder.glob(".rank-*")]  # another process may save there
+        saved.save(52, model=model_of(0))
+        for step, later in ((53, 1.0), (54, 1.0), (55, 31.0)):
+            now += later
+            saved.maybe_save(step)
+    own = json.loads(Path(folder, ".rank-00000").read_text())
+    Path(folder, ".rank-00000").write_text(json.dumps(own | {"ranks": 2}))
+    for rank, at in ((1, -6e4), (7, -9e5)):  # of a training that had more ranks
+        sign = {"at": time.time() + at, "rank": rank, "ranks": 2 + rank // 7 * 6, "step": 43}
+        text = json.dumps(sign | {"host": "node7", "variables": {"NCCL_DEBUG": "WARN"}})
+        Path(folder, f".rank-0000{rank}").write_text(text)
+    Path(folder, ".rank-00008").write_text('{"at": ')
+    shown = command("status", str(folder)).out
+    found = re.search("ranks      2 of 2, the last sign .+ ago; the oldest (.+)", shown)
+    assert found[1] == "16.7 h ago at step 43, rank 1 on node7"
+    assert "NCCL       NCCL_DEBUG=INFO NCCL_DEBUG=WARN TORCH_NCCL_AUTH_TOKEN=***" in shown
+    signs = json.loads(command("status", str(folder), "--json").out)["ranks"]
+    assert [(sign["rank"], sign["step"]) for sign in signs] == [(0, 55), (1, 43)]
 
 
 def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
 """Policies of a training: what each decides, alone and together, and that none overrides another."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,13 +12,16 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch.policies import (
     Best,
     Every,
+    EveryEpoch,
     EverySeconds,
     EverySteps,
     Last,
     Moment,
+    WhenFailing,
     keep_policy,
     save_policy,
 )
+from tests.patience import until
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,8 @@ from datatrove_ckpt.torch.policies import (
             Moment(1, 0, 400.0, 2.0, 500.0),
             False,
         ),  # it is still written
+        (EveryEpoch(), Moment(10, epoch_ended=True), True),
+        (EveryEpoch(), Moment(10, seconds=1e6), False),
         (EverySteps(500) | EverySeconds(60), Moment(500, seconds=1.0), True),
         (EverySteps(500) | EverySeconds(60), Moment(501, 500, 61.0), True),
         (EverySteps(500) | EverySeconds(60), Moment(501, 500, 1.0), False),
@@ -48,6 +56,38 @@ from datatrove_ckpt.torch.policies import (
 )
 def test_a_save_is_due(policy, moment, due):
     assert policy.is_due(moment) is due
+
+
+def test_a_node_whose_check_fails_saves_more_often_until_it_is_well(tmp_path):
+    failing = tmp_path / "failing"
+    policy = WhenFailing(f"test ! -e {failing}  # of the node", every_seconds=0.01)
+    looked, between = Moment(1, seconds=0.02), Moment(1)
+    assert not policy.is_due(between)
+    assert not policy.is_due(looked)
+    failing.touch()
+    for _ in range(2):
+        until(lambda: policy.is_due(looked))
+        assert not policy.is_due(between)
+    assert not policy.is_due(Moment(1, seconds=0.001))
+    failing.unlink()
+    until(lambda: not any(policy.is_due(looked) for _ in range(99)))
+    policy._checks.kill()
+    policy._checks.wait()
+
+
+@pytest.mark.slow  # imports all of the package
+def test_no_check_outlives_a_training_that_is_killed(tmp_path):
+    """Its shell ends by itself."""
+    script = """
+import os, signal
+from datatrove_ckpt.torch import Moment, WhenFailing
+policy = WhenFailing("true", every_seconds=0.01)
+policy.is_due(Moment(1, seconds=1.0))
+print(policy._checks.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    until(lambda: not Path("/proc", ended.stdout.decode().strip(), "fd").exists())
 
 
 LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 2.0, 500: None, 600: 1.0}

@@ -15,7 +15,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch import EverySteps, ReaderDataset, TrainingCheckpoints
 
 LENGTH = 32
 
@@ -65,7 +65,7 @@ def main(documents, run, steps):
     )
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     with TrainingCheckpoints(
-        run, os.environ.get("REMOTE"), every_steps=int(os.environ.get("EVERY", "5"))
+        run, os.environ.get("REMOTE"), save=EverySteps(int(os.environ.get("EVERY", "5")))
     ) as saved:
         step = saved.restore(loader=loader, **states) or int(os.environ.get("FIRST", "0"))
         epoch = saved.epoch

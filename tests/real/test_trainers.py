@@ -113,8 +113,8 @@ def accelerator():
 def test_accelerate_resumes_in_every_epoch(folder, accelerator, workers, samples):
     options = {
         "tokens": {},
-        "default": {"transform": None},
-        "columns": {"transform": None, "columns": ["text"]},
+        "default": {"function": None},
+        "columns": {"function": None, "columns": ["text"]},
     }
 
     def make():

@@ -57,13 +57,13 @@ from datatrove_ckpt.torch import (
     Last,
     Mix,
     Pack,
-    ReaderDataset,
     TrainingCheckpoints,
 )
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from tests.patience import Patience, until
 from tests.real import train as script
 from tests.real.loops import Full, steps_in
+from tests.training_rows import rows_of
 
 EVERY = 4
 LAYER = nn.Linear(2, 2)
@@ -112,9 +112,7 @@ class Training:
         random.seed(0)
         self.model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.dataset = ReaderDataset(
-            JsonlReader(documents), shuffle_seed=1, batch_size=5, transform=numbers
-        )
+        self.dataset = rows_of(JsonlReader(documents), seed=1, batch_size=5, function=numbers)
         self.new_loader()
         self.losses = {}
 
@@ -153,8 +151,9 @@ class Training:
             epoch += 1
 
 
-def numbers(document):
-    return torch.tensor([float(ord(document.text[0]) - 100), float(document.text[1:]) / 10])
+def numbers(row):
+    text = row["text"]
+    return torch.tensor([float(ord(text[0]) - 100), float(text[1:]) / 10])
 
 
 def checkpoints(folder, **settings):
@@ -1336,7 +1335,7 @@ def saving(run, loader, count):
 
 def tensor_parallel(rank, run, documents, made):
     """Ranks 2n and 2n+1 read the same rows."""
-    dataset = ReaderDataset(JsonlReader(documents), rank // 2, 2, shuffle_seed=1)
+    dataset = rows_of(JsonlReader(documents), rank // 2, 2, seed=1)
     source = dataset
     if made == "Mix":
         source = Mix([dataset], [1])

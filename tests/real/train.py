@@ -34,8 +34,8 @@ class Model(nn.Module):
         return self.head(self.body(self.drop(self.embed(tokens))))
 
 
-def tokens(document):
-    return torch.tensor(list(document.text.encode()[:LENGTH].ljust(LENGTH)))
+def tokens(row):
+    return torch.tensor(list(row["text"].encode()[:LENGTH].ljust(LENGTH)))
 
 
 def main(documents, run, steps):
@@ -46,19 +46,13 @@ def main(documents, run, steps):
     model = nn.parallel.DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-    dataset = ReaderDataset(
-        JsonlReader(documents),
-        rank,
-        size,
-        shuffle_seed=1,
-        batch_size=12 // size,
-        transform=tokens,
-        even="drop",
-    )
+    rows = ReaderDataset(JsonlReader(documents)).shuffle(seed=1)
+    rows = rows.shard(size, rank, drop_last=True)
+    dataset = rows.map(tokens).batch(12 // size)
     workers = int(os.environ.get("WORKERS", "0"))
     loader = StatefulDataLoader(
         dataset,
-        batch_size=12 // size,
+        batch_size=None,
         num_workers=workers,
         persistent_workers=workers > 1,
         multiprocessing_context=os.environ.get("START") if workers else None,

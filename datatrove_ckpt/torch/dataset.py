@@ -39,7 +39,7 @@ from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.order import Window, order_by_files, order_by_rows, unevenness
-from datatrove_ckpt.torch.stages import Batched, Mapped, Selected, Stage
+from datatrove_ckpt.torch.stages import Batched, Stage, mapped, selected
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import (
     DatasetState,
@@ -155,7 +155,7 @@ class Epoch(Iterator[object]):
         self._skipped = 0
         self.rest = self._read()
         for stage in dataset._stages:
-            self.rest = stage.apply(self.rest)
+            self.rest = stage(self.rest)
 
     def __next__(self) -> object:
         return next(self.rest)
@@ -387,7 +387,7 @@ class ReaderDataset(StatefulIterable):
         if isinstance(column_names, str):
             column_names = [column_names]
         if self._stages:
-            return self._with(_stages=(*self._stages, Selected(column_names)))
+            return self._with(_stages=(*self._stages, selected(column_names)))
         return self._with(columns=column_names)
 
     def map(self, function: Callable[[Any], object], **others: object) -> Self:
@@ -395,7 +395,7 @@ class ReaderDataset(StatefulIterable):
         result takes the place of the row.
         """
         refuse(others, _OF_DATASETS)
-        return self._with(_stages=(*self._stages, Mapped(function)))
+        return self._with(_stages=(*self._stages, mapped(function)))
 
     def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
         """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
@@ -413,7 +413,8 @@ class ReaderDataset(StatefulIterable):
         topology = Topology(self.world_size, 1)
         count = topology.of_rank(self._index.table.total, self.rank, self._even)
         for stage in self._stages:
-            count = stage.count(count)
+            if isinstance(stage, Batched):
+                count = stage.count(count)
         return count
 
     def set_epoch(self, epoch: int) -> None:

@@ -8,55 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from datatrove_ckpt.errors import ConfigError
 
-
-class Stage(Protocol):
-    def apply(self, samples: Iterator[Any]) -> Iterator[Any]: ...
-
-    def count(self, samples: int) -> int:
-        """Returns how many samples it makes of so many."""
+Stage = Callable[[Iterator[Any]], Iterator[Any]]
 
 
-@dataclass(frozen=True)
-class Mapped:
-    function: Callable[[Any], object]
-
-    def apply(self, samples: Iterator[Any]) -> Iterator[Any]:
-        return map(self._result, samples)
-
-    def count(self, samples: int) -> int:
-        return samples
-
-    def _result(self, sample: object) -> object:
-        result = self.function(sample)
-        if isinstance(sample, dict) and isinstance(result, dict):
-            return sample | result
-        return result
+def mapped(function: Callable[[Any], object]) -> Stage:
+    return partial(map, partial(_result, function))
 
 
-@dataclass(frozen=True)
-class Selected:
-    columns: Sequence[str]
+def _result(function: Callable[[Any], object], sample: object) -> object:
+    result = function(sample)
+    if isinstance(sample, dict) and isinstance(result, dict):
+        return sample | result
+    return result
 
-    def apply(self, samples: Iterator[Any]) -> Iterator[Any]:
-        return map(self._chosen, samples)
 
-    def count(self, samples: int) -> int:
-        return samples
+def selected(columns: Sequence[str]) -> Stage:
+    return partial(map, partial(_chosen, columns))
 
-    def _chosen(self, row: dict[str, object]) -> dict[str, object]:
-        try:
-            return {name: row[name] for name in self.columns}
-        except KeyError as error:
-            raise ConfigError(
-                f"select_columns: a row has no {error}; it has {list(row)}."
-            ) from error
+
+def _chosen(columns: Sequence[str], row: dict[str, object]) -> dict[str, object]:
+    missing = set(columns) - row.keys()
+    if missing:
+        raise ConfigError(f"select_columns: a row has no {missing}; it has {list(row)}.")
+    return {name: row[name] for name in columns}
 
 
 @dataclass(frozen=True)
@@ -64,43 +46,38 @@ class Batched:
     size: int
     drop_last: bool
 
-    def apply(self, samples: Iterator[Any]) -> Iterator[Any]:
-        return _Batches(samples, self)
+    def __call__(self, samples: Iterator[Any]) -> Iterator[object]:
+        return map(_joined, iter(partial(self._take, samples), []))
 
     def count(self, samples: int) -> int:
         if self.drop_last:
             return samples // self.size
         return -(-samples // self.size)
 
+    def _take(self, samples: Iterator[Any]) -> list[Any]:
+        taken = list(islice(samples, self.size))
+        if self.drop_last and len(taken) < self.size:
+            return []
+        return taken
 
-class _Batches(Iterator[object]):
-    def __init__(self, samples: Iterator[Any], batched: Batched) -> None:
-        self._samples = samples
-        self._size = batched.size
-        self._least = batched.size if batched.drop_last else 1
 
-    def __next__(self) -> object:
-        samples = list(islice(self._samples, self._size))
-        if len(samples) < self._least:
-            raise StopIteration
-        if not isinstance(samples[0], dict):
-            return _column(samples)
-        names = dict.fromkeys(chain.from_iterable(samples))
-        return {name: _column([row.get(name) for row in samples]) for name in names}
+def _joined(samples: list[Any]) -> object:
+    if not isinstance(samples[0], dict):
+        return _column(samples)
+    names = dict.fromkeys(chain.from_iterable(samples))
+    return {name: _column([row.get(name) for row in samples]) for name in names}
 
 
 def _column(values: list[Any]) -> object:
     """Makes an array of numbers, and of arrays or tensors of one shape and type; returns other
     values as they are.
     """
-    kinds = set(map(type, values))
-    kind = kinds.pop()
-    if kinds or kind is str:
-        return values
-    if kind in (bool, int, float):
+    kind, *others = set(map(type, values))
+    if kind in (bool, int, float) and not others:
         return np.array(values)
-    shapes = {(getattr(one, "shape", None), getattr(one, "dtype", None)) for one in values}
-    if len(shapes) > 1 or (None, None) in shapes:
+    if not hasattr(values[0], "dtype") or others:
+        return values
+    if len({(one.shape, one.dtype) for one in values}) > 1:
         return values
     if kind.__module__ != "torch":
         return np.stack(values)

@@ -293,7 +293,7 @@ def test_what_cannot_work_is_named(parquet):
         (lambda: rows.shard(1, 0, batch_size=0), "batch_size: 0 is not"),
         (lambda: rows.batch(0), "batch_size: 0 is not"),
         (lambda: rows.shuffle(), r"seed: .*shuffle\(seed=0\)"),
-        (lambda: next(iter(rows.map(dict).select_columns("x"))), "has no 'x'; it has .'text'"),
+        (lambda: next(iter(rows.map(dict).select_columns("x"))), "has no {'x'}; it has .'text'"),
         (lambda: ReaderDataset(JsonlReader(".", adapter=dict)), "adapter: .*Use map"),
         # Arguments of 0.2, and of datasets.
         (lambda: ReaderDataset(parquet, 0, 2), r"rank: .*shard\("),
@@ -511,10 +511,10 @@ def test_a_batch_has_arrays_of_what_is_of_one_shape():
         {"a": [1, 2][:n], "b": np.arange(2), "c": "x", "d": n > 1, "e": np.arange(n)}
         for n in (1, 2)
     ]
-    (batch,) = Batched(3, False).apply(iter(rows))
+    (batch,) = Batched(3, False)(iter(rows))
     shown = {name: getattr(column, "tolist", lambda: None)() for name, column in batch.items()}
     assert shown == {"a": None, "b": [[0, 1], [0, 1]], "c": None, "d": [False, True], "e": None}
-    (batch,) = Batched(2, True).apply(iter([1.5, 2.5, 3.5]))
+    (batch,) = Batched(2, True)(iter([1.5, 2.5, 3.5]))
     assert batch.tolist() == [1.5, 2.5]
 
 

@@ -120,6 +120,21 @@ def check(cls: type, values: Mapping[str, object]) -> None:
             check_value(name, parameter.annotation, values[name])
 
 
+def refuse(given: Iterable[str], instead: Mapping[str, str]) -> None:
+    """Refuses arguments that an earlier release or another library has.
+
+    Args:
+        instead: what to write, by the name of the argument.
+
+    Raises:
+        ConfigError: the first argument. TypeError, if ``instead`` does not have it.
+    """
+    for name in given:
+        if name not in instead:
+            raise TypeError(f"unexpected argument {name!r}")
+        raise ConfigError(f"not an argument here. Write {instead[name]}.", setting=name)
+
+
 def one_of(choices: Iterable[str]) -> object:
     return Literal[tuple(choices)]
 

@@ -8,6 +8,7 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
                     position
     index.py, blocks.py
                     the rows of an input by number; the input as blocks of rows
+    stages.py       what is made of rows: map, select_columns, batch
     states.py       states of ReaderDataset, their checksums; states of all workers together
     packing.py, mixing.py, stateful.py
                     Pack, Mix, and what they share with ReaderDataset
@@ -21,7 +22,7 @@ Start at ``dataset.py`` (ReaderDataset, ``restore``) and ``checkpoints.py`` (Tra
 
 from typing import TYPE_CHECKING
 
-from datatrove_ckpt.torch.dataset import ReaderDataset, Sample, restore, text_and_id
+from datatrove_ckpt.torch.dataset import ReaderDataset, restore
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.packing import Pack
 from datatrove_ckpt.torch.policies import (
@@ -36,7 +37,6 @@ from datatrove_ckpt.torch.policies import (
     SavePolicy,
     WhenFailing,
 )
-from datatrove_ckpt.torch.states import merge
 
 if TYPE_CHECKING:
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints
@@ -53,17 +53,22 @@ __all__ = [
     "Moment",
     "Pack",
     "ReaderDataset",
-    "Sample",
     "SavePolicy",
     "TrainingCheckpoints",
     "WhenFailing",
-    "merge",
     "restore",
-    "text_and_id",
 ]
+
+_REMOVED = {
+    "Sample": "typing.Any",
+    "merge": "restore(loader, states), with the states of all ranks",
+    "text_and_id": 'select_columns(["text", "id"])',
+}
 
 
 def __getattr__(name: str) -> object:
+    if name in _REMOVED:
+        raise ImportError(f"{__name__}.{name} was removed. Use {_REMOVED[name]}.")
     if name != "TrainingCheckpoints":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from datatrove_ckpt.torch.checkpoints import TrainingCheckpoints

@@ -25,6 +25,7 @@ from loguru import logger
 import datatrove_ckpt.readers.jsonl as jsonl
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
+from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import Inputs
 from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import Row
@@ -43,9 +44,6 @@ _SAMPLED_ROWS = 64
 _SAMPLED_BYTES = 2**22
 _OPEN_FILES = 32
 _THREADS = 16
-
-FilesReader = JsonlReader | ParquetReader | IpcReader
-"""The readers whose rows can be counted, and read in any order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,6 @@ class BlockInput:
         self._opened: OrderedDict[int, BlockFile] = OrderedDict()
         self._process = os.getpid()
         self._keys: set[str] = set()  # columns that some line of JSONL had
-        self._unified: Unified | None = None
         self._schemas: dict[bytes, bytes] = {}  # each kept once
         self._size = 4
         self._index = self._index_files()
@@ -106,11 +103,14 @@ class BlockInput:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
 
-    def read(self, block: Block, columns: Sequence[str] | None = None) -> Rows:
+    def read(
+        self, block: Block, columns: Sequence[str] | None = None, unified: Unified | None = None
+    ) -> Rows:
         """Reads the rows of a block.
 
         Args:
             columns: None: all. A line of JSONL may lack some, and has None there.
+            unified: the types that the rows get.
 
         Raises:
             ConfigError: a file has no such column.
@@ -120,9 +120,9 @@ class BlockInput:
         rows = self._file(block.file).read(block.first, block.rows, columns)
         if isinstance(rows, list):
             return self._of_columns(rows, columns, self.names[block.file])
-        if self._unified is None:
+        if unified is None:
             return rows
-        return self._unified.apply(rows, self.names[block.file])
+        return unified.apply(rows, self.names[block.file])
 
     def _of_columns(
         self, rows: list[Row | None], columns: Sequence[str] | None, name: str
@@ -137,14 +137,15 @@ class BlockInput:
             self._keys.update(columns)
         return [row and {column: row.get(column) for column in columns} for row in rows]
 
-    def unify(self, columns: Sequence[str] | None) -> None:
-        """Gives rows of all files the same types, in these columns: see ``Unified``."""
+    def unified(self, columns: Sequence[str] | None) -> Unified | None:
+        """Returns the types of these columns in all files; None for rows that are dicts."""
+        if self.gives_dicts:
+            return None
         schemas: dict[bytes, str] = {}
         for name, file in zip(self.names, self._index, strict=True):
             if file.rows:
                 schemas.setdefault(file.schema, name)
-        if not self.gives_dicts:
-            self._unified = Unified(schemas.items(), columns)
+        return Unified(schemas.items(), columns)
 
     def expect(self, file: int, blocks: Iterable[Block]) -> None:
         """Names the blocks that are read next: small ones are read together."""
@@ -276,7 +277,7 @@ class Unified:
                     raise ConfigError(
                         f"The input file {name!r} and files before it have values that are none of "
                         f"one column: {error}. Write the files with one type, choose other "
-                        "columns, or read without shuffle_seed."
+                        "columns, or read without shuffle()."
                     ) from error
         self._schema = unified
 
@@ -293,7 +294,7 @@ class Unified:
         except pa.ArrowException as error:
             raise InputError(
                 f"The input file {name!r} has a value that does not fit the types of all files: "
-                f"{error}. Write the files with one type, or read without shuffle_seed."
+                f"{error}. Write the files with one type, or read without shuffle()."
             ) from error
 
 

@@ -57,6 +57,7 @@ from datatrove_ckpt.checkpoint.training_steps import (
     left_behind,
     size_of,
 )
+from datatrove_ckpt.common.declared import refuse
 from datatrove_ckpt.common.object_store import check_mirror
 from datatrove_ckpt.common.retrying import READING, failure_line
 from datatrove_ckpt.errors import (
@@ -91,6 +92,16 @@ _RANDOM = "random.pt"
 _SIGNAL = 2.0
 _OTHER = 1.0
 _WARN_SECONDS = 10.0  # of waiting for a copy
+_REMOVED = {
+    "every_steps": "save=EverySteps(500)",
+    "every_seconds": "save=EverySeconds(600)",
+    "mtbf_seconds": 'save=EverySeconds("auto", mtbf_seconds=3600)',
+    "keep_last": "keep=Last(3)",
+    "keep_best": 'keep=Best("loss", 1)',
+    "keep_every": "keep=Every(10_000)",
+    "best": 'keep=Best("loss")',
+}
+"""Arguments of 0.2, and what replaces them."""
 
 
 class TrainingCheckpoints:
@@ -103,16 +114,9 @@ class TrainingCheckpoints:
             the newest step of its folder, as soon as the copy before has ended, and then what
             ``keep`` keeps beside ``Last``. Steps that a folder lacks are restored from there.
         save: when ``maybe_save`` saves, such as ``EverySteps(500) | EverySeconds("auto")``. None:
-            the three arguments that follow are a short form.
-        every_steps: ``EverySteps``.
-        every_seconds: ``EverySeconds``; "auto" without ``every_steps``.
-        mtbf_seconds: of ``EverySeconds("auto")``.
-        keep: which steps stay, such as ``Last(3) | Best("loss") | Every(10_000)``. None: the four
-            arguments that follow are a short form.
-        keep_last: ``Last``; 3.
-        keep_best: the count of ``Best``; 1.
-        keep_every: ``Every``; none.
-        best: the metric of ``Best``; "loss".
+            ``EverySeconds("auto")``.
+        keep: which steps stay, such as ``Last(3) | Best("loss") | Every(10_000)``. None:
+            ``Last(3) | Best("loss")``.
         asynchronous: False: a save returns when it is on the disk.
         only_plain: restore tensors and plain values only. False: any object, which runs code that a
             file names.
@@ -136,21 +140,16 @@ class TrainingCheckpoints:
         remote: str | None = None,
         *,
         save: policies.SavePolicy | None = None,
-        every_steps: int | None = None,
-        every_seconds: float | Literal["auto"] | None = None,
-        mtbf_seconds: float | None = None,
         keep: policies.KeepPolicy | None = None,
-        keep_last: int | None = None,
-        keep_best: int | None = None,
-        keep_every: int | None = None,
-        best: str | None = None,
         asynchronous: bool = True,
         only_plain: bool = True,
         on_failure: Callable[[Exception], object] | None = None,
         config: object = None,
+        **removed: object,
     ) -> None:
-        self._save_policy = policies.save_policy(save, every_steps, every_seconds, mtbf_seconds)
-        self._keep = policies.keep_policy(keep, keep_last, keep_best, keep_every, best)
+        refuse(removed, _REMOVED)
+        self._save_policy = save or policies.EverySeconds("auto")
+        self._keep = keep or policies.Last(3) | policies.Best("loss")
         parts = self._keep.parts
         self._lasting = policies.AnyOf(
             tuple(part for part in parts if not isinstance(part, policies.Last))
@@ -517,7 +516,7 @@ class TrainingCheckpoints:
         if self._logged and best is not None and best.count and best.name not in metrics:
             logger.warning(
                 f"metrics has no {best.name!r}: no best step is kept. Give it to "
-                "maybe_save and save, as log chooses no step; or set best=, or keep_best=0."
+                "maybe_save and save, as log chooses no step; or choose another keep=."
             )
         if input_state is not None and input_state["epoch"] is None:
             logger.warning(

@@ -1,11 +1,10 @@
-"""ReaderDataset: a reader of this package as a torch dataset whose position can be saved and
-restored.
+"""ReaderDataset: rows of files as a torch dataset whose position can be saved and restored.
 
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    reader = ParquetReader("s3://bucket/corpus")
-    dataset = ReaderDataset(reader, rank, world_size, shuffle_seed=0, columns=["text"])
-    loader = StatefulDataLoader(dataset, batch_size=32, num_workers=4)
+    rows = ReaderDataset.from_folder("s3://bucket/corpus").select_columns(["text"])
+    dataset = rows.shuffle(seed=0).shard(world_size, rank).map(tokenise).batch(32)
+    loader = StatefulDataLoader(dataset, batch_size=None, num_workers=4)
     first_epoch = 0
     if saved:                                                            # the files of all ranks
         first_epoch = restore(loader, saved)
@@ -25,21 +24,22 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from datatrove.data import Document
 from loguru import logger
 
-from datatrove_ckpt.common.declared import Count, check
+from datatrove_ckpt.common import JsonObject
+from datatrove_ckpt.common.declared import Count, check_value, refuse
 from datatrove_ckpt.common.formatting import parse_bytes
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import SeekingReader
+from datatrove_ckpt.readers.files import FilesReader, folder_reader, hub_reader
 from datatrove_ckpt.readers.positions import State
 from datatrove_ckpt.readers.table_files import Numbers
-from datatrove_ckpt.torch.blocks import FilesReader
-from datatrove_ckpt.torch.index import Index, InputRow, RowSource
+from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.order import Window, order_by_files, order_by_rows, unevenness
+from datatrove_ckpt.torch.stages import Batched, Stage, mapped, selected
 from datatrove_ckpt.torch.stateful import StatefulIterable
 from datatrove_ckpt.torch.states import (
     DatasetState,
@@ -67,9 +67,7 @@ def parse_window(window: int | str) -> Window:
             return Window(bytes=max(1, size))
     elif type(window) is int and window > 0:
         return Window(rows=window, bytes=None)
-    raise ConfigError(
-        f'shuffle_window must be a number of rows, or bytes like "256MB", not {window!r}.'
-    )
+    raise ConfigError(f'window must be a number of rows, or bytes like "256MB", not {window!r}.')
 
 
 def _continued(start: DatasetState, then: DatasetState) -> DatasetState:
@@ -143,7 +141,11 @@ class Epoch(Iterator[object]):
         else:
             self._order = order_by_rows(table, seed, number, dataset._window)
         self._remaining = Remaining(self._order.rows, start.done)
-        self._source = RowSource(dataset._index, self._order, dataset._read_columns)
+        columns = dataset.columns or getattr(dataset._reader, "_columns", None)
+        unified = None
+        if seed is not None:  # rows of several files come together
+            unified = dataset._index.blocks.unified(columns)
+        self._source = RowSource(dataset._index, self._order, columns, unified)
         mean = int(table.bytes.sum()) // max(1, table.total)
         self._chunk = min(_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, mean)))
         self._start = start.to_json()
@@ -152,8 +154,8 @@ class Epoch(Iterator[object]):
         self._missing = start.skipped
         self._skipped = 0
         self.rest = self._read()
-        if dataset.transform is not None:
-            self.rest = map(dataset.transform, self.rest)
+        for stage in dataset._stages:
+            self.rest = stage(self.rest)
 
     def __next__(self) -> object:
         return next(self.rest)
@@ -163,8 +165,7 @@ class Epoch(Iterator[object]):
 
     def row_name(self, behind: int) -> str:
         number = self._samples - behind
-        [row] = self._source.rows(*self._places(number, number + 1))
-        return f"Row {row.number} of {row.name!r}"
+        return self._source.name(*self._places(number, number + 1))
 
     def check_used(self, next_epoch: int) -> None:
         """Raises CheckpointMismatch before the next epoch if this epoch gave nothing.
@@ -181,6 +182,9 @@ class Epoch(Iterator[object]):
                 f"{epoch - 1}: the rest of it is empty, and epoch {epoch} follows."
             )
 
+    def _rows(self, low: int, high: int) -> list[JsonObject | None]:
+        return self._source.samples(*self._places(low, high))
+
     def _places(self, low: int, high: int) -> tuple[Numbers, Numbers]:
         numbers = np.arange(low, high)
         places = self._topology.places(self._slot.rank, self._slot.worker, numbers)
@@ -190,7 +194,9 @@ class Epoch(Iterator[object]):
         while self._samples < self._count:
             first = self._samples
             last = min(first + self._chunk, self._count)
-            for number, sample in enumerate(self._read_from(self._source, first, last), first):
+            for number, sample in enumerate(
+                self._source.samples(*self._places(first, last)), first
+            ):
                 if sample is None:
                     sample = self._instead_of(number)
                     self._missing += sample is None
@@ -198,107 +204,76 @@ class Epoch(Iterator[object]):
                 if sample is not None:
                     yield sample
 
-    def _read_from(self, source: RowSource, first: int, last: int) -> Iterable[object]:
-        """Reads rows of the columns, or documents; None: a damaged line, or no document."""
-        places = self._places(first, last)
-        if self._dataset.columns is not None:
-            return source.samples(*places)
-        return map(self._document, source.rows(*places))
+    def _instead_of(self, number: int) -> JsonObject | None:
+        """Returns a row in place of the worker's row with this number, which is damaged.
 
-    def _document(self, row: InputRow) -> object:
-        if row.data is None:
-            return None
-        reader = self._dataset._plain_reader
-        return reader.get_document_from_dict(row.data, row.name, row.number)
-
-    def _instead_of(self, number: int) -> object:
-        """Returns a sample in place of the worker's row with this number, which holds no document.
-
-        Ranks that must be even get the worker's next document twice, which depends on the order
-        alone. Others: None.
+        Ranks that must be even get the worker's next row twice, which depends on the order alone.
+        Others: None.
         """
         is_even = self._dataset._even is not None
         if not self._skipped:
             what = "this epoch has fewer samples than len() says"
             if is_even:
-                what = "another document comes twice"
-            logger.warning(
-                f"{self.row_name(0)} holds no document, so {what}. Further ones are skipped."
-            )
+                what = "another row comes twice"
+            logger.warning(f"{self.row_name(0)} is damaged, so {what}. Further ones are skipped.")
         self._skipped += 1
         if not is_even:
             return None
-        # Adapters take values out of the rows of a source.
-        others = RowSource(self._source.index, self._order, self._source.columns)
+        # The windows of the source stay open.
+        others = replace(self._source, _open={})
         total = self._count
         # Those after it, then those before it.
         for low in (*range(number + 1, total, self._chunk), *range(0, number, self._chunk)):
-            for other in self._read_from(others, low, min(low + self._chunk, total)):
+            for other in others.samples(*self._places(low, min(low + self._chunk, total))):
                 if other is not None:
                     return other
-        raise InputError(
-            f"None of the {total} rows of {self._slot} holds a document. Is text_key "
-            f"({self._dataset._plain_reader.text_key!r}) correct?"
-        )
+        raise InputError(f"None of the {total} rows of {self._slot} is a JSON object.")
 
 
-Sample = Any
-"""A result of ``transform``."""
-
-
-def text_and_id(document: Document) -> dict[str, str]:
-    """Returns the two fields that every document has, so that torch can collate the samples."""
-    return {"text": document.text, "id": str(document.id)}
+_REMOVED = {
+    "rank": "shard(num_shards, index)",
+    "world_size": "shard(num_shards, index)",
+    "shuffle_seed": "shuffle(seed=0)",
+    "transform": "map(function), which gets rows instead of documents",
+    "columns": "select_columns([...])",
+    "even": "shard(num_shards, index, drop_last=True)",
+    "shuffle_window": 'shuffle(seed=0, window="128MB")',
+    "batch_size": "batch(batch_size), or shard(num_shards, index, batch_size=...)",
+}
+"""Arguments of 0.2, in their order, and the methods that replace them."""
+_OF_DATASETS = {
+    "buffer_size": "window=, a number of rows or bytes",
+    "generator": "seed=",
+    "contiguous": "shard(num_shards, index) alone: shards take turns by the row",
+    "batched": "batch(batch_size).map(function)",
+    "remove_columns": "select_columns([...]) after map",
+    "fn_kwargs": "functools.partial(function, ...)",
+    "num_proc": "num_workers= of the loader",
+    "streaming": "nothing: rows are always read as a stream",
+}
+"""Arguments of the methods of ``datasets`` that these have under another name, or not at all."""
 
 
 class ReaderDataset(StatefulIterable):
-    """The documents of a reader.
+    """The rows of files: dicts of their columns, in which a list of numbers is a numpy array.
+
+    Each method returns a new dataset, which begins at epoch 0. ``shuffle`` and ``shard`` choose
+    rows of the input, wherever they stand; ``map``, ``select_columns`` and ``batch`` change samples
+    in the order of the calls. Words and arguments are those of ``datasets``.
 
     Args:
         reader: a ``JsonlReader``, ``ParquetReader`` or ``IpcReader``. It is copied, and its own
-            state does not change. Its ``skip`` and ``limit`` count rows of the whole input.
-        rank: the rank of this process in the training.
-        world_size: the number of processes in the training.
-        shuffle_seed: order files, blocks and rows by this number and the epoch. None: by the
-            reader's own, or in the order of the files if it has none.
-        transform: makes a sample from a document, or from a row if there are ``columns``. The
-            default one keeps text and id, or the row.
-        columns: read only these columns, and make no documents: a sample is a dict of them, in
-            which a list of numbers (token rows) is a numpy array.
-        even: None: ranks differ by one sample at most. "drop": all have the same number, and the
-            last samples are left out. "repeat": all have the same number, and the first samples
-            come again.
-        shuffle_window: how much is shuffled at once, over all ranks and workers: a number of rows,
-            or bytes with a unit ("128MB"). No worker holds more than this, and one more part of it
-            while it reads on.
-        batch_size: that of the loader. With it, workers take turns by the batch: only the last
-            batch of a rank is smaller, so ``len(loader)`` is exact, and the global batch of a step
-            does not depend on the topology. None: workers take turns by the sample.
+            state does not change. Its ``skip`` and ``limit`` count rows of the whole input, and its
+            ``shuffle_seed`` is used as by ``shuffle``.
 
     Raises:
         ConfigError: the rows of the reader cannot be counted, or an argument is not allowed.
         InputError: a file of the input is damaged.
     """
 
-    def __init__(
-        self,
-        reader: SeekingReader,
-        rank: int = 0,
-        world_size: int = 1,
-        shuffle_seed: int | None = None,
-        transform: Callable[[Any], Sample] | None = None,
-        *,
-        columns: Sequence[str] | None = None,
-        even: Even = None,
-        shuffle_window: int | str = "128MB",
-        batch_size: Count | None = None,
-    ) -> None:
+    def __init__(self, reader: SeekingReader, *removed: object, **others: object) -> None:
         super().__init__()
-        check(ReaderDataset, locals())
-        if not 0 <= rank < world_size:
-            raise ConfigError(
-                f"rank must be from 0 to world_size - 1 ({world_size - 1}), not {rank}."
-            )
+        refuse([*list(_REMOVED)[: len(removed)], *others], _REMOVED)
         if not isinstance(reader, FilesReader):
             raise ConfigError(
                 f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "
@@ -307,34 +282,140 @@ class ReaderDataset(StatefulIterable):
                 "datasets, or images and sound of it, need no reader: give the dataset itself to "
                 "StatefulDataLoader, Pack or Mix."
             )
-        if shuffle_seed is None:
-            shuffle_seed = reader.shuffle_seed
-        if shuffle_seed is not None:
-            shuffle_seed = int(shuffle_seed)  # NumPy's integers are no JSON
-        if transform is None and columns is None:
-            transform = text_and_id
-        self.rank = int(rank)
-        self.world_size = int(world_size)
-        self.shuffle_seed = shuffle_seed
-        self.transform = transform
-        self.columns = columns
-        self._window = parse_window(shuffle_window)
-        self._order = {
-            "shuffle_seed": shuffle_seed,
-            "window": [self._window.rows, self._window.bytes],
-        }
-        self._even = even
-        self._batch = int(batch_size or 1)
-        self._plain_reader = copy.copy(reader)
-        self._plain_reader.shuffle_seed = None  # the order is that of the epoch
-        self._index = Index(self._plain_reader)
-        self._read_columns = columns or getattr(reader, "_columns", None)
-        if shuffle_seed is not None:  # rows of several files come together
-            self._index.blocks.unify(self._read_columns)
+        if not reader.has_default_adapter():
+            raise ConfigError("it makes documents, and these are rows. Use map.", setting="adapter")
+        self.rank = 0
+        self.world_size = 1
+        self.shuffle_seed = reader.shuffle_seed
+        self.columns: Sequence[str] | None = None
+        self._window = parse_window("128MB")
+        self._even: Even = None
+        self._batch = 1
+        self._stages: tuple[Stage, ...] = ()
+        self._reader = copy.copy(reader)
+        self._reader.shuffle_seed = None  # the order is that of the epoch
+        self._index = Index(self._reader)
+
+    @classmethod
+    def from_folder(cls, folder: str, glob_pattern: str | None = None) -> Self:
+        """Reads the Parquet, Arrow or JSON Lines files of a folder, also at s3:// or hf://.
+
+        Args:
+            glob_pattern: of the files, from the folder on; None: all of their kind.
+
+        Raises:
+            ConfigError: the files are of several kinds, or of another.
+        """
+        return cls(folder_reader(folder, glob_pattern))
+
+    @classmethod
+    def from_hub(
+        cls,
+        path: str,
+        name: str | None = None,
+        *,
+        split: str = "train",
+        revision: str | None = None,
+        **others: object,
+    ) -> Self:
+        """Reads the files of a dataset of the Hugging Face hub, at its newest commit. Needs
+        ``datasets``, whose ``load_dataset`` has the same arguments.
+
+        Raises:
+            ConfigError: the files are not Parquet, Arrow or JSON Lines.
+            InputError: there is no such dataset, configuration or split.
+        """
+        refuse(others, _OF_DATASETS)
+        return cls(hub_reader(path, name, split, revision))
+
+    # Other rows ----------------------------------------------------------------------------------
+
+    def shuffle(
+        self, seed: int | None = None, window: int | str = "128MB", **others: object
+    ) -> Self:
+        """Orders files, blocks and rows by ``seed`` and the epoch.
+
+        Args:
+            seed: the same number in all ranks, and after a restart.
+            window: how much is shuffled at once, over all ranks and workers: a number of rows, or
+                bytes with a unit ("128MB"). No worker holds more than this, and one more part of it
+                while it reads on.
+        """
+        refuse(others, _OF_DATASETS)
+        if seed is None:
+            raise ConfigError(
+                "a number that all ranks share. Write shuffle(seed=0).", setting="seed"
+            )
+        # NumPy's integers are no JSON.
+        return self._with(shuffle_seed=int(seed), _window=parse_window(window))
+
+    def shard(
+        self,
+        num_shards: Count,
+        index: int,
+        *,
+        drop_last: bool = False,
+        batch_size: Count | None = None,
+        **others: object,
+    ) -> Self:
+        """Chooses the rows of one of ``num_shards`` ranks, which take turns by the row.
+
+        Args:
+            index: the rank, from 0.
+            drop_last: all ranks have the same number of rows, and the last rows are left out.
+                Otherwise they differ by one row at most.
+            batch_size: of a loader that makes the batches. As with ``batch``, its workers then take
+                turns by the batch: only the last batch of a rank is smaller, ``len(loader)`` is
+                exact, and the global batch of a step does not depend on the topology.
+        """
+        refuse(others, _OF_DATASETS)
+        check_value("num_shards", Count, num_shards)
+        check_value("batch_size", Count | None, batch_size)
+        if not 0 <= index < num_shards:
+            raise ConfigError(f"must be from 0 to {num_shards - 1}, not {index}.", setting="index")
+        return self._with(
+            rank=self.rank + self.world_size * int(index),
+            world_size=self.world_size * int(num_shards),
+            _even="drop" if drop_last else self._even,
+            _batch=int(batch_size or self._batch),
+        )
+
+    # Other samples -------------------------------------------------------------------------------
+
+    def select_columns(self, column_names: str | Sequence[str]) -> Self:
+        """Keeps these columns. Others are not read, unless ``map`` or ``batch`` stands before."""
+        if isinstance(column_names, str):
+            column_names = [column_names]
+        if self._stages:
+            return self._with(_stages=(*self._stages, selected(column_names)))
+        return self._with(columns=column_names)
+
+    def map(self, function: Callable[[Any], object], **others: object) -> Self:
+        """Gives ``function`` each sample. A dict that it returns adds columns to a row; another
+        result takes the place of the row.
+        """
+        refuse(others, _OF_DATASETS)
+        return self._with(_stages=(*self._stages, mapped(function)))
+
+    def batch(self, batch_size: Count, drop_last_batch: bool = False, **others: object) -> Self:
+        """Joins ``batch_size`` samples to one. Give the loader ``batch_size=None``.
+
+        A column of numbers, or of arrays of one shape, becomes one array, another one a list. The
+        workers of a loader take turns by the batch.
+        """
+        refuse(others, _OF_DATASETS)
+        check_value("batch_size", Count, batch_size)
+        batched = Batched(int(batch_size), drop_last_batch)
+        return self._with(_batch=batched.size, _stages=(*self._stages, batched))
 
     def __len__(self) -> int:
-        """Returns the number of samples of this rank in an epoch. Rows without a document count."""
-        return Topology(self.world_size, 1).of_rank(self._index.table.total, self.rank, self._even)
+        """Returns the number of samples of this rank in an epoch. Damaged rows count."""
+        topology = Topology(self.world_size, 1)
+        count = topology.of_rank(self._index.table.total, self.rank, self._even)
+        for stage in self._stages:
+            if isinstance(stage, Batched):
+                count = stage.count(count)
+        return count
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch. Call it before each epoch.
@@ -360,11 +441,15 @@ class ReaderDataset(StatefulIterable):
 
     # States --------------------------------------------------------------------------------------
 
+    def _order(self) -> State:
+        window = [self._window.rows, self._window.bytes]
+        return {"shuffle_seed": self.shuffle_seed, "window": window}
+
     def _state_at(self, epoch: int, slot: Slot | None, shares: int | None) -> DatasetState:
         """Returns the state of the beginning of an epoch."""
         return DatasetState(
             epoch=epoch,
-            order=self._order | {"shares": shares},
+            order=self._order() | {"shares": shares},
             input=self._index.state,
             slot=slot,
             batch=self._batch,
@@ -377,7 +462,7 @@ class ReaderDataset(StatefulIterable):
     def check_state(self, state: State) -> None:
         check_seals(state)
         then = DatasetState.from_json(state)
-        check_settings(then.order, self._order)
+        check_settings(then.order, self._order())
         self._index.check(then.input)
 
     def made(self, state: State, workers: int) -> bool:
@@ -399,7 +484,7 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
         loader: a StatefulDataLoader, or any DataLoader, of a ``ReaderDataset``, ``Pack`` or
             ``Mix``. It has not begun yet.
         states: ``loader.state_dict()`` of each rank, in any order, or files of ``torch.save`` with
-            them; or one state of ``merge``.
+            them; or the one state that ``merge`` of 0.2 made.
 
     Returns:
         The number of the epoch with which the loop of epochs continues: that of the states, or the
@@ -409,8 +494,10 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
     Raises:
         ConfigError: the loader has no such dataset, or there is no state of one.
         CheckpointCorrupt: a state or file is damaged.
-        CheckpointMismatch: files, seed or another setting have changed; see ``merge`` and
-            ``ReaderDataset.load_state_dict``.
+        CheckpointMismatch: files, seed or another setting have changed; a rank's or worker's state
+            is missing or repeated, or they are of different epochs, settings, inputs or steps; or
+            a loader has made it between two of its snapshots, or a source has rows that are not
+            counted.
     """
     dataset = loader.dataset
     if not isinstance(dataset, StatefulIterable):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,11 @@ from xxhash import xxh3_64_hexdigest
 
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.readers.block_file import Rows
+from datatrove_ckpt.readers.files import FilesReader
 from datatrove_ckpt.readers.inputs import misfit
 from datatrove_ckpt.readers.positions import Row, State
 from datatrove_ckpt.readers.table_files import Numbers
-from datatrove_ckpt.torch.blocks import Block, BlockInput, FilesReader
+from datatrove_ckpt.torch.blocks import Block, BlockInput, Unified
 from datatrove_ckpt.torch.order import BlockTable, EpochOrder, OpenWindow
 from datatrove_ckpt.torch.states import check_settings
 
@@ -213,14 +214,6 @@ _OF_DICTS = 3
 """Size of the dicts of JSONL, for each byte of their lines."""
 
 
-class InputRow(NamedTuple):
-    """A row, its file, and its number there. ``data`` is None for a damaged line of JSONL."""
-
-    data: JsonObject | None
-    name: str
-    number: int
-
-
 class Index:
     def __init__(self, reader: FilesReader) -> None:
         self.blocks = BlockInput(reader)
@@ -284,25 +277,16 @@ class RowSource:
     index: Index
     _order: EpochOrder
     columns: Sequence[str] | None = None
+    _unified: Unified | None = None
     _open: dict[int, _Loaded] = field(default_factory=dict)
 
-    def rows(self, shares: Numbers, rows: Numbers) -> list[InputRow]:
-        import pyarrow as pa
-
-        found: dict[int, InputRow] = {}
+    def name(self, shares: Numbers, rows: Numbers) -> str:
+        """Returns the name of one row: its number, and its file."""
+        [(*_, share, numbers)] = self._parts(shares, rows)
+        block, in_block = self._open[share].window.origins(numbers)
         table = self.index.table
-        names = self.index.blocks.names
-        for places, part, taken, share, numbers in self._parts(shares, rows):
-            block, in_block = self._open[share].window.origins(numbers)
-            files = [names[file] for file in table.file[block].tolist()]
-            lines = (table.first[block] + in_block).tolist()
-            if isinstance(part, list):
-                data = [part[number] for number in taken.tolist()]
-            else:
-                columns = [_take(column, taken) for column in part.columns]
-                data = pa.RecordBatch.from_arrays(columns, schema=part.schema).to_pylist()
-            found.update(zip(places.tolist(), map(InputRow, data, files, lines), strict=True))
-        return [found[place] for place in range(len(shares))]
+        number = int(table.first[block[0]] + in_block[0])
+        return f"Row {number} of {self.index.blocks.names[table.file[block[0]]]!r}"
 
     def samples(self, shares: Numbers, rows: Numbers) -> list[JsonObject | None]:
         """Reads the rows as plain dicts, in which lists of numbers are arrays.
@@ -367,7 +351,7 @@ class RowSource:
         pieces = window.pieces
         start = int(pieces.start[place])
         count = int(pieces.rows[place])
-        rows = blocks.read(block, self.columns)
+        rows = blocks.read(block, self.columns, self._unified)
         if isinstance(rows, list):
             return rows[start : start + count]
         rows = rows.slice(start, count)

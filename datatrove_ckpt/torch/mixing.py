@@ -37,7 +37,7 @@ class Mix(stateful.StatefulWrapper):
     """Samples of several stateful iterables, drawn by weight.
 
     Each worker draws from its own shares of the sources. Another number of ranks or workers
-    continues with the states of all (``restore``, ``merge``), if the sources' rows are counted. The
+    continues with the states of all (``restore``), if the sources' rows are counted. The
     rest of each source is dealt out anew, and other draws follow, which depend on the states alone.
     No sample comes twice, and with "drop" or "repeat" none is left out. With "repeat" a source
     continues in the first pass that is not over for all, so samples of later passes, which some

@@ -1,6 +1,6 @@
 """Pack: rows of tokens, one after the other, cut into samples of one length.
 
-    rows = ReaderDataset(reader, rank, world_size, columns=["input_ids"])
+    rows = ReaderDataset(reader).shard(world_size, rank).select_columns(["input_ids"])
     loader = StatefulDataLoader(Pack(rows, 4096, separator=eos), batch_size=8, num_workers=4)
 
 No token is lost between two samples or at a stop: the tokens without a sample are part of the
@@ -35,7 +35,7 @@ class Pack(stateful.StatefulWrapper):
     """Samples of ``length`` tokens from rows of any length.
 
     Each worker packs its own share of the rows. Another number of ranks or workers continues with
-    the states of all (``restore``, ``merge``), if the source's rows are counted: each row is packed
+    the states of all (``restore``), if the source's rows are counted: each row is packed
     once, and the rest of each packer goes to a new packer, as a row of its own. At the end of the
     epoch each new packer drops or fills up one sample.
 
@@ -177,7 +177,7 @@ class Packing(Iterator[Columns]):
                 raise ConfigError(
                     f"{name!r} of a row is {these.dtype}, and that of the row before it "
                     f"{held[-1].dtype}: joined, one of them would change. Give all rows one type "
-                    "in the dataset's transform."
+                    "by the dataset's map."
                 )
             held.append(these)
             if separator is not None:
@@ -232,7 +232,7 @@ def _tokens(row: object, name: str, columns: int) -> Tokens:
         if name not in row:
             raise ConfigError(
                 f"A row has no {name!r}; it has {list(row)}. Tokenise the documents in the "
-                "dataset's transform, or set columns to keys that have one value per token."
+                "dataset's map, or set columns to keys that have one value per token."
             )
         row = row[name]
     elif columns > 1:

@@ -16,14 +16,13 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.checkpoint.training_steps import StepName
 from datatrove_ckpt.common.declared import Count, CountFromZero, Price, Seconds, check
-from datatrove_ckpt.errors import ConfigError
 
 Metrics = Mapping[StepName, Mapping[str, float | None]]
 """The metrics of the steps."""
@@ -211,51 +210,3 @@ class Every(KeepPolicy):
 
     def kept(self, metrics: Metrics) -> set[StepName]:
         return {name for name in metrics if name.step % self.steps == 0}
-
-
-def save_policy(
-    save: SavePolicy | None,
-    every_steps: int | None,
-    every_seconds: float | Literal["auto"] | None,
-    mtbf_seconds: float | None,
-) -> SavePolicy:
-    """Returns ``save``, or the policy for which the other arguments are a short form."""
-    _check_alone("save", save, (every_steps, every_seconds, mtbf_seconds))
-    if save is not None:
-        return save
-    if mtbf_seconds is not None and every_seconds != "auto" and every_steps is not None:
-        raise ConfigError('mtbf_seconds: belongs to every_seconds="auto".')
-    if every_steps is not None and every_seconds is None:
-        return EverySteps(every_steps)
-    timed = EverySeconds(
-        "auto" if every_seconds is None else every_seconds,
-        mtbf_seconds or EverySeconds.mtbf_seconds,
-    )
-    if every_steps is None:
-        return timed
-    return EverySteps(every_steps) | timed
-
-
-def keep_policy(
-    keep: KeepPolicy | None,
-    last: int | None,
-    best_count: int | None,
-    every: int | None,
-    best: str | None,
-) -> KeepPolicy:
-    """Returns ``keep``, or the policy for which the other arguments are a short form."""
-    _check_alone("keep", keep, (last, best_count, every, best))
-    if keep is not None:
-        return keep
-    count = 1 if best_count is None else best_count
-    policy = Last(3 if last is None else last) | Best(best or "loss", count)
-    if every is not None:
-        policy |= Every(every)
-    return policy
-
-
-def _check_alone(name: str, policy: object, others: tuple[object, ...]) -> None:
-    if policy is not None and any(other is not None for other in others):
-        raise ConfigError(
-            f"{name}= says all: give no {name}_..., every_..., mtbf_seconds or best beside it."
-        )

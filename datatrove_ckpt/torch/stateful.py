@@ -220,9 +220,14 @@ class StatefulIterable(_Iterable):
 
     def at_epoch(self, epoch: int) -> Self:
         """Returns a copy that begins this epoch, and shares nothing with the original."""
+        other = self._with()
+        other._shared.set_epoch(epoch)
+        return other
+
+    def _with(self, **changes: object) -> Self:
         other = copy.copy(self)
         other._forget()
-        other._shared.set_epoch(epoch)
+        vars(other).update(changes)
         return other
 
     def __getstate__(self) -> State:
@@ -323,8 +328,7 @@ class StatefulIterable(_Iterable):
         return sealed(self._start_state())
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Lets the next iteration resume at a state of this rank, or at one of all ranks
-        (``merge``).
+        """Lets the next iteration resume at a state of this rank.
 
         Raises:
             CheckpointCorrupt: the state is damaged.
@@ -487,7 +491,7 @@ def refuse_shuffled(source: object) -> None:
         if type(part).__name__ == "BufferShuffledExamplesIterable":
             raise ConfigError(
                 "A shuffled stream of datasets loses the rows in its buffer at each resume. Give "
-                "the files to ReaderDataset(ParquetReader(...), shuffle_seed=...), or shuffle the "
+                "the files to ReaderDataset.from_folder(...).shuffle(seed=0), or shuffle the "
                 "dataset before it is a stream."
             )
         names = ("dataset", "_ex_iterable", "ex_iterable")

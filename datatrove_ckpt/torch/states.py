@@ -309,28 +309,6 @@ def check_steps(
 _SINCE_SNAPSHOT = "_steps_since_snapshot"  # in the states of torchdata's loader
 
 
-def merge(states: Iterable[State | str | PathLike[str]]) -> State:
-    """Merges the states of all ranks into one, for any number of ranks and workers.
-
-    Each sample of the epoch of a ``ReaderDataset`` is seen exactly once. See also ``Pack`` and
-    ``Mix``.
-
-    Args:
-        states: of each rank, in any order: ``state_dict()`` of its loader or dataset, or an object
-            that holds it, or a file that ``torch.save`` has made of it.
-
-    Raises:
-        CheckpointMismatch: a rank's or worker's state is missing or repeated, or they are of
-            different epochs, settings, inputs or steps; or a loader has made it between two of its
-            snapshots; or a source has rows that are not counted.
-        CheckpointCorrupt: a state or file is damaged.
-        ConfigError: there is no state of a ``ReaderDataset``, ``Pack`` or ``Mix`` in them.
-    """
-    loaded = [load_file(state) for state in states]
-    check_snapshots(loaded)
-    return sealed(merge_all(list(find_states(loaded, is_ours))))
-
-
 def check_snapshots(content: object) -> None:
     """Raises CheckpointMismatch if a loader's state is newer than the states of its workers in it.
 

@@ -68,19 +68,17 @@ def make(folder, rows, mosaic):
 
 class Ours:
     def __init__(self, folder, shuffled):
-        from datatrove_ckpt.readers import ParquetReader
         from datatrove_ckpt.torch import ReaderDataset
 
-        reader, seed = (
-            ParquetReader(str(folder / "parquet"), read_metadata=False),
-            1 if shuffled else None,
-        )
-        self.input = ReaderDataset(reader, shuffle_seed=seed, columns=COLUMNS, batch_size=BATCH)
+        self.input = ReaderDataset.from_folder(str(folder / "parquet"))
+        if shuffled:
+            self.input = self.input.shuffle(seed=1)
+        self.input = self.input.batch(BATCH)
         self.state, self.load = self.input.state_dict, self.input.load_state_dict
 
     def epoch(self, number):
         self.input.set_epoch(number)
-        return batched(iter(self.input))
+        return iter(self.input)
 
 
 class HuggingFace:
@@ -183,7 +181,7 @@ def batched(rows):
 
 
 WAYS = {
-    "`columns`": Ours,
+    "rows": Ours,
     "pyarrow": Raw,
     "`datasets.iter(batch)`": partial(HuggingFace, kind=None),
     "(numpy)": partial(HuggingFace, kind="numpy"),

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from datatrove_ckpt.torch import TrainingCheckpoints
+from datatrove_ckpt.torch import Last, TrainingCheckpoints
 from tests.bench.measure import table
 
 
@@ -72,7 +72,7 @@ def dcp_async_save(folder, device):
 
 @contextmanager
 def ours(folder, device):
-    with TrainingCheckpoints(folder, keep_last=1, keep_best=0) as saved:
+    with TrainingCheckpoints(folder, keep=Last(1)) as saved:
 
         def save(model, number):
             saved.save(number, model=model)

@@ -8,13 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfFileSystem
 
-from datatrove_ckpt.errors import CheckpointMismatch, InputError
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
 from datatrove_ckpt.readers import (
     HuggingFaceDatasetReader,
     JsonlReader,
     ParquetReader,
     position_state,
 )
+from datatrove_ckpt.torch import ReaderDataset
 
 pytestmark = pytest.mark.xdist_group("datasets")  # its import takes seconds
 
@@ -199,3 +200,32 @@ def test_a_token_that_has_expired(kind, hub, monkeypatch):
     assert "log in (hf auth login, or export HF_TOKEN)" in refused(
         kind("hf://datasets/org/input/part")
     )
+
+
+CARD = b"""---
+configs:
+- config_name: en
+  data_files:
+  - split: train
+    path: en/train-*.parquet
+  - split: test
+    path: en/test.parquet
+---
+"""
+
+
+def test_a_training_reads_a_split_of_a_configuration(hub):
+    files = {f"en/train-{n}.parquet": parquet(100 * n, 9) for n in range(2)}
+    hub.put(REPOSITORY, files | {"en/test.parquet": parquet(900, 9), "README.md": CARD})
+    hub.put("org/tables", {"a.csv": b"text\na\n"})
+    rows = ReaderDataset.from_hub(REPOSITORY, "en", split="train").select_columns(["n"])
+    assert [row["n"] for row in rows] == [*range(9), *range(100, 109)]
+    state = rows.state_dict()
+    hub.put(REPOSITORY, {"unused.txt": b"a new commit"})
+    ReaderDataset.from_hub(REPOSITORY, "en", split="train").load_state_dict(state)
+    with pytest.raises(CheckpointMismatch, match="files"):
+        ReaderDataset.from_hub(REPOSITORY, "en", split="test").load_state_dict(state)
+    with pytest.raises(ConfigError, match=r"has no files to read, and one kind of \.parquet"):
+        ReaderDataset.from_hub("org/tables")
+    with pytest.raises(ConfigError, match=r"streaming: .*as a stream"):
+        ReaderDataset.from_hub(REPOSITORY, "en", split="train", streaming=True)

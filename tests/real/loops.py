@@ -22,8 +22,8 @@ def write_rows(folder, rows, kind="jsonl", files=3):
     return reader_of(folder, kind)
 
 
-def text_of(document):
-    return str(document.text)
+def text_of(row):
+    return str(row["text"])
 
 
 def take(batches, count=None):

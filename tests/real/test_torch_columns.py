@@ -10,6 +10,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.torch import ReaderDataset
 from tests.real.loops import write_rows
 from tests.resume import assert_resume_is_exact
+from tests.training_rows import rows_of
 
 ROWS = [
     {"input_ids": [i, i + 1, i + 2], "weight": i / 2, "name": f"row {i}", "other": [i] * (i % 3)}
@@ -26,20 +27,18 @@ def reader(request, tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_several_stops_give_the_rows_of_a_run_without_stops(reader, workers):
     def make():
-        rows = ReaderDataset(reader, shuffle_seed=1, columns=COLUMNS, batch_size=4)
+        rows = rows_of(reader, seed=1, columns=COLUMNS, batch_size=4)
         return StatefulDataLoader(rows, batch_size=4, num_workers=workers)
 
     assert len(make()) == 25
     assert assert_resume_is_exact(make, [(1, 5), 25], epochs=2) == [97, 97]
 
 
-def test_a_transform_gets_rows(reader):
-    names = list(ReaderDataset(reader, columns=["name"], transform=lambda row: row["name"]))
+def test_a_function_gets_rows(reader):
+    names = list(ReaderDataset(reader).select_columns("name").map(lambda row: row["name"]))
     assert names[:2] == ["row 0", "row 1"]
 
 
 def test_what_cannot_work_is_refused(reader):
     with pytest.raises(ConfigError, match="has no column 'tokens'"):
-        list(ReaderDataset(reader, columns=["tokens"]))
-    with pytest.raises(ConfigError, match=r"columns: .* is not a list"):
-        ReaderDataset(reader, columns="input_ids")
+        list(ReaderDataset(reader).select_columns(["tokens"]))

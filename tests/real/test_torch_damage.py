@@ -14,9 +14,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointCorrupt
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
+from datatrove_ckpt.torch import Mix, Pack, restore
 from tests.real.loops import text_of, write_rows
 from tests.stateful_rows import Rows
+from tests.training_rows import merge, rows_of
 
 TEXTS = [f"text {number}" for number in range(12)]
 
@@ -28,20 +29,18 @@ def folder(tmp_path):
 
 
 def rows(folder, **options):
-    return ReaderDataset(
-        JsonlReader(folder.as_posix()), **({"shuffle_seed": 1, "transform": text_of} | options)
-    )
+    return rows_of(JsonlReader(folder.as_posix()), **({"seed": 1, "function": text_of} | options))
 
 
-def as_tokens(document):
-    return list(document.text.encode())
+def as_tokens(row):
+    return list(row["text"].encode())
 
 
 KINDS = {
     "ReaderDataset": rows,
     "Pack": lambda folder: Pack(Rows([[number] * 3 for number in range(9)]), 4),
     "Mix": lambda folder: Mix([Rows(range(5)), Rows(range(5, 9))], [1, 1], at_end="drop"),
-    "Pack of Mix": lambda folder: Pack(Mix([rows(folder, transform=as_tokens)], [1]), 7),
+    "Pack of Mix": lambda folder: Pack(Mix([rows(folder, function=as_tokens)], [1]), 7),
 }
 
 

@@ -16,9 +16,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch import Mix, Pack, ReaderDataset, merge, restore
+from datatrove_ckpt.torch import Mix, Pack, restore
 from tests.real.loops import take, text_of, write_rows
 from tests.stateful_rows import Rows
+from tests.training_rows import merge, rows_of
 
 LONG = [(number * 7) % 23 for number in range(60)]
 COUNTS = {"a": 40, "b": 11, "c": 1}
@@ -37,25 +38,25 @@ def folder(tmp_path):
     return tmp_path
 
 
-def tokens_of(document):
-    return list(document.metadata["tokens"])
+def tokens_of(row):
+    return list(row["tokens"])
 
 
-def letters(document):
-    return [ord(document.text[0]) * 1000 + int(document.text[1:])] * 3
+def letters(row):
+    return [ord(row["text"][0]) * 1000 + int(row["text"][1:])] * 3
 
 
-def rows(folder, place, name="rows", transform=text_of, **options):
+def rows(folder, place, name="rows", function=text_of, **options):
     reader = JsonlReader((folder / name).as_posix())
-    return ReaderDataset(reader, *place, shuffle_seed=1, transform=transform, **options)
+    return rows_of(reader, *place, seed=1, function=function, **options)
 
 
 def packed(folder, place=(0, 1), **options):
-    return Pack(rows(folder, place, transform=tokens_of), 16, **options)
+    return Pack(rows(folder, place, function=tokens_of), 16, **options)
 
 
-def mixed(folder, place=(0, 1), at_end="drop", transform=text_of):
-    sources = [rows(folder, place, name, transform) for name in COUNTS]
+def mixed(folder, place=(0, 1), at_end="drop", function=text_of):
+    sources = [rows(folder, place, name, function) for name in COUNTS]
     return Mix(sources, [2, 1, 1], at_end=at_end)
 
 
@@ -110,7 +111,7 @@ KINDS = {
     "packed": (partial(packed, pad=0), Counter(range(1, sum(LONG) + 1))),
     "mixed": (mixed, Counter(f"{name}{number}" for name, number in SAMPLES)),
     "pack of mix": (
-        lambda folder, place: Pack(mixed(folder, place, transform=letters), 7, pad=0),
+        lambda folder, place: Pack(mixed(folder, place, function=letters), 7, pad=0),
         LETTERS,
     ),
     "mix of packs": (
@@ -242,7 +243,7 @@ def test_states_that_cannot_be_merged_are_refused(folder):
         with pytest.raises((CheckpointMismatch, ConfigError), match=message):
             restore(loader(packed(folder)), given)
     with pytest.raises(CheckpointMismatch, match="length=16, now 17"):
-        restore(loader(Pack(rows(folder, (0, 1), transform=tokens_of), 17)), states)
+        restore(loader(Pack(rows(folder, (0, 1), function=tokens_of), 17)), states)
     with pytest.raises(ConfigError, match="needs a loader of a ReaderDataset, Pack or Mix, and"):
         restore(StatefulDataLoader([1]), states)
 

@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from datatrove_ckpt.errors import CheckpointMismatch
-from datatrove_ckpt.torch import TrainingCheckpoints
+from datatrove_ckpt.torch import Best, EverySteps, Last, TrainingCheckpoints
 from tests.real.trainers import (
     BATCH,
     ROWS,
@@ -113,8 +113,8 @@ def accelerator():
 def test_accelerate_resumes_in_every_epoch(folder, accelerator, workers, samples):
     options = {
         "tokens": {},
-        "default": {"transform": None},
-        "columns": {"transform": None, "columns": ["text"]},
+        "default": {"function": None},
+        "columns": {"function": None, "columns": ["text"]},
     }
 
     def make():
@@ -176,7 +176,7 @@ def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_us
 
     def trained():
         model, found = Recording(), list[Path]()
-        with TrainingCheckpoints(kept, keep_last=3) as checkpoints:
+        with TrainingCheckpoints(kept, keep=Last(3) | Best("loss")) as checkpoints:
 
             class Keeps(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 def on_save(self, args, state, control, **others):
@@ -208,7 +208,7 @@ def test_accelerate_saves_and_loads_through_the_writer(folder, ram):
         optimizer = torch.optim.AdamW(model.parameters())
         loader = StatefulDataLoader(rows, batch_size=BATCH)
         prepared, optimizer = accelerator.prepare(model, optimizer)
-        with TrainingCheckpoints(ram / "kept", every_steps=2) as checkpoints:
+        with TrainingCheckpoints(ram / "kept", save=EverySteps(2)) as checkpoints:
             step = checkpoints.restore(loader=loader, reader=accelerator.load_state) or 0
             for epoch in range(checkpoints.epoch, EPOCHS):
                 rows.set_epoch(epoch)

@@ -13,8 +13,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import ParquetReader
-from datatrove_ckpt.torch import ReaderDataset, restore
+from datatrove_ckpt.torch import restore
 from tests.real.loops import texts, write_rows
+from tests.training_rows import rows_of
 
 TEXTS = [f"text {i}" for i in range(97)]
 
@@ -26,7 +27,7 @@ def folder(tmp_path):
 
 
 def dataset(folder, rank=0, ranks=1, **options):
-    return ReaderDataset(ParquetReader(folder), rank, ranks, **({"shuffle_seed": 1} | options))
+    return rows_of(ParquetReader(folder), rank, ranks, **({"seed": 1} | options))
 
 
 def loader(folder, workers=0, rank=0, ranks=1, **options):
@@ -56,12 +57,12 @@ def log(tmp_path):
 # Lengths -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("even", [None, "drop", "repeat"])
+@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_the_length_is_what_comes(folder, ranks, even):
-    for options in ({}, {"shuffle_seed": None}):
+def test_the_length_is_what_comes(folder, ranks, drop_last):
+    for options in ({}, {"seed": None}):
         loaders = [
-            loader(folder, 0, rank, ranks, even=even, batch_size=4, **options)
+            loader(folder, 0, rank, ranks, drop_last=drop_last, batch_size=4, **options)
             for rank in range(ranks)
         ]
         for one in loaders:
@@ -69,7 +70,7 @@ def test_the_length_is_what_comes(folder, ranks, even):
             assert len(texts(batches)) == len(one.dataset)
             assert len(batches) == len(one)
         lengths = {len(one.dataset) for one in loaders}
-        assert max(lengths) - min(lengths) <= (even is None)
+        assert max(lengths) - min(lengths) <= (not drop_last)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -80,10 +81,7 @@ def test_the_number_of_batches_is_exact_with_workers_if_the_batch_size_is_known(
 
 def test_a_readers_own_seed_shuffles_too(folder):
     reader = ParquetReader(folder, shuffle_seed=1)
-    orders = [
-        [sample["text"] for sample in ReaderDataset(reader, shuffle_seed=seed)]
-        for seed in (None, 1, 2)
-    ]
+    orders = [[sample["text"] for sample in rows_of(reader, seed=seed)] for seed in (None, 1, 2)]
     assert orders[0] == orders[1] != orders[2]
     assert orders[0] != TEXTS
 
@@ -93,7 +91,7 @@ def test_a_readers_own_seed_shuffles_too(folder):
 
 @pytest.mark.parametrize("seed", [None, 1])
 def test_a_state_from_before_the_epoch_works(folder, seed):
-    options = {"shuffle_seed": seed}
+    options = {"seed": seed}
     first = dataset(folder, **options)
     state = json.loads(json.dumps(first.state_dict()))
     whole = [sample["text"] for sample in first]

@@ -52,7 +52,9 @@ from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import crash_at
 from datatrove_ckpt.torch import (
+    Best,
     EveryEpoch,
+    EverySeconds,
     EverySteps,
     Last,
     Mix,
@@ -65,6 +67,7 @@ from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from tests.patience import Patience, until
 from tests.real import train as script
 from tests.real.loops import Full, steps_in
+from tests.training_rows import rows_of
 
 EVERY = 4
 LAYER = nn.Linear(2, 2)
@@ -113,9 +116,7 @@ class Training:
         random.seed(0)
         self.model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.3), nn.Linear(3, 1))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
-        self.dataset = ReaderDataset(
-            JsonlReader(documents), shuffle_seed=1, batch_size=5, transform=numbers
-        )
+        self.dataset = rows_of(JsonlReader(documents), seed=1, batch_size=5, function=numbers)
         self.new_loader()
         self.losses = {}
 
@@ -154,12 +155,15 @@ class Training:
             epoch += 1
 
 
-def numbers(document):
-    return torch.tensor([float(ord(document.text[0]) - 100), float(document.text[1:]) / 10])
+def numbers(row):
+    text = row["text"]
+    return torch.tensor([float(ord(text[0]) - 100), float(text[1:]) / 10])
 
 
 def checkpoints(folder, **settings):
-    return TrainingCheckpoints(folder, **{"every_steps": EVERY, "asynchronous": False} | settings)
+    return TrainingCheckpoints(
+        folder, **{"save": EverySteps(EVERY), "asynchronous": False} | settings
+    )
 
 
 def trained(documents, folder, steps=25, **settings):
@@ -214,7 +218,7 @@ def test_a_crash_at_every_effect_changes_no_loss(documents, ram, remote, torn, e
     settings = {"remote": str(folder / "remote")} if remote else {}
 
     def attempt():
-        return trained(documents, folder / "steps", 9, keep_last=1, **settings)
+        return trained(documents, folder / "steps", 9, keep=Last(1) | Best("loss"), **settings)
 
     found = set()
     for crash in crashes(folder, folder.mkdir, attempt, torn, every):
@@ -230,7 +234,7 @@ def test_a_crash_at_every_effect_changes_no_loss(documents, ram, remote, torn, e
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_step_that_takes_anothers_place_is_whole_after_a_crash_at_every_effect(ram, step):
     """Or that is saved again."""
-    folder, settings = ram / "run", {"keep_last": 1, "keep_best": 0}
+    folder, settings = ram / "run", {"keep": Last(1)}
 
     def replace():
         with checkpoints(folder, **settings) as saved:
@@ -354,7 +358,7 @@ def test_a_slow_copy_keeps_its_step_and_holds_up_neither_the_training_nor_the_di
 ):
     begun, goes_on = threading.Event(), threading.Event()
     before_copy(lambda: begun.set() or goes_on.wait())
-    with checkpoints(run, remote=remote, asynchronous=True, keep_last=1) as saved:
+    with checkpoints(run, remote=remote, asynchronous=True, keep=Last(1) | Best("loss")) as saved:
         for step in range(1, 5):
             saved.save(step, model=LAYER)
             begun.wait()
@@ -367,7 +371,7 @@ def test_a_slow_copy_keeps_its_step_and_holds_up_neither_the_training_nor_the_di
 
 def test_what_a_later_process_copies_is_not_replaced_by_the_one_before(tmp_path, remote):
     """Of a node that was given up for lost, and still trains."""
-    lost = checkpoints(tmp_path / "one", remote=remote, keep_last=1)
+    lost = checkpoints(tmp_path / "one", remote=remote, keep=Last(1) | Best("loss"))
     lost.save(4, model=LAYER)
     with checkpoints(tmp_path / "two", remote=remote) as saved:
         assert saved.restore(model=LAYER) == 4
@@ -465,7 +469,7 @@ def loops_over_numbers(run, workers, stop, **named):
         generator=torch.Generator().manual_seed(3),
     )
     seen = []
-    with checkpoints(run, every_steps=1) as saved:
+    with checkpoints(run, save=EverySteps(1)) as saved:
         step = saved.restore(loader=loader) or 0
         for epoch in range(saved.epoch, 3):
             for batch in loader:
@@ -740,7 +744,7 @@ def small(tmp_path, monkeypatch):
 
 def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(tmp_path, small):
     model = nn.Linear(100, 100)
-    with checkpoints(tmp_path, keep_best=0) as saved:
+    with checkpoints(tmp_path, keep=Last(3)) as saved:
         saved.save(0, model=model)
         size = small.room - small.usage().free
         small.room = int(3.5 * size)
@@ -756,7 +760,7 @@ def test_steps_that_go_after_a_save_go_before_it_when_the_disk_is_short(tmp_path
         saved.save(8, model=model)
     # Another process starts on a disk that is full of its own steps.
     small.room = 0
-    with checkpoints(tmp_path, keep_best=0) as saved:
+    with checkpoints(tmp_path, keep=Last(3)) as saved:
         assert saved.restore(model=model) == 8
         small.room = 10**6
         small.room -= small.usage().free - 2048  # a manifest may be some bytes longer than others
@@ -836,7 +840,7 @@ class Held(files.Disk):
 def test_the_training_waits_for_the_copy_in_memory_only(documents, tmp_path, monkeypatch, run):
     training, disk = Training(documents), Held()
     batch = torch.ones(5, 2)
-    with checkpoints(run, asynchronous=True, every_steps=None, every_seconds=0.0) as saved:
+    with checkpoints(run, asynchronous=True, save=EverySeconds(0.0)) as saved:
         monkeypatch.setattr(files, "disk", disk)
         training.step(batch)
         before = {name: value.clone() for name, value in training.model.state_dict().items()}
@@ -1210,7 +1214,7 @@ def test_ranks_that_restored_a_late_step_answer_a_signal_soon(documents, ranks, 
 
 
 def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(tmp_path, monkeypatch):
-    with pytest.raises(KeyboardInterrupt), checkpoints(tmp_path, every_steps=10**6) as saved:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), checkpoints(tmp_path, save=EverySteps(10**6)) as saved:  # noqa: PT012
         monkeypatch.setattr(saved._ranks, "size", 2)
         for step in range(1, 2000):
             saved.maybe_save(step)
@@ -1303,7 +1307,7 @@ def fsdp_rank(rank, size, run, steps, first):
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     states = {"model": model, "optimizer": optimizer}
-    with checkpoints(run, every_steps=2, asynchronous=True) as saved:
+    with checkpoints(run, save=EverySteps(2), asynchronous=True) as saved:
         step = saved.restore(**states) or 0
         while step < steps:
             batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
@@ -1417,7 +1421,7 @@ def test_a_list_of_parts_may_be_of_another_release_of_python(module, here, monke
 
 def other_shapes(rank, run):
     with pytest.raises(ConfigError, match=r"save differs between the ranks: .*EverySteps"):
-        checkpoints(run, every_steps=400 + rank)
+        checkpoints(run, save=EverySteps(400 + rank))
     parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.zeros_(parts[0].bias)
     nn.init.constant_(parts[0].weight, 1.0)
@@ -1455,7 +1459,7 @@ def saving(run, loader, count):
 
 def tensor_parallel(rank, run, documents, made):
     """Ranks 2n and 2n+1 read the same rows."""
-    dataset = ReaderDataset(JsonlReader(documents), rank // 2, 2, shuffle_seed=1)
+    dataset = rows_of(JsonlReader(documents), rank // 2, 2, seed=1)
     source = dataset
     if made == "Mix":
         source = Mix([dataset], [1])

@@ -12,8 +12,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError
 from datatrove_ckpt.readers import JsonlReader, ParquetReader
-from datatrove_ckpt.torch import Mix, ReaderDataset, merge, restore
+from datatrove_ckpt.torch import Mix, restore
 from tests.real.loops import take, text_of, texts, write_rows
+from tests.training_rows import merge, rows_of
 
 TEXTS = [f"text {i}" for i in range(100)]
 
@@ -25,8 +26,8 @@ def folder(tmp_path):
 
 
 def dataset(folder, rank=0, ranks=1, **options):
-    changed = {"shuffle_seed": 1, "batch_size": 4, "transform": text_of} | options
-    return ReaderDataset(ParquetReader(folder), rank, ranks, **changed)
+    changed = {"seed": 1, "batch_size": 4, "function": text_of} | options
+    return rows_of(ParquetReader(folder), rank, ranks, **changed)
 
 
 def loader(folder, workers=0, rank=0, ranks=1, **options):
@@ -147,7 +148,7 @@ def test_damaged_lines_are_no_difference_between_steps(tmp_path, columns):
     reader = JsonlReader(tmp_path.as_posix())
 
     def make(rank, ranks):
-        one = ReaderDataset(reader, rank, ranks, columns=columns, batch_size=4)
+        one = rows_of(reader, rank, ranks, columns=columns, batch_size=4)
         return StatefulDataLoader(one, 4)
 
     def take(loader, count=None):

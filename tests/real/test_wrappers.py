@@ -10,10 +10,11 @@ import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch import Mix, Pack, ReaderDataset
+from datatrove_ckpt.torch import Mix, Pack
 from tests.pages import torch_example, torch_examples
 from tests.real.loops import write_rows
 from tests.resume import assert_resume_is_exact
+from tests.training_rows import rows_of
 
 ROWS = {"web": 60, "code": 25}
 
@@ -29,20 +30,14 @@ def folder(tmp_path):
     return tmp_path
 
 
-def tokens(document):
-    row = int(document.text)
-    return {"input_ids": [row] * (row % 7 + 1)}
+def tokens(row):
+    number = int(row["text"])
+    return {"input_ids": [number] * (number % 7 + 1)}
 
 
 def sources(folder, rank=0, ranks=1):
     return [
-        ReaderDataset(
-            JsonlReader((folder / name).as_posix()),
-            rank,
-            ranks,
-            shuffle_seed=seed,
-            transform=tokens,
-        )
+        rows_of(JsonlReader((folder / name).as_posix()), rank, ranks, seed=seed, function=tokens)
         for seed, name in enumerate(ROWS)
     ]
 
@@ -92,9 +87,10 @@ def test_loaders_can_be_mixed_in_the_main_process(folder):
     assert len(list(itertools.islice(make(), 3))) == 3
 
 
-def test_the_example_in_the_docs_runs(folder, monkeypatch, capsys):
-    (block,) = [block for block in torch_examples() if block != torch_example()]
+def test_the_examples_in_the_docs_run(folder, monkeypatch, capsys):
     (folder / "web").rename(folder / "documents")
     monkeypatch.chdir(folder)
-    exec(compile(block.text, block.page, "exec"), {"__name__": "__main__"})
+    for block in torch_examples():
+        if block != torch_example():
+            exec(compile(block.text, block.page, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out.endswith(" samples\n")

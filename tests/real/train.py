@@ -15,7 +15,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch import ReaderDataset, TrainingCheckpoints
+from datatrove_ckpt.torch import EverySteps, ReaderDataset, TrainingCheckpoints
 
 LENGTH = 32
 
@@ -34,8 +34,8 @@ class Model(nn.Module):
         return self.head(self.body(self.drop(self.embed(tokens))))
 
 
-def tokens(document):
-    return torch.tensor(list(document.text.encode()[:LENGTH].ljust(LENGTH)))
+def tokens(row):
+    return torch.tensor(list(row["text"].encode()[:LENGTH].ljust(LENGTH)))
 
 
 def main(documents, run, steps):
@@ -46,26 +46,20 @@ def main(documents, run, steps):
     model = nn.parallel.DistributedDataParallel(Model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
-    dataset = ReaderDataset(
-        JsonlReader(documents),
-        rank,
-        size,
-        shuffle_seed=1,
-        batch_size=12 // size,
-        transform=tokens,
-        even="drop",
-    )
+    rows = ReaderDataset(JsonlReader(documents)).shuffle(seed=1)
+    rows = rows.shard(size, rank, drop_last=True)
+    dataset = rows.map(tokens).batch(12 // size)
     workers = int(os.environ.get("WORKERS", "0"))
     loader = StatefulDataLoader(
         dataset,
-        batch_size=12 // size,
+        batch_size=None,
         num_workers=workers,
         persistent_workers=workers > 1,
         multiprocessing_context=os.environ.get("START") if workers else None,
     )
     states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     with TrainingCheckpoints(
-        run, os.environ.get("REMOTE"), every_steps=int(os.environ.get("EVERY", "5"))
+        run, os.environ.get("REMOTE"), save=EverySteps(int(os.environ.get("EVERY", "5")))
     ) as saved:
         step = saved.restore(loader=loader, **states) or int(os.environ.get("FIRST", "0"))
         epoch = saved.epoch

@@ -14,8 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from datatrove_ckpt.readers import ParquetReader
-from datatrove_ckpt.torch import ReaderDataset
 from tests.real.loops import write_rows
+from tests.training_rows import rows_of
 
 ROWS = 48
 BATCH = 8
@@ -28,16 +28,14 @@ def rows_as_parquet(folder):
     return folder.as_posix()
 
 
-def tokens(document):
-    row = torch.full((4,), int(document.text))
-    return {"input_ids": row, "labels": row}
+def tokens(row):
+    numbers = torch.full((4,), int(row["text"]))
+    return {"input_ids": numbers, "labels": numbers}
 
 
 def dataset(folder, **options):
-    return ReaderDataset(
-        ParquetReader(folder),
-        shuffle_seed=1,
-        **{"transform": tokens, "batch_size": BATCH} | options,
+    return rows_of(
+        ParquetReader(folder), seed=1, **{"function": tokens, "batch_size": BATCH} | options
     )
 
 

@@ -16,10 +16,11 @@ import pytest
 
 from datatrove_ckpt.errors import CheckpointMismatch
 from datatrove_ckpt.readers import JsonlReader
-from datatrove_ckpt.torch import Mix, Pack, merge
+from datatrove_ckpt.torch import Mix, Pack
 from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
 from datatrove_ckpt.torch.topology import Round, Topology
 from tests.stateful_rows import Rows
+from tests.training_rows import merge
 from tests.yaml_jobs import write_rows
 
 STATES = Path(__file__).parents[1] / "data" / "contracts" / "states.json"

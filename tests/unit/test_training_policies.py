@@ -1,4 +1,4 @@
-"""Policies of a training: what each decides, alone and together, and that none overrides another."""
+"""Policies of a training: what each decides, alone and together."""
 
 import math
 import subprocess
@@ -18,8 +18,6 @@ from datatrove_ckpt.torch.policies import (
     Last,
     Moment,
     WhenFailing,
-    keep_policy,
-    save_policy,
 )
 from tests.patience import until
 
@@ -118,30 +116,13 @@ def test_steps_after_a_rollback_are_newer():
 
 
 @pytest.mark.parametrize(
-    ("given", "policy"),
-    [
-        ((None, 500, None, None), EverySteps(500)),
-        ((None, None, None, None), EverySeconds()),
-        ((None, None, "auto", 60.0), EverySeconds("auto", 60.0)),
-        ((EverySteps(500), None, None, None), EverySteps(500)),
-    ],
-)
-def test_the_short_forms_are_policies(given, policy):
-    assert save_policy(*given) == policy
-    assert save_policy(None, 500, 30.0, None).parts == (EverySteps(500), EverySeconds(30.0))
-
-
-@pytest.mark.parametrize(
     ("make", "given", "message"),
     [
-        (save_policy, (EverySteps(5), 500, None, None), "save= says all"),
-        (save_policy, (None, 500, None, 60.0), "mtbf_seconds"),
-        (keep_policy, (Last(3), None, None, None, "accuracy"), "keep= says all"),
-        (keep_policy, (None, 0, None, None, None), "count: 0 is not a whole number >= 1"),
+        (Last, (0,), "count: 0 is not a whole number >= 1"),
         (EverySteps, (0,), "steps: 0 is not a whole number >= 1"),
         (EverySeconds, (-1,), "seconds: -1 is not auto or a number"),
     ],
 )
-def test_no_argument_overrides_another_and_mistakes_are_named(make, given, message):
+def test_mistakes_are_named(make, given, message):
     with pytest.raises(ConfigError, match=message):
         make(*given)

@@ -21,7 +21,9 @@ from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.mixing import Mix
 from datatrove_ckpt.torch.order import order_by_rows
 from datatrove_ckpt.torch.packing import Pack
-from datatrove_ckpt.torch.states import DatasetState, Slot, merge
+from datatrove_ckpt.torch.stages import Batched
+from datatrove_ckpt.torch.states import DatasetState, Slot
+from tests.training_rows import merge, rows_of
 from tests.unit.tables import reader_of, write_table
 
 SIZES = [40, 7, 25, 31]
@@ -50,7 +52,7 @@ def reader(request, tmp_path):
 
 
 def made(reader, **changes):
-    return ReaderDataset(reader, **({"shuffle_seed": 1, "shuffle_window": 20} | changes))
+    return rows_of(reader, **({"seed": 1, "window": 20} | changes))
 
 
 def epoch(dataset, slot, then=None, number=0):
@@ -70,9 +72,9 @@ def slots(ranks, workers):
 def test_each_row_is_read_once(reader, ranks):
     options = [
         {},
-        {"shuffle_seed": None},
+        {"seed": None},
         {"batch_size": 4},
-        {"shuffle_seed": None, "batch_size": 3},
+        {"seed": None, "batch_size": 3},
     ]
     for changes, workers in itertools.product(options, (1, 2, 3)):
         dataset = made(reader, **changes)
@@ -80,12 +82,12 @@ def test_each_row_is_read_once(reader, ranks):
         assert sorted(itertools.chain(*read)) == sorted(row["id"] for row in ROWS)
         lengths = [len(ids) for ids in read]
         assert max(lengths) - min(lengths) <= changes.get("batch_size", 1)
-        if (ranks, workers, changes.get("shuffle_seed", 1)) == (1, 1, None):
+        if (ranks, workers, changes.get("seed", 1)) == (1, 1, None):
             assert read[0] == [row["id"] for row in ROWS]
 
 
 def test_the_states_of_all_ranks_continue_with_any_other_number(reader):
-    datasets = itertools.cycle([made(reader), made(reader, shuffle_seed=None)])
+    datasets = itertools.cycle([made(reader), made(reader, seed=None)])
     changed = itertools.permutations([(1, 1), (2, 2), (3, 1)], 2)
     for (before, after), dataset in zip(changed, datasets, strict=False):
         read, states = Counter[str](), []
@@ -100,28 +102,27 @@ def test_the_states_of_all_ranks_continue_with_any_other_number(reader):
         assert set(read.values()) == {1}
 
 
-# Rows without a document -------------------------------------------------------------------------
+# Damaged lines -----------------------------------------------------------------------------------
 
 
 def write_holes(folder):
-    """12 lines, of which every third holds no document."""
+    """12 lines, of which every third is damaged."""
     folder.mkdir()
     lines = [
-        ("{", "7", '{"text": ""}')[i // 3 % 3] if i % 3 == 1 else f'{{"text": "{i}"}}'
-        for i in range(12)
+        ("{", "7", "[1]")[i // 3 % 3] if i % 3 == 1 else f'{{"text": "{i}"}}' for i in range(12)
     ]
     (folder / "a.jsonl").write_text("".join(f"{line}\n" for line in lines))
     return JsonlReader(folder.as_posix())
 
 
-def test_rows_that_hold_no_document_are_left_out_and_named_once(tmp_path, log):
+def test_damaged_lines_are_left_out_and_named_once(tmp_path, log):
     found = [sample["text"] for sample in made(write_holes(tmp_path / "input"))]
     assert sorted(found, key=int) == [str(i) for i in range(12) if i % 3 != 1]
-    assert len([line for line in log if "a.jsonl' holds no document" in line]) == 1
+    assert len([line for line in log if "a.jsonl' is damaged" in line]) == 1
 
 
-def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path):
-    dataset = made(write_holes(tmp_path / "input"), even="drop")
+def test_even_ranks_get_another_row_instead_also_after_a_stop(tmp_path):
+    dataset = made(write_holes(tmp_path / "input"), drop_last=True)
     for slot in slots(2, 1):
         whole = list(epoch(dataset, slot))
         assert len(whole) == 6
@@ -131,10 +132,10 @@ def test_even_ranks_get_another_document_instead_also_after_a_stop(tmp_path):
             assert list(epoch(dataset, slot, running.state())) == whole[stop:]
 
 
-def test_even_ranks_without_any_document_are_an_error(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n' * 5)
-    with pytest.raises(InputError, match=r"None of the 5 rows .*'text'"):
-        next(iter(made(JsonlReader(tmp_path.as_posix()), even="drop")))
+def test_even_ranks_without_any_row_are_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text("[1]\n" * 5)
+    with pytest.raises(InputError, match=r"None of the 5 rows .*JSON object"):
+        next(iter(made(JsonlReader(tmp_path.as_posix()), drop_last=True)))
 
 
 # States ------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def test_a_state_belongs_to_its_worker(parquet):
             CheckpointMismatch, match=r"rank 0 of world_size=2, worker 0 of num_workers=2.*restore"
         ):
             epoch(made(parquet), slot, state)
-    for changes in ({"batch_size": 2}, {"even": "drop"}):
+    for changes in ({"batch_size": 2}, {"drop_last": True}):
         with pytest.raises(CheckpointMismatch, match="batch_size=1, even=None"):
             epoch(made(parquet, **changes), Slot(0, 2, 0, 2), state)
 
@@ -170,8 +171,8 @@ def test_a_state_belongs_to_its_worker(parquet):
 @pytest.mark.parametrize(
     ("changes", "other", "message"),
     [
-        ({"shuffle_seed": 2}, {}, "shuffle_seed=1, now 2"),
-        ({"shuffle_window": "1MB"}, {}, "window="),
+        ({"seed": 2}, {}, "shuffle_seed=1, now 2"),
+        ({"window": "1MB"}, {}, "window="),
         ({}, {"version": 9}, "version 9 .* reads version 3"),
     ],
 )
@@ -224,8 +225,10 @@ def test_another_skip_or_limit_is_named(tmp_path):
 
 
 def test_a_merged_state_says_whether_the_epoch_has_ended(parquet):
-    for samples, even in [(3, None), (10**6, None), (10**6, "drop"), (10**6, "repeat")]:
-        merged = DatasetState.from_json(merge(states_of(parquet, (4, 1), samples, even=even)))
+    for samples, drop_last in [(3, False), (10**6, False), (10**6, True)]:
+        merged = DatasetState.from_json(
+            merge(states_of(parquet, (4, 1), samples, drop_last=drop_last))
+        )
         assert merged.has_ended() == (samples > 3)
 
 
@@ -278,11 +281,32 @@ def test_a_window_is_rows_or_bytes_and_other_windows_and_settings_are_refused():
     ):
         assert (parse_window(window).rows, parse_window(window).bytes) == (rows, size)
     for window in (0, True, "256", "1PB", 1.5):
-        with pytest.raises(ConfigError, match="shuffle_window must be"):
+        with pytest.raises(ConfigError, match="window must be"):
             parse_window(window)
-    for name, value in (("even", "cut"), ("batch_size", 0)):
-        with pytest.raises(ConfigError, match=f"{name}: .* is not"):
-            ReaderDataset(JsonlReader("."), **{name: value})
+
+
+def test_what_cannot_work_is_named(parquet):
+    rows = ReaderDataset(parquet)
+    for call, message in (
+        (lambda: rows.shard(2, 2), "index: must be from 0 to 1, not 2"),
+        (lambda: rows.shard(0, 0), "num_shards: 0 is not"),
+        (lambda: rows.shard(1, 0, batch_size=0), "batch_size: 0 is not"),
+        (lambda: rows.batch(0), "batch_size: 0 is not"),
+        (lambda: rows.shuffle(), r"seed: .*shuffle\(seed=0\)"),
+        (lambda: next(iter(rows.map(dict).select_columns("x"))), "has no {'x'}; it has .'text'"),
+        (lambda: ReaderDataset(JsonlReader(".", adapter=dict)), "adapter: .*Use map"),
+        # Arguments of 0.2, and of datasets.
+        (lambda: ReaderDataset(parquet, 0, 2), r"rank: .*shard\("),
+        (lambda: ReaderDataset(parquet, transform=dict), r"transform: .*map\("),
+        (lambda: rows.shuffle(1, buffer_size=9), "buffer_size: .*window="),
+        (lambda: rows.map(dict, batched=True), r"batched: .*batch\(batch_size\)\.map"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+    with pytest.raises(TypeError, match="unexpected argument 'clolumns'"):
+        ReaderDataset(parquet, clolumns=["n"])
+    with pytest.raises(ImportError, match=r"merge was removed.*restore"):
+        from datatrove_ckpt.torch import merge  # noqa: F401
 
 
 @pytest.mark.slow
@@ -337,7 +361,7 @@ def test_texts_that_pyarrow_cannot_take_are_read(tmp_path, seed, columns):
             file.write_batch(
                 pa.record_batch({"text": pa.array(texts[first : first + 20], pa.string_view())})
             )
-    dataset = made(IpcReader(tmp_path.as_posix()), columns=columns, shuffle_seed=seed)
+    dataset = made(IpcReader(tmp_path.as_posix()), columns=columns, seed=seed)
     found = [sample["text"] for slot in slots(2, 1) for sample in epoch(dataset, slot)]
     assert sorted(found) == sorted(texts)
 
@@ -348,10 +372,10 @@ def test_the_type_of_arrays_does_not_depend_on_where_a_run_was_resumed(tmp_path,
         column = pa.array([[row, row] for row in range(count)], pa.list_(kind))
         pq.write_table(pa.table({"x": column}), tmp_path / f"{number}.parquet", row_group_size=20)
     index = Index(ParquetReader(tmp_path.as_posix()))
-    index.blocks.unify(["x"])
+    unified = index.blocks.unified(["x"])
     order = order_by_rows(index.table, seed, 0, parse_window(40))
     for first in range(0, 200, 10):
-        source = RowSource(index, order, ["x"])  # as after a resume
+        source = RowSource(index, order, ["x"], unified)  # as after a resume
         rows = source.samples(*order.locate(np.arange(first, first + 10)))
         assert {row["x"].dtype for row in rows if row} == {np.dtype(np.int64)}
 
@@ -375,26 +399,24 @@ def test_what_is_read_beside_a_window_is_bounded(tmp_path, request, case):
     order = order_by_rows(index.table, 1, 0, parse_window("16MB"))
     source = RowSource(index, order, ["x"])
     for place in range(0, index.table.total, index.table.total // 24):
-        source.rows(*order.locate(np.arange(place, place + 1)))
+        source.samples(*order.locate(np.arange(place, place + 1)))
     assert pool.max_memory() < 16e6 + 3 * 17e6, "6 files have 16 MB each"
 
 
 def test_settings_may_be_numbers_of_numpy(parquet):
     states = []
     for kind in (int, np.int64):
-        dataset = ReaderDataset(
-            parquet, kind(1), kind(2), kind(3), columns=["n"], batch_size=kind(2)
+        dataset = rows_of(
+            parquet, kind(1), kind(2), seed=kind(3), columns=["n"], batch_size=kind(2)
         )
         assert len(list(dataset)) == len(ROWS) // 2
         states.append(json.dumps(dataset.state_dict()))
     assert states[0] == states[1]
-    with pytest.raises(ConfigError, match="rank must be from 0 to world_size - 1"):
-        ReaderDataset(parquet, 2, 2)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
 def test_a_copy_begins_anew_and_workers_hear_of_its_epochs(parquet, copied):
-    dataset = Mix([ReaderDataset(parquet, columns=["n"])], [1])
+    dataset = Mix([rows_of(parquet, columns=["n"])], [1])
     begun = iter(dataset)
     next(begun)
     made = copied(dataset)
@@ -403,14 +425,14 @@ def test_a_copy_begins_anew_and_workers_hear_of_its_epochs(parquet, copied):
     assert isinstance(numbers, list) or numbers.is_shared(), "without torch it is a list"
 
 
-def test_an_error_of_the_transform_ends_no_epoch(reader):
-    def transform(document):
-        if document.text.endswith("2"):
-            raise ValueError(document.text)
-        return document.text
+def test_an_error_of_a_function_ends_no_epoch(reader):
+    def text(row):
+        if row["text"].endswith("2"):
+            raise ValueError(row["text"])
+        return str(row["text"])
 
     found = []
-    samples = iter(made(reader, transform=transform))
+    samples = iter(made(reader, function=text))
     for _ in ROWS:
         with suppress(ValueError, StopIteration):
             found.append(next(samples))
@@ -420,9 +442,80 @@ def test_an_error_of_the_transform_ends_no_epoch(reader):
 def test_a_row_that_cannot_be_packed_is_named(tmp_path):
     lines = ['{"t": [1, 2]}', '{"t": [[3], [4, 5]]}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    rows = ReaderDataset(JsonlReader(str(tmp_path)), columns=["t"])
+    rows = rows_of(JsonlReader(str(tmp_path)), columns=["t"])
     with pytest.raises(ConfigError, match=r"Row 1 of 'a\.jsonl' cannot be packed"):
         list(Pack(rows, 4, ["t"]))
+
+
+# Words of datasets -------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_by_the_kind_of_its_files(tmp_path):
+    for kind in ("parquet", "jsonl.gz", "arrow"):
+        write(tmp_path / kind, kind)
+        rows = ReaderDataset.from_folder(str(tmp_path / kind))
+        assert [row["n"] for row in rows] == [row["n"] for row in ROWS]
+    (tmp_path / "arrow" / "state.json").write_text("{}")  # of save_to_disk
+    (tmp_path / "arrow" / "0.arrow").rename(tmp_path / "arrow" / "data-0.arrow")
+    assert len(ReaderDataset.from_folder(str(tmp_path / "arrow"))) == SIZES[0]
+    assert len(ReaderDataset.from_folder(str(tmp_path), "parquet/[01].parquet")) == sum(SIZES[:2])
+    for place, found in ((tmp_path, r"\.arrow and \.jsonl and \.parquet"), (tmp_path / "no", "no")):
+        with pytest.raises(ConfigError, match=f"has {found} files to read"):
+            ReaderDataset.from_folder(str(place))
+
+
+def test_each_call_makes_a_new_dataset_and_shards_of_shards_are_shards(parquet):
+    rows = ReaderDataset(parquet)
+    shuffled = rows.shuffle(seed=1, window=20)
+    assert [row["n"] for row in rows] == [row["n"] for row in ROWS]
+    assert list(rows.select_columns(["n"])) == [{"n": row["n"]} for row in ROWS]
+    read = [[row["n"] for row in shuffled.shard(2, rank)] for rank in range(2)]
+    nested = [[row["n"] for row in shuffled.shard(2, 1).shard(3, rank)] for rank in range(3)]
+    assert sorted(itertools.chain(*read)) == [row["n"] for row in ROWS]
+    assert [nested[place % 3][place // 3] for place in range(len(read[1]))] == read[1]
+
+
+def test_functions_add_columns_and_apply_in_their_order(parquet):
+    def double(row):
+        return {"double": row["n"] * 2}
+
+    rows = ReaderDataset(parquet).map(double)
+    assert next(iter(rows)) == {**ROWS[0], "double": 0}
+    assert list(rows.select_columns(["double"]))[1] == {"double": 2}
+    assert list(rows.map(lambda row: row["double"]))[:3] == [0, 2, 4]
+    batches = list(rows.batch(20).map(double))
+    assert len(batches) == len(rows.batch(20)) == 6
+    assert batches[5]["double"].tolist() == [200, 202, 204]
+    assert batches[5]["id"] == ["id 100", "id 101", "id 102"]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_are_those_of_all_workers_and_resume_after_each(reader, drop_last):
+    dataset = made(reader).batch(4, drop_last_batch=drop_last)
+    read = []
+    for slot in slots(2, 3):
+        whole = [batch["n"].tolist() for batch in epoch(dataset, slot)]
+        read += whole
+        for stop in range(len(whole)):
+            running = epoch(dataset, slot)
+            list(itertools.islice(running, stop))
+            rest = epoch(dataset, slot, running.state())
+            assert [batch["n"].tolist() for batch in rest] == whole[stop:]
+    # Of 52 and 51 rows.
+    assert sorted(map(len, read)) == [3] * (not drop_last) + [4] * 25
+    assert len(dataset.shard(2, 0)) + len(dataset.shard(2, 1)) == len(read)
+
+
+def test_a_batch_has_arrays_of_what_is_of_one_shape():
+    rows = [
+        {"a": [1, 2][:n], "b": np.arange(2), "c": "x", "d": n > 1, "e": np.arange(n)}
+        for n in (1, 2)
+    ]
+    (batch,) = Batched(3, False)(iter(rows))
+    shown = {name: getattr(column, "tolist", lambda: None)() for name, column in batch.items()}
+    assert shown == {"a": None, "b": [[0, 1], [0, 1]], "c": None, "d": [False, True], "e": None}
+    (batch,) = Batched(2, True)(iter([1.5, 2.5, 3.5]))
+    assert batch.tolist() == [1.5, 2.5]
 
 
 # What costs time for each row --------------------------------------------------------------------
@@ -448,15 +541,15 @@ def test_small_row_groups_are_read_together_and_each_path_is_made_once(tmp_path,
     counting(pq.ParquetFile, "iter_batches")
     counting(DataFolder, "resolve_paths")
 
-    def take(documents, most_calls):
+    def take(rows, most_calls):
         calls.clear()
-        found = [document.text for document in documents]
+        found = [row["text"] for row in rows]
         assert calls["iter_batches"] <= most_calls
         assert calls["resolve_paths"] <= 4
         return found
 
-    assert take(ReaderDataset(ParquetReader(str(tmp_path)), transform=copy.copy), 2) == texts
-    shuffled = ReaderDataset(ParquetReader(str(tmp_path)), shuffle_seed=1, transform=copy.copy)
+    assert take(rows_of(ParquetReader(str(tmp_path))), 2) == texts
+    shuffled = rows_of(ParquetReader(str(tmp_path)), seed=1)
     assert sorted(take(shuffled, 8)) == sorted(texts)
 
 
@@ -464,11 +557,11 @@ def test_columns_of_files_may_differ_in_the_order_of_the_input(tmp_path):
     for file, numbers in enumerate(([1, 2], ["a", "b"], [{"x": 1}, None])):
         table = pa.table({"text": ["t", "t"], "value": numbers})
         pq.write_table(table, tmp_path / f"{file}.parquet")
-    found = ReaderDataset(ParquetReader(str(tmp_path)), columns=["value"])
+    found = rows_of(ParquetReader(str(tmp_path)), columns=["value"])
     assert [row["value"] for row in found] == [1, 2, "a", "b", {"x": 1}, None]
 
 
-def test_documents_read_only_text_and_id_if_the_reader_reads_no_metadata(tmp_path, monkeypatch):
+def test_rows_are_text_and_id_if_the_reader_reads_no_metadata(tmp_path, monkeypatch):
     """Of token rows of thousands of numbers, the others take most of the time."""
     columns = {name: [f"{name} {n}" for n in range(3)] for name in ("text", "id", "other")}
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
@@ -482,7 +575,7 @@ def test_documents_read_only_text_and_id_if_the_reader_reads_no_metadata(tmp_pat
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", noting)
     for seed in (None, 1):
         reader = ParquetReader(str(tmp_path), read_metadata=False)
-        found = list(ReaderDataset(reader, shuffle_seed=seed, transform=copy.copy))
-        assert sorted(document.id for document in found) == ["id 0", "id 1", "id 2"]
+        found = list(rows_of(reader, seed=seed))
+        assert sorted(row["id"] for row in found) == ["id 0", "id 1", "id 2"]
         assert asked[-1] == ["text", "id"]
-        assert {key for document in found for key in document.metadata} == {"file_path"}
+        assert {key for row in found for key in row} == {"text", "id"}

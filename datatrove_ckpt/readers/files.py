@@ -1,0 +1,68 @@
+"""The reader of the files of a folder, or of a dataset on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.readers.compressed import codec_of
+from datatrove_ckpt.readers.huggingface import HuggingFaceDatasetReader
+from datatrove_ckpt.readers.inputs import list_input
+from datatrove_ckpt.readers.jsonl import JsonlReader
+from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
+
+FilesReader = JsonlReader | ParquetReader | IpcReader
+"""The readers whose rows can be counted, and read in any order."""
+
+_READERS: dict[str, type[FilesReader]] = {
+    ".parquet": ParquetReader,
+    ".arrow": IpcReader,
+    ".jsonl": JsonlReader,
+    ".ndjson": JsonlReader,
+    ".json": JsonlReader,
+}
+
+
+def folder_reader(folder: str, glob_pattern: str | None) -> FilesReader:
+    names = list_input(JsonlReader(folder, glob_pattern=glob_pattern)).names
+    if "state.json" in names:  # of save_to_disk, whose map() leaves cache-*.arrow behind
+        return IpcReader(folder, glob_pattern="data-*.arrow")
+    ending = _ending(names, folder)
+    return _READERS[ending](folder, glob_pattern=glob_pattern or f"**/*{ending}*")
+
+
+def hub_reader(path: str, name: str | None, split: str, revision: str | None) -> FilesReader:
+    given = {"name": name, "split": split, "revision": revision}
+    options = {key: value for key, value in given.items() if value is not None}
+    dataset = HuggingFaceDatasetReader(
+        path, dataset_options=options, streaming=True, text_key=None
+    ).list_dataset()
+    root = f"hf://datasets/{path}@{dataset.commit}"
+    others = [url for url in dataset.urls if not url.startswith(root)]
+    if others:
+        raise ConfigError(f"{others[0]} is not a file of a dataset on the hub. Use from_folder.")
+    names = [url.removeprefix(f"{root}/") for url in dataset.urls]
+    listed = base64.b64encode("\n".join(names).encode()).decode()
+    reader = _READERS[_ending(names, path)]
+    return reader(root, paths_file=f"data:text/plain;base64,{listed}")
+
+
+def _ending(names: Iterable[str], where: str) -> str:
+    """Returns the end of the names of files that readers read, without that of a compression."""
+    found = set()
+    for name in names:
+        path = PurePosixPath(name)
+        if codec_of(name, "infer"):
+            path = path.with_suffix("")
+        found.add(path.suffix)
+    found &= _READERS.keys()
+    if len(found) > 1:
+        found.discard(".json")  # describes the others
+    if len(found) != 1:
+        raise ConfigError(
+            f"{where!r} has {' and '.join(sorted(found)) or 'no'} files to read, and one kind of "
+            f"{', '.join(_READERS)} is needed. Name them by a pattern, or convert them to Parquet."
+        )
+    return found.pop()

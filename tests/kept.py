@@ -39,7 +39,30 @@ def answers_kept(checkpoints):
     return sum(_kept(rank) for rank in checkpoints.glob("[0-9]*"))
 
 
+def results_kept(checkpoints):
+    """Returns for each rank the ordinals of its finished documents, and the saved results, each
+    with its ordinal, of the others.
+    """
+    found = {}
+    for rank in checkpoints.glob("[0-9]*"):
+        cached, finished, commits = _read(rank)
+        done = {*finished, *_committed(commits)}
+        left = [(ordinal, result) for ordinal, result in cached if ordinal not in done]
+        found[int(rank.name)] = done, left
+    return found
+
+
 def _kept(rank):
+    cached, finished, commits = _read(rank)
+    committed = _committed(commits)
+    return (
+        sum(commit.counts.requests for commit in commits)
+        + sum(requests for ordinal, requests in finished.items() if ordinal not in committed)
+        + sum(ordinal not in committed and ordinal not in finished for ordinal, _ in cached)
+    )
+
+
+def _read(rank):
     # In the order in which an answer moves on, so that none is missed; those seen twice are told by
     # their ordinal.
     cached = _cached(rank / "replay.sqlite3")
@@ -49,31 +72,26 @@ def _kept(rank):
             for line in read_lines(path):
                 document = Finished.from_body(line.body)
                 finished[document.ordinal] = document.requests
-    commits = read_commits(rank / "commits.jsonl").values()
-    committed = {
+    return cached, finished, read_commits(rank / "commits.jsonl").values()
+
+
+def _committed(commits):
+    return {
         ordinal
         for commit in commits
         for ordinal in range(commit.first_ordinal, commit.next_ordinal)
     }
-    return (
-        sum(commit.counts.requests for commit in commits)
-        + sum(requests for ordinal, requests in finished.items() if ordinal not in committed)
-        + sum(ordinal not in committed and ordinal not in finished for ordinal in cached)
-    )
 
 
 def _cached(path):
-    """An ordinal for each answer. Of a copy: the run has the file for itself."""
+    """The ordinal and the result of each answer. Of a copy: the run has the file for itself."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             for name in (path, path.with_name(f"{path.name}-wal")):
                 shutil.copy(name, folder)
             connection = sqlite3.connect(Path(folder, path.name))
             try:
-                return [
-                    ordinal
-                    for (ordinal,) in connection.execute("SELECT ordinal FROM request_cache")
-                ]
+                return connection.execute("SELECT ordinal, result FROM request_cache").fetchall()
             finally:
                 connection.close()
         except (FileNotFoundError, sqlite3.DatabaseError):

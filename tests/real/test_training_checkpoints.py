@@ -544,7 +544,7 @@ class FailsOnOne(SavePolicy):
 
 def steps_saved(rank, run, documents, policy):
     """Of ten steps. Rank 1 has five batches in each epoch, and rank 0 six."""
-    dataset = ReaderDataset(JsonlReader(documents, limit=11), rank, 2)
+    dataset = ReaderDataset(JsonlReader(documents, limit=11)).shard(2, rank)
     loader = StatefulDataLoader(dataset, batch_size=1)
     step = 0
     saved_steps = []
@@ -926,7 +926,7 @@ def test_a_copy_that_differs_is_named_and_replaces_no_older_one(
             content = change(content)
         put(store, name, content)
 
-    with checkpoints(run, remote=remote, keep_last=1) as saved:
+    with checkpoints(run, remote=remote, keep=Last(1)) as saved:
         saved.save(4, model=LAYER)
         monkeypatch.setattr(ObjectStore, "put", damage)
         saved.save(8, model=LAYER)

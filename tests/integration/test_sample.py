@@ -14,6 +14,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import rejects
 from tests.yaml_jobs import write_input, write_rows
 
 PRICES = "{prompt: 2, cached: 0.2, cache_write: 2.5, completion: 8, tiers: {flex: 0.4}}"
@@ -154,9 +155,7 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
     of_sample, of_run, left = TAKEN[case]
     write_input(here, *[[f"{part} {number}" for number in range(10)] for part in "ab"])
     refused = set()
-    with FakeServer(
-        status=lambda payload, _: 401 if payload["messages"][0]["content"] in refused else None
-    ) as server:
+    with FakeServer(status=rejects(refused, 401)) as server:
         settings = {
             "prompt": "Say {text}",
             "tasks": 2,

@@ -277,11 +277,6 @@ def test_canned_answers_have_no_score():
 @pytest.mark.parametrize(
     ("kind", "settings", "error"),
     [
-        (
-            EmbedRollout,
-            {"prompt": "a"},
-            "prompt: nothing is filled in, so every document would get the same prompt",
-        ),
         *(
             (EmbedRollout, {"params": {name: "x"}}, f"params: '{name}' cannot be given here")
             for name in ("model", "input", "encoding_format")

@@ -109,7 +109,7 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
 
     away = second_model == "judge is away"
     with (
-        FakeServer(delay=lambda payload, times: 1.0) as writes,
+        FakeServer(hold_after=0) as writes,
         FakeServer(status=lambda payload, times: 503 if away else 401) as judges,
     ):
         settings = {"max_concurrent_generations": AT_ONCE}
@@ -123,8 +123,12 @@ def test_the_requests_of_the_other_model_are_waited_for(tmp_path, second_model):
             checkpoints_local_dir=str(tmp_path / "checkpoints"),
             output_writer=writer(tmp_path),
         )
-        with pytest.raises(ServerUnavailable if away else ServerRefused, match=r"^judge: "):
+        with (
+            when_logged(DRAINS, writes.release),
+            pytest.raises(ServerUnavailable if away else ServerRefused, match=r"^judge: "),
+        ):
             step.run(documents(20))
+        writes.release()
         judges._status = lambda payload, times: None
         models["judge"] = config(judges)
         step.run(documents(20))

@@ -72,7 +72,7 @@ def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path, status):
         if status != 401:
             assert "The answers of other documents are saved." in str(failed.value)
             assert "id 4" in str(failed.value)
-        assert sum(server.asked.values()) == AT_ONCE
+        assert server.asked.total() == AT_ONCE
         server._status = lambda payload, times: None
         step_of(tmp_path, server, twice, retry_errors=True).run(documents(DOCUMENTS))
         asked, files = undisturbed(tmp_path / "undisturbed")

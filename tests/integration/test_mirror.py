@@ -387,7 +387,7 @@ def test_of_two_nodes_at_once_the_one_that_started_first_stops(job, expected, se
 
         first = threading.Thread(target=first_node)
         first.start()
-        until(lambda: sum(server.asked.values()) == 6)
+        until(lambda: server.asked.total() == 6)
         until(lambda: list((job.folder / "remote/00000").glob("generation*")))
         with FakeServer() as another_server:
             job.on_another_node().run(another_server)

@@ -137,7 +137,7 @@ def test_requests_in_flight_finish_nothing_new_starts_and_the_old_handler_gets_t
         preempted(step, 20, server, 4, sent=number, end=end)
         assert reraised == [number]
         assert [signal.getsignal(name) for name in SIGNALS] == handlers
-        assert len(finished) == sum(server.asked.values()) == 4
+        assert len(finished) == server.asked.total() == 4
         step.run(documents(20))
         assert sorted(finished) == sorted(document.id for document in documents(20))
         assert set(server.asked.values()) == {1}
@@ -155,7 +155,7 @@ def test_the_wait_ends_after_drain_seconds_and_only_abandoned_requests_are_sent_
         assert any("4 requests in flight were given up" in line for line in log)
         server.release()
         step.run(documents(20))
-        assert sum(server.asked.values()) == 24
+        assert server.asked.total() == 24
     assert outputs(tmp_path / "output") == expected(tmp_path, plain, 20)
 
 
@@ -404,5 +404,5 @@ def test_slurms_time_limit_is_a_signal_to_whoever_requeues_and_else_an_error(
         ends_once_asked(server, monkeypatch)
         with when_logged(DRAINS, server.release), pytest.raises(Preempted, match="time limit"):
             run_job(tmp_path, server, 3, plain, config={"max_concurrent_generations": 1})
-        assert sum(server.asked.values()) == 1
+        assert server.asked.total() == 1
     assert reraised == [signal.SIGUSR1]

@@ -430,7 +430,7 @@ def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(tm
         )
         assert server.asked.total() == 3
     assert {language for language, _ in texts(tmp_path / "new")} == {"German"}
-    (warning,) = [line for line in log if "requested again" in line]
+    (warning,) = log.said("requested again")
     assert "the document 'id 0' is requested again" in warning
     assert "its old metadata has another 'lang'" in warning
 

@@ -235,9 +235,7 @@ def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypat
     monkeypatch.setattr(claims_module, "open_store", fails)
     write(server)
     command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
-    assert [
-        line for line in log if "cannot be seen: no such endpoint. Start none beside it." in line
-    ]
+    assert log.said("cannot be seen: no such endpoint. Start none beside it.")
     assert complete() == set(range(TASKS))
     assert given == [get_datafolder("logs").fs.storage_options]
 

@@ -68,7 +68,7 @@ def completed():
 
 
 def paid(command):
-    status = json.loads(command("status", "checkpoints", "--json").out)
+    status = command.json("status", "checkpoints")
     work = status["totals"]["work"]
     return work["cost"] / 1e9, work["prompt_tokens"] + work["completion_tokens"]
 

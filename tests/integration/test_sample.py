@@ -103,7 +103,7 @@ def test_nine_times_in_ten_a_whole_run_takes_what_its_sample_says(tmp_path, comm
             )
             said = command(*run, "--run-folder", folder / "sampled", "--sample", 50).out
             command(*run, "--run-folder", folder / "run")
-        work = json.loads(command("status", folder / "run", "--json").out)["totals"]["work"]
+        work = command.json("status", folder / "run")["totals"]["work"]
         truth = {
             "requests": work["requests"],
             "prompt tokens": work["prompt_tokens"],
@@ -181,8 +181,8 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
             sent[folder] = len(server.payloads)
     assert sent["run"] == left
     assert outputs(here / "run/output") == outputs(here / "whole/output")
-    state = json.loads(command("status", "run", "--json").out)
-    whole = json.loads(command("status", "whole", "--json").out)["totals"]["work"]
+    state = command.json("status", "run")
+    whole = command.json("status", "whole")["totals"]["work"]
     work = state["totals"]["work"]
     assert work["cached"] == sent["whole"] - left
     assert state["sampled"]["cost"] > 0
@@ -200,7 +200,7 @@ def test_the_cost_of_the_whole_input_counts_the_answers_of_samples(here, server,
     command(*words, "--until", 8)
     estimated = re.search(r"; about ([\d.]+) for the whole input", command("status", "run").out)[1]
     command(*words)
-    state = json.loads(command("status", "run", "--json").out)
+    state = command.json("status", "run")
     paid = state["totals"]["work"]["cost"] + state["sampled"]["cost"]
     assert float(estimated) == pytest.approx(paid / 1e9, rel=0.2)
 

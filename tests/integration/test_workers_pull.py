@@ -187,7 +187,7 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     run = Process([*COMMAND, "--fail-on-dead-letters"], Path.cwd())
     run.until(f"of other processes: pid {first.pid} on ")
     assert len(complete()) == TASKS - len(mine | {3})
-    told = json.loads(command("status", "checkpoints", "--json").out)
+    told = command.json("status", "checkpoints")
     assert sorted(told["workers"][0]["ranks"] + told["workers"][1]["ranks"]) == sorted(mine | {3})
     Path("logs/claims/00003-000002").write_text(
         json.dumps(

@@ -80,7 +80,7 @@ def test_what_is_in_flight_when_a_rank_fails_is_paid_once(tmp_path, status):
         assert outputs(tmp_path / "output") == files
 
 
-@pytest.mark.parametrize("drops", [False, True], ids=["asks again", "drops it"])
+@pytest.mark.parametrize("drops", [False, True])
 def test_a_document_that_a_server_failed_is_not_recorded_while_the_rank_drains(tmp_path, drops):
     async def hides(document, generate):
         try:

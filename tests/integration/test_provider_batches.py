@@ -291,7 +291,6 @@ FORMS = pytest.mark.parametrize(
         (FakeProvider, ask, BATCHES),
         pytest.param(FakeMessages, message, MESSAGES, marks=pytest.mark.slow),
     ],
-    ids=["openai", "anthropic"],
 )
 
 
@@ -753,7 +752,6 @@ def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path, provider
 @pytest.mark.parametrize(
     ("form", "rollout", "config"),
     [(FakeProvider, two_in_a_row, BATCHES), (FakeMessages, two_messages, MESSAGES)],
-    ids=["openai", "anthropic"],
 )
 def test_no_kill_pays_for_an_answer_twice(
     tmp_path, monkeypatch, code_described_once, kind, form, rollout, config
@@ -842,7 +840,6 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job, pr
         (FakeProvider, BatchProvider, ask, BATCHES),
         pytest.param(FakeMessages, MessageBatches, message, MESSAGES, marks=pytest.mark.slow),
     ],
-    ids=["openai", "anthropic"],
 )
 def test_what_is_paid_for_is_known_to_the_mirror_first(tmp_path, form, kind, rollout, config):
     """The node is lost right after the provider has created the batch."""

@@ -1,7 +1,5 @@
 """Commands in this process, as tests give them: see the fixtures ``command`` and ``said``."""
 
-from __future__ import annotations
-
 import json
 
 from datatrove_ckpt.cli.main import main

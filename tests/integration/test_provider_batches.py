@@ -1,7 +1,5 @@
 """Provider batches: the same bytes as without them, and each answer is paid for once."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

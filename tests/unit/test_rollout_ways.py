@@ -1,7 +1,5 @@
 """Rollouts whose answer is a vector, a label or a judge's score."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Commands in this process, as tests give them: see the fixtures ``command`` and ``said``."""
 
-from __future__ import annotations
+import json
 
 from datatrove_ckpt.cli.main import main
 
@@ -28,3 +28,7 @@ class Command:
         printed.code, printed.out, printed.err = found, out, err
         assert code in (found, None), f"{words} ended with {found}: {printed}"
         return printed
+
+    def json(self, *words):
+        """What it says with ``--json``."""
+        return json.loads(self(*words, "--json").out)

@@ -276,10 +276,18 @@ def ram(tmp_path):
     shutil.rmtree(folder, ignore_errors=True)
 
 
+class Log(list[str]):
+    """Lines of text."""
+
+    def said(self, text):
+        """The lines with this text."""
+        return [line for line in self if text in line]
+
+
 @pytest.fixture(autouse=True)
 def log():
-    """What was logged, as lines of text, instead of on the terminal."""
-    lines = []
+    """What was logged, instead of on the terminal."""
+    lines = Log()
     logger.remove()
     logger._core.patcher = None  # type: ignore[attr-defined]  # ours is for a whole process, and a test for itself
     handler = logger.add(lines.append, format="{level} {message}")

@@ -12,8 +12,6 @@ ended stays a zombie until its Popen looks, as a child does. Not as in a new pro
 program itself are deleted.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

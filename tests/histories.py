@@ -1,7 +1,5 @@
 """A rank's history as tests look at it: by attempts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ An example is a fenced block in one of the languages of ``LANGUAGES``. Terminal 
 numbers and diagrams are indented instead: nobody is meant to type them.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

@@ -3,8 +3,6 @@
 It bills each answer once it is made: a batch that is created twice is paid for twice.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time

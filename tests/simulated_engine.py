@@ -9,8 +9,6 @@ youngest request loses its blocks, and waits at the front of the queue. The metr
 last step.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

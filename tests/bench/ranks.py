@@ -7,8 +7,6 @@ names and sizes. Each tool runs once, in a process of its own; of `run`, what it
 request. ``tests/integration/test_scale.py`` holds it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -277,9 +277,7 @@ def test_output_is_the_same_after_every_disk_error_and_what_was_written_is_kept(
 
 @pytest.mark.timeout(600)
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    "disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"]
-)
+@pytest.mark.parametrize("disk_type", [CopyingDisk, CopyingPowerLossDisk])
 def test_the_history_survives_a_crash_at_every_effect_also_while_it_is_replaced(
     folder, monkeypatch, disk_type
 ):

@@ -10,8 +10,6 @@ A kill keeps what was written, but data that was not synced may still be lost wh
 in a later run. So each disk of a job passes on to the next one which data is durable.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -2,8 +2,6 @@
 effect.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 

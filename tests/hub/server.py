@@ -2,8 +2,6 @@
 request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import dataclass

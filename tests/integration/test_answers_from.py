@@ -89,7 +89,7 @@ def test_only_answers_to_equal_payloads_are_not_asked_again(per_chunk, old, tmp_
         new, server, TwoSteps("Longer"), records_per_chunk=per_chunk, answers_from=checkpoints(old)
     )
     assert first_requests(server) == {"0", "1", "2", "3", "6"}
-    assert sum(server.asked.values()) == 5 + DOCUMENTS
+    assert server.asked.total() == 5 + DOCUMENTS
     start(fresh, server, TwoSteps("Longer"), records_per_chunk=per_chunk)
     assert outputs(new / "output") == outputs(fresh / "output")
     report = verify(place_at(new / "checkpoints"), full=True)
@@ -117,7 +117,7 @@ def test_with_keep_answers_committed_documents_are_not_asked_again_either(
     server.asked.clear()
     start(new, server, TwoSteps("Longer"), answers_from=checkpoints(old))
     assert first_requests(server) == (set() if finished else {"6"})
-    assert sum(server.asked.values()) == DOCUMENTS + (not finished)
+    assert server.asked.total() == DOCUMENTS + (not finished)
     assert not (new / "checkpoints/00000/answers.jsonl").exists()
     assert is_finished(commits.parent) == finished
 
@@ -195,7 +195,7 @@ def test_an_answer_that_was_used_once_belongs_to_the_new_run(is_gone, old, tmp_p
         accept_changes=True,
         answers_from=None if is_gone else checkpoints(old),
     )
-    assert sum(server.asked.values()) == 5 + DOCUMENTS
+    assert server.asked.total() == 5 + DOCUMENTS
     assert verify(place_at(new / "checkpoints"), full=True).problems == []
     start(
         new,
@@ -243,7 +243,7 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
     assert not server.asked
     assert not (new / "checkpoints/00000").exists()
     start(new, server, TwoSteps("Longer"))
-    assert sum(server.asked.values()) == 2 * DOCUMENTS
+    assert server.asked.total() == 2 * DOCUMENTS
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_damaged_answers_are_asked_again(old, tmp_path, server):
         path.write_bytes(b"damaged" * 1000)
     before = kept(old)
     start(tmp_path / "new", server, TwoSteps("Longer"), answers_from=checkpoints(old))
-    assert sum(server.asked.values()) == 2 * DOCUMENTS
+    assert server.asked.total() == 2 * DOCUMENTS
     assert kept(old) == before
 
 

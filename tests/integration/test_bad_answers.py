@@ -100,7 +100,7 @@ def test_a_bad_answer_is_kept_retried_or_dropped(tmp_path, server, config, asked
     run_job(tmp_path, server, 9, config=config)
     assert {*map(str, range(9))} - {*texts(tmp_path)} == {*gone}
     assert {name[-1]: times for name, times in server.asked.items() if times > 1} == asked
-    number = sum(server.asked.values())
+    number = server.asked.total()
     found = counts(tmp_path)
     assert (found.written, found.dropped) == (9 - len(gone), len(gone))
     assert (found.requests, found.prompt_tokens) == (number, 2 * number)

@@ -97,7 +97,7 @@ def test_the_card_holds_no_secret_and_replaces_nothing_of_the_user(here, server,
 MINE = "---\nlicense: mit\n---\n\n# Mein Käse\n".encode()
 
 
-@pytest.mark.parametrize("before", [b"", MINE], ids=["no README", "a README"])
+@pytest.mark.parametrize("before", [b"", MINE])
 def test_a_dataset_repository_has_the_card_in_its_readme(hub, here, server, command, before):
     """As a section: what the user has written before and after it stays."""
     hub.put("org/data", {"README.md": before} if before else {})

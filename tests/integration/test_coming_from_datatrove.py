@@ -16,7 +16,7 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import SINGLE_NODE, Launch
 from datatrove_ckpt.inference.client import client
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import ask, chat, config, documents, runner, writer
+from tests.jobs import ask, chat, config, documents, rejects, runner, writer
 from tests.pages import ROOT, pages, table_rows
 
 _NAMES = "InferenceConfig, InferenceError, InferenceResult, InferenceRunner, ServerError"
@@ -135,9 +135,7 @@ def test_a_server_error_of_a_rollout_is_a_failure_of_its_document(tmp_path):
 
 @pytest.mark.matrix("status", [400, 413, 414, 422, 431])
 def test_each_status_of_a_rejection_skips(tmp_path, status):
-    with FakeServer(
-        status=lambda payload, times: status if "text 1" in str(payload) else None
-    ) as server:
+    with FakeServer(status=rejects(["text 1"], status)) as server:
         step = runner(tmp_path, server, skip_bad_requests=True)
         step.run(documents(3))
     assert step.stats.stats["skipped_bad_requests"].total == 1

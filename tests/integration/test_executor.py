@@ -107,18 +107,18 @@ def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("fails", "workers", "error"),
+    ("fails", "error"),
     [
-        ("error", 2, ValueError),
-        ("exit", 2, UnexpectedExit),
-        ("kill", 2, WorkerDied),
+        ("error", ValueError),
+        ("exit", UnexpectedExit),
+        ("kill", WorkerDied),
     ],
 )
-def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, workers, error):
+def test_a_rank_that_fails_is_an_error_and_not_complete(tmp_path, fails, error):
     executor = LocalPipelineExecutor(
         [Step(tmp_path, fails)],
         3,
-        workers,
+        2,
         str(tmp_path / "logs"),
         start_method="fork",
         max_rank_attempts=3,

@@ -16,6 +16,7 @@ from datatrove_ckpt.run_folder import documents, export
 from datatrove_ckpt.run_folder.export import dataset
 from datatrove_ckpt.run_folder.where import Place, open_place
 from datatrove_ckpt.testing import FakeServer
+from tests.jobs import rejects
 from tests.yaml_jobs import read_rows, write_rows
 
 ROWS = [
@@ -171,10 +172,7 @@ def test_a_target_that_cannot_be_written_leaves_nothing_behind(run, command, tar
 
 
 def test_a_run_that_is_not_finished_gives_its_complete_chunks(command, here):
-    refuse = "4"
-    with FakeServer(
-        status=lambda payload, times: 401 if payload["messages"][0]["content"] == refuse else None
-    ) as server:
+    with FakeServer(status=rejects(["4"], 401)) as server:
         job = ["run", "--input", "in.jsonl", "--prompt", "{id}", "--endpoint", server.url]
         flags = ["--records-per-chunk=2", "--max-concurrent-documents=1"]
         command(*job, "--model=m", "--run-folder=x", *flags, code=1)
@@ -192,7 +190,6 @@ def test_columns_and_rows_are_of_the_same_chunks(run, command, monkeypatch):
 
 def test_what_cannot_be_written_is_one_line(run, command):
     run()
-    assert "ends with none of .csv, .jsonl" in command("export", "x", "all.txt", code=2).error
     command("export", "x", "all.csv")
     assert "is there already" in command("export", "x", "all.csv", code=2).error
     said = command("export", "x", "none/all.csv", code=1).error

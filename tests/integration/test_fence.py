@@ -95,9 +95,7 @@ else:
 """
 
 
-@pytest.mark.matrix(
-    "module", ["datatrove_ckpt", "datatrove.executor"], ids=["ours", "as Slurm launches it"]
-)
+@pytest.mark.matrix("module", ["datatrove_ckpt", "datatrove.executor"])
 def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, module):
     log = tmp_path / "logs/logs/task_00000.log"
     argv = [sys.executable, "-c", LAUNCH.replace("MODULE", module), server.url]
@@ -120,7 +118,7 @@ def test_a_second_start_of_a_rank_leaves_the_log_of_the_first(tmp_path, server, 
 
 
 @pytest.mark.matrix("locks", ["local", "none"])
-@pytest.mark.parametrize("asleep", [True, False], ids=["stopped", "running"])
+@pytest.mark.parametrize("asleep", [True, False])
 def test_without_locks_the_process_that_started_first_stops_before_it_writes_anything_more(
     tmp_path, server, locks, asleep
 ):

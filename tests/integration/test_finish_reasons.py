@@ -111,18 +111,18 @@ def test_bad_answers_are_counted_over_all_attempts_and_said_where_they_are_many(
 
 
 COLUMNS = {
-    "text 0": ("stop", "looping", "a word " * 90),
-    "text 1": ("stop", "refusing", "I'm sorry, but I can't assist with that."),
-    "text 2": ("stop", "", "A long answer of another kind. " * 3 + "A hundred characters more."),
-    "text 3": ("stop", "", "A long answer of another kind. " * 3 + "A hundred characters more."),
-    "text 4": ("stop", "empty", " "),
+    "text 0": ("looping", "a word " * 90),
+    "text 1": ("refusing", "I'm sorry, but I can't assist with that."),
+    "text 2": ("", "A long answer of another kind. " * 3 + "A hundred characters more."),
+    "text 3": ("", "A long answer of another kind. " * 3 + "A hundred characters more."),
+    "text 4": ("empty", " "),
 }
 
 
 @pytest.mark.parametrize("answer", [None, "summary"])
 def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path, answer):
     def answers(payload, times):
-        return COLUMNS.get(payload["messages"][-1]["content"], ("", "", "fine"))[2]
+        return COLUMNS.get(payload["messages"][-1]["content"], ("", "fine"))[1]
 
     settings = {"answer": answer, "quality": True}
     whole = tmp_path / "whole"
@@ -138,11 +138,11 @@ def test_columns_of_quality_are_those_of_a_run_that_nothing_interrupted(tmp_path
         run_job(tmp_path, server, 8, config=ONE_BY_ONE, **settings)
     assert rows(tmp_path) == rows(whole)
     for row in rows(tmp_path):
-        reason, faults, text = COLUMNS.get(row["text"], ("stop", "", "fine"))
+        faults, text = COLUMNS.get(row["text"], ("", "fine"))
         columns = [
             row["metadata"][f"{name}_{end}"] for end in ("finish_reason", "faults", "tokens")
         ]
-        assert columns == [reason, faults, len(text.split())]
+        assert columns == ["stop", faults, len(text.split())]
 
 
 def test_an_answer_in_another_form_is_invalid_also_if_a_later_one_is_valid(tmp_path):

@@ -183,7 +183,7 @@ def test_a_killed_run_with_skipped_requests_and_columns_of_metadata_is_taken_ove
     take_over(here, command, 60, done, **PARQUET)
 
 
-@pytest.mark.matrix("changes", [PARQUET, {}], ids=["parquet", "jsonl"])
+@pytest.mark.matrix("changes", [PARQUET, {}])
 def test_a_stopped_run_of_ours_is_taken_over_by_another_number_of_tasks(here, command, changes):
     write_input(here, 13, 9, 8)
     with FakeServer(status=lambda asked, times: 401 if "text 9" in str(asked) else None) as server:
@@ -430,7 +430,7 @@ def test_a_document_with_other_metadata_is_asked_again_and_the_first_is_named(tm
         )
         assert server.asked.total() == 3
     assert {language for language, _ in texts(tmp_path / "new")} == {"German"}
-    (warning,) = [line for line in log if "requested again" in line]
+    (warning,) = log.said("requested again")
     assert "the document 'id 0' is requested again" in warning
     assert "its old metadata has another 'lang'" in warning
 

@@ -32,7 +32,7 @@ def test_a_run_that_is_stopped_makes_no_dead_letters_of_what_was_in_work(tmp_pat
 
     async def converts(document, generate):
         if document.id == "id 5" and stops:
-            await until_async(lambda: sum(server.asked.values()) >= 5)
+            await until_async(lambda: server.asked.total() >= 5)
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.Event().wait()
         try:

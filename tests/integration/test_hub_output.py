@@ -118,7 +118,7 @@ def test_a_rank_waits_until_the_repository_has_had_few_enough_commits_in_an_hour
     hub_runner(tmp_path, server, hub_commits_per_hour=55).run(documents(5))
     assert [name for name in hub.files("org/data") if name.endswith(".parquet")] == names(3)
     assert len(hub.asked("commits")) == 3  # two pages, and one after the hour
-    (said,) = [line for line in log if "Next look in" in line]
+    (said,) = log.said("Next look in")
     assert (
         "3 files wait for a commit: 61 were made within an hour, and hub_commits_per_hour is 55. Next look"
         in said
@@ -204,24 +204,22 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag
 
 
 @pytest.mark.matrix(
-    ("kind", "fault", "message"),
+    ("kind", "message"),
     [
         (
             "commit",
-            {"status": 403},
             r"cannot be claimed for this run: .*403.*The token may not write to org/data",
         ),
         (
             "auth-check",
-            {"status": 403},
             r"hf://datasets/org/data/config: the hub answers 403.*may not write to org/data",
         ),
     ],
 )
 def test_what_no_retry_can_help_stops_the_rank_and_the_next_run_goes_on_where_it_was(
-    hub, server, tmp_path, kind, fault, message
+    hub, server, tmp_path, kind, message
 ):
-    rule = hub.fail(kind, times=None, **fault)
+    rule = hub.fail(kind, times=None, status=403)
     with pytest.raises(OutputFailed, match=message):
         hub_runner(tmp_path, server).run(documents(5))
     assert committed(tmp_path) == []

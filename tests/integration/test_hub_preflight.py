@@ -62,7 +62,7 @@ def test_a_bucket_that_is_missing(hub, log):
     bucket = HubFolder.parse("hf://buckets/org/raw/part")
     assert refused(bucket).endswith("or make it: hf buckets create org/raw --private")
     check_access(bucket, private=True)
-    assert any("made the private bucket org/raw, which was not there" in line for line in log)
+    assert log.said("made the private bucket org/raw, which was not there")
     assert "shows with the first file" in check_access(bucket)
 
 
@@ -87,7 +87,7 @@ def test_a_hub_that_fails_for_a_while_is_asked_again(hub, log):
     hub.fail("auth-check", 503, times=2)
     hub.fail("auth-check", None, after_effect=True)
     check_access(FOLDER)
-    assert len([line for line in log if "Next attempt in" in line]) == 3
+    assert len(log.said("Next attempt in")) == 3
 
 
 @pytest.mark.slow
@@ -141,9 +141,7 @@ def test_a_writer_of_datatrove_has_its_repository_made_once_and_no_file_holds_th
         "doctor", "--all"
     )
     said = job("run")
-    assert any(
-        "made the private dataset repository org/made, which was not there" in line for line in log
-    )
+    assert log.said("made the private dataset repository org/made, which was not there")
     assert hub.repo("org/made").private
     assert len(hub.asked("create")) == 1
     assert len(hub.files("org/made")) == 3 + 1  # README.md

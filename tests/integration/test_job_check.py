@@ -286,7 +286,7 @@ def nodes(tmp_path, server):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kept", [True, False], ids=["job.json", "of an earlier release"])
+@pytest.mark.parametrize("kept", [True, False])
 def test_another_number_of_tasks_is_refused_though_the_finished_rank_is_on_another_node(
     nodes, kept
 ):

@@ -68,7 +68,7 @@ def completed():
 
 
 def paid(command):
-    status = json.loads(command("status", "checkpoints", "--json").out)
+    status = command.json("status", "checkpoints")
     work = status["totals"]["work"]
     return work["cost"] / 1e9, work["prompt_tokens"] + work["completion_tokens"]
 
@@ -416,9 +416,7 @@ class Ledger(FakeServer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "four", "late"])
-@pytest.mark.parametrize(
-    ("name", "code"), [("until", 0), ("max_cost", 4)], ids=["until", "max_cost"]
-)
+@pytest.mark.parametrize(("name", "code"), [("until", 0), ("max_cost", 4)])
 def test_limits_hold_under_kills(command, here, name, code, kind):
     with Ledger(quiet=name == "max_cost") as server:
         write(server, 6, 3000, 5, executor="    ranks_at_once: 2\n    max_rank_attempts: 99\n")

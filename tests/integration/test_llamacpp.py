@@ -148,9 +148,7 @@ def test_prompts_that_are_too_long_become_dead_letters(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fault", [kill_server, stop_server, terminate_server], ids=lambda fault: fault.__name__
-)
+@pytest.mark.parametrize("fault", [kill_server, stop_server, terminate_server])
 def test_everything_is_answered_at_full_length_after(fault, tmp_path):
     check_fault(job(tmp_path), fault, after=9)
 

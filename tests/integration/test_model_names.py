@@ -19,7 +19,7 @@ from datatrove_ckpt.errors import (
     ServerRefused,
 )
 from datatrove_ckpt.testing import FakeServer
-from tests.jobs import chat, config, documents, letters, rows, writer
+from tests.jobs import chat, config, documents, letters, rejects, rows, writer
 
 from .test_models import runner as runner_of_both
 from .test_models import says
@@ -79,7 +79,7 @@ def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, see
 
 
 def test_the_key_of_a_single_model_is_the_hash_of_its_payload(here, a):
-    a._status = lambda payload, times: 401 if "second" in str(payload) else None
+    a._status = rejects(["second"], 401)
 
     async def two(document, generate):
         return [(await generate(chat(text))).text for text in (document.text, "second")]
@@ -125,12 +125,12 @@ def test_an_answer_stays_with_the_path_of_its_request(here, a, monkeypatch):
 
 
 def test_a_rejection_names_its_model(here, a):
-    with FakeServer(status=lambda payload, times: 400) as rejects:
+    with FakeServer(status=lambda payload, times: 400) as judges:
         named = r"failed: refused with 400 \(judge: BadRequestError: HTTP 400\)"
         for asked in ("If the server was at fault", "The server was not asked this time"):
             with pytest.raises(DocumentFailed, match=rf"{named}.*{asked}"):
-                runner_of_both(here, a, rejects).run(documents(1))
-        runner_of_both(here, a, rejects, skip_bad_requests=True).run(documents(1))
+                runner_of_both(here, a, judges).run(documents(1))
+        runner_of_both(here, a, judges, skip_bad_requests=True).run(documents(1))
     (letter,) = letters(here)
     assert letter["error"] == "refused with 400 (judge: BadRequestError: HTTP 400)"
 

@@ -136,7 +136,7 @@ def test_a_judge_whose_server_dies_is_restarted_and_the_writer_is_not(here, poli
     ]
     last = read_history(here / "c/00000/history.jsonl")
     assert last.last.own.restarts == 1
-    (line,) = [line for line in log if "is given up" in line]
+    (line,) = log.said("is given up")
     assert line.startswith("WARNING judge: Server 0 of task 0 is given up: ")
     died = [event.name for event in last.attempts[0].servers if event.what == "death"]
     assert died == ["judge 0"]

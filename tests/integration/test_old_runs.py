@@ -202,7 +202,7 @@ async def another(document, generate):
     return await ask(document, generate)
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["checkpoints", "no checkpoints"])
+@pytest.mark.parametrize("kept", [True, False])
 def test_a_task_alone_compares_too(tmp_path, server, kept):
     run_job(tmp_path / "old", server, 3)
     server.asked.clear()

@@ -9,7 +9,6 @@ import shutil
 from itertools import count
 
 import fsspec
-import orjson
 import pytest
 from datatrove.data import Document
 from datatrove.io import get_datafolder
@@ -212,7 +211,7 @@ def test_the_last_line_and_the_status_agree_on_retries_and_on_answers_that_are_c
     status = command("status", "job.yaml").out
     assert "10 done: 10 written in 7 chunks, 0 dropped, 0 dead\n" in status
     assert "2 of 10 answers were cut off" in status
-    found = orjson.loads(command("status", "job.yaml", "--json").out)
+    found = command.json("status", "job.yaml")
     delivered = {"read": 10, "dead": 0, "answers": 10, "cut_off": 2, "empty": 2}
     assert found["delivered"] == found["delivered"] | delivered
 

@@ -72,7 +72,7 @@ def in_pieces(folder, server, rollout, **changes):
     raise AssertionError("it never ends")
 
 
-@pytest.mark.matrix(("rollout", "requests"), ROLLOUTS, ids=lambda value: type(value).__name__)
+@pytest.mark.matrix(("rollout", "requests"), ROLLOUTS)
 def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
     ways, tmp_path, rollout, requests
 ):

@@ -2,8 +2,6 @@
 anything is paid.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

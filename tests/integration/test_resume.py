@@ -105,7 +105,7 @@ def test_a_seeking_reader_is_asked_only_for_what_comes_after_the_last_commit(
     expected = [f"id {index}" for index in range(NUMBER) if step is not drop_odd or index % 2 == 0]
     assert ids(folder) == expected
     assert set(server.asked.values()) == {1}
-    assert any("finished documents by seeking" in line for line in log)
+    assert log.said("finished documents by seeking")
 
 
 class FirstFive:
@@ -199,8 +199,8 @@ def test_a_resume_seeks_only_past_steps_that_are_known_to_keep_nothing(folder, s
     interrupted(folder, server, data(folder), "id 12").run(data(folder))
     expected = [f"id {index}" for index in range(count)]
     assert ids(folder) == [one for one in expected if name is not None or one != "id 1"]
-    assert any("finished documents by seeking" in line for line in log) is (name is None)
-    assert name is None or any(f"because {name} may keep state" in line for line in log)
+    assert bool(log.said("finished documents by seeking")) is (name is None)
+    assert name is None or log.said(f"because {name} may keep state")
 
 
 class ReaderOfTheRecipe(SeekingReader, OriginalJsonl):
@@ -226,7 +226,7 @@ def test_a_reader_that_is_made_by_the_recipe_seeks_at_a_resume(folder, server, l
     assert ids(folder) == [f"id {index}" for index in range(NUMBER)]
     assert done >= 4
     assert ReaderOfTheRecipe.read == NUMBER - done
-    assert any(f"Skipped {done} finished documents by seeking" in line for line in log)
+    assert log.said(f"Skipped {done} finished documents by seeking")
 
 
 def twice(data):
@@ -240,7 +240,7 @@ def test_documents_that_do_not_come_in_order_are_counted(folder, server, log):
     again = interrupted(folder, server, read(folder, step=twice), seek=True)
     again.run(read(folder, step=twice))
     assert ids(folder) == undisturbed
-    assert any("reorders documents, or makes several of one" in line for line in log)
+    assert log.said("reorders documents, or makes several of one")
 
 
 def test_an_order_that_breaks_behind_a_saved_position_stops_the_rank(folder, server):

@@ -14,6 +14,7 @@ import pytest
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.testing import FakeServer, outputs
+from tests.jobs import rejects
 from tests.yaml_jobs import write_input, write_rows
 
 PRICES = "{prompt: 2, cached: 0.2, cache_write: 2.5, completion: 8, tiers: {flex: 0.4}}"
@@ -102,7 +103,7 @@ def test_nine_times_in_ten_a_whole_run_takes_what_its_sample_says(tmp_path, comm
             )
             said = command(*run, "--run-folder", folder / "sampled", "--sample", 50).out
             command(*run, "--run-folder", folder / "run")
-        work = json.loads(command("status", folder / "run", "--json").out)["totals"]["work"]
+        work = command.json("status", folder / "run")["totals"]["work"]
         truth = {
             "requests": work["requests"],
             "prompt tokens": work["prompt_tokens"],
@@ -154,9 +155,7 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
     of_sample, of_run, left = TAKEN[case]
     write_input(here, *[[f"{part} {number}" for number in range(10)] for part in "ab"])
     refused = set()
-    with FakeServer(
-        status=lambda payload, _: 401 if payload["messages"][0]["content"] in refused else None
-    ) as server:
+    with FakeServer(status=rejects(refused, 401)) as server:
         settings = {
             "prompt": "Say {text}",
             "tasks": 2,
@@ -182,8 +181,8 @@ def test_the_run_takes_what_a_sample_was_answered(here, command, case):
             sent[folder] = len(server.payloads)
     assert sent["run"] == left
     assert outputs(here / "run/output") == outputs(here / "whole/output")
-    state = json.loads(command("status", "run", "--json").out)
-    whole = json.loads(command("status", "whole", "--json").out)["totals"]["work"]
+    state = command.json("status", "run")
+    whole = command.json("status", "whole")["totals"]["work"]
     work = state["totals"]["work"]
     assert work["cached"] == sent["whole"] - left
     assert state["sampled"]["cost"] > 0
@@ -201,7 +200,7 @@ def test_the_cost_of_the_whole_input_counts_the_answers_of_samples(here, server,
     command(*words, "--until", 8)
     estimated = re.search(r"; about ([\d.]+) for the whole input", command("status", "run").out)[1]
     command(*words)
-    state = json.loads(command("status", "run", "--json").out)
+    state = command.json("status", "run")
     paid = state["totals"]["work"]["cost"] + state["sampled"]["cost"]
     assert float(estimated) == pytest.approx(paid / 1e9, rel=0.2)
 

@@ -222,7 +222,7 @@ def interrupt(limit):
     ("end", "kind"),
     [(interrupt, KeyboardInterrupt), (lambda limit: limit.reschedule(0.0), TimeoutError)],
 )
-@pytest.mark.parametrize("user", [False, True], ids=["key", "user"])
+@pytest.mark.parametrize("user", [False, True])
 def test_a_request_that_is_given_up_shows_no_secret(end, kind, user, said, once_asked):
     async def play():
         async with endpoint("silent", user) as config, asyncio.timeout(None) as limit:

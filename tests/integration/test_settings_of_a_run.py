@@ -233,7 +233,7 @@ ROLLOUTS = [
 ]
 
 
-@pytest.mark.parametrize("made", ROLLOUTS, ids=lambda made: type(made).__name__)
+@pytest.mark.parametrize("made", ROLLOUTS)
 def test_each_setting_of_a_ready_made_rollout_is_compared(made):
     """They are its attributes, so none can be left out."""
     usual = code_identity(made, None).fields

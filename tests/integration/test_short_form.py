@@ -394,7 +394,7 @@ def test_workers_are_processes_that_share_the_tasks():
         Path(f"documents/{number}.jsonl").write_text(f'{{"text": "in {number}"}}\n')
     with FakeServer() as server:
         datatrove_ckpt.run(**write(server, tasks=4), workers=2)
-        assert sum(server.asked.values()) == len(ROWS) + 3
+        assert server.asked.total() == len(ROWS) + 3
     histories = map(read_history, Path("runs/x/checkpoints").glob("0*/history.jsonl"))
     pids = [history.attempts[-1].start.pid for history in histories]
     assert len(pids) == 4
@@ -424,7 +424,7 @@ def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):
         command = [*job.split(), "--run-folder", "runs/x", "--tasks", "2"]
         assert main(command) == 0
         assert main(command[:-2]) == 0, capfd.readouterr().err  # without --tasks: the run's own
-        assert sum(server.asked.values()) == len(ROWS)
+        assert server.asked.total() == len(ROWS)
     found = outputs(Path("runs/x/output"))
     assert len(found) == 1
     assert "3 of 3 documents" in capfd.readouterr().out

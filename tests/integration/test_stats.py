@@ -129,7 +129,7 @@ def rejects_some(payload, times):
 
 
 @pytest.mark.matrix(
-    "counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")], ids=len
+    "counted", [("rename", "remove"), ("create", "write", "rename", "remove", "commit")]
 )
 def test_stats_of_all_steps_are_those_of_one_attempt_after_a_crash_at_every_effect(
     ram, counted, monkeypatch

@@ -142,16 +142,17 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
 
 
 @pytest.mark.parametrize(
-    ("first", "now", "reserve", "stops"),
+    ("first", "now", "stops"),
     [
-        (0, 0, 50, 550),  # the first rank
-        (0, 549, 50, 550),  # a later one has no time of its own, however short
-        (560, 560, 50, 580),  # the first rank of a process that started late: half of what it has
+        (0, 0, 550),  # the first rank
+        (0, 549, 550),  # a later one has no time of its own, however short
+        (560, 560, 580),  # the first rank of a process that started late: half of what it has
     ],
 )
 def test_half_of_a_short_time_is_for_the_process_and_not_for_each_rank(
-    monkeypatch, first, now, reserve, stops
+    monkeypatch, first, now, stops
 ):
+    reserve = 50
     monkeypatch.setattr(slurm_job, "_first_asked", {})
     clock = [first]
     monkeypatch.setattr(slurm_job, "time", SimpleNamespace(time=lambda: clock[0]))

@@ -129,7 +129,7 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
     )
     assert f"Paid: {paid}." in closing
     assert paid in command("status", "run").out
-    work = json.loads(command("status", "run", "--json").out)["totals"]["work"]
+    work = command.json("status", "run")["totals"]["work"]
     assert work["cost"] == round(bill * 1e9)
     assert work["requests"] == 40
 

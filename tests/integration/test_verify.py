@@ -500,9 +500,7 @@ def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "disk_type", [CopyingDisk, CopyingPowerLossDisk], ids=["killed", "power loss"]
-)
+@pytest.mark.parametrize("disk_type", [CopyingDisk, CopyingPowerLossDisk])
 def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_same_bytes(
     damaged, server, said, disk_type
 ):

@@ -118,9 +118,7 @@ def test_a_server_that_is_not_well_between_two_ranks_is_started_anew(number, mon
     run(1)
     assert len(engines()) == 2
     assert running() == engines()[1:]
-    (line,) = [
-        line for line in log if "Task 1 cannot take over server 0 that task 0 started" in line
-    ]
+    (line,) = log.said("Task 1 cannot take over server 0 that task 0 started")
     what = "has ended" if number == signal.SIGKILL else "does not answer"
     assert line.startswith("WARNING")
     assert line.endswith(f"it {what}. It is started anew.\n")
@@ -185,9 +183,7 @@ def test_a_server_with_other_settings_is_stopped_before_the_new_one_starts(
         "the new server started while the old one held its GPUs"
     )
     assert not is_alive(engines()[0])
-    assert any(
-        "Task 1 needs other servers than task 0, whose servers are stopped." in line for line in log
-    )
+    assert log.said("Task 1 needs other servers than task 0, whose servers are stopped.")
 
 
 def test_nothing_of_warm_servers_is_pickled_or_shown():

@@ -187,7 +187,7 @@ def test_run_waits_for_tasks_that_workers_have_and_names_those_that_they_gave_up
     run = Process([*COMMAND, "--fail-on-dead-letters"], Path.cwd())
     run.until(f"of other processes: pid {first.pid} on ")
     assert len(complete()) == TASKS - len(mine | {3})
-    told = json.loads(command("status", "checkpoints", "--json").out)
+    told = command.json("status", "checkpoints")
     assert sorted(told["workers"][0]["ranks"] + told["workers"][1]["ranks"]) == sorted(mine | {3})
     Path("logs/claims/00003-000002").write_text(
         json.dumps(
@@ -235,9 +235,7 @@ def test_a_run_goes_on_where_no_claims_can_be_written(server, command, monkeypat
     monkeypatch.setattr(claims_module, "open_store", fails)
     write(server)
     command("run", "job.yaml", f"--executor.logging_dir={Path.cwd()}/logs")
-    assert [
-        line for line in log if "cannot be seen: no such endpoint. Start none beside it." in line
-    ]
+    assert log.said("cannot be seen: no such endpoint. Start none beside it.")
     assert complete() == set(range(TASKS))
     assert given == [get_datafolder("logs").fs.storage_options]
 

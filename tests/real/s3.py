@@ -4,8 +4,6 @@
 its disk: it is killed with -9 here, and started again.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -94,7 +94,7 @@ def expected(job, folder):
 
 
 def asked(server):
-    return sum(server.asked.values())
+    return server.asked.total()
 
 
 def finished(job, rank=0):

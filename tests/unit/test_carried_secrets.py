@@ -184,7 +184,7 @@ def test_a_module_beside_the_script_that_tasks_do_not_find_is_said(
         copy.deepcopy(executor)
         patch.setattr(sys, "path", [str(tmp_path), str(folder)])  # as with PYTHONPATH
         copy.deepcopy(executor)
-    said = [line for line in log if "uses the module" in line]
+    said = log.said("uses the module")
     assert len(said) == 1
     assert f"uses the module helper_beside of {folder}, " in said[0]
     assert f"`export PYTHONPATH={folder}` before you submit" in said[0]

@@ -72,14 +72,14 @@ def test_a_damaged_cache_is_set_aside_and_said_once(path, log, name):
     cache.put([request(50)])
     assert dict(cache.answer_counts()).keys() == {50}
     cache.close()
-    (said,) = [line for line in log if "is damaged" in line]
+    (said,) = log.said("is damaged")
     assert "WARNING The request cache" in said
     assert "Its answers are requested again; finished documents are not affected." in said
     assert aside(path) == (ALONE.get(name, [""]))
     again = RequestCache(path)
     assert set(again.answers(50)) == {AnswerKey(0, "hash", 0)}
     again.close()
-    assert len([line for line in log if "is damaged" in line]) == 1
+    assert len(log.said("is damaged")) == 1
 
 
 def test_a_kill_while_the_first_cache_is_made_is_no_damage(tmp_path, log):
@@ -96,7 +96,7 @@ def test_a_kill_while_the_first_cache_is_made_is_no_damage(tmp_path, log):
     journal = Path(f"{path}-journal")
     assert (path.stat().st_size, journal.stat().st_size) == (0, 512)
     RequestCache(path).close()
-    assert not [line for line in log if "is damaged" in line]
+    assert not log.said("is damaged")
     assert aside(path) == []
 
 
@@ -114,7 +114,7 @@ def test_damage_that_shows_in_the_middle_of_a_run_costs_answers_only(path, log):
     assert cache.last_answer > before, "a mirror asks for the answers after a number"
     assert set(cache.answers(50)) == {AnswerKey(0, "hash", 0)}
     cache.close()
-    assert len([line for line in log if "is damaged" in line]) == 1
+    assert len(log.said("is damaged")) == 1
 
 
 @pytest.mark.parametrize("column", ["doc_id", "payload_hash", "result"])
@@ -124,7 +124,7 @@ def test_a_damaged_row_is_asked_again_and_said(path, log, column):
     assert cache.answers(7) == {}
     assert len(cache.answers(8)) == 1
     cache.close()
-    (said,) = [line for line in log if "damaged" in line]
+    (said,) = log.said("damaged")
     assert "Saved answers of document 7" in said
     assert "They are requested again." in said
 

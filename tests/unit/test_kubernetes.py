@@ -269,7 +269,6 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command
         (errors.CheckpointLocked("another pod"), 1),
         (errors.Preempted("the node goes away"), 128 + signal.SIGTERM),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_exit_codes_of_a_worker_are_told_apart(error, code):
     assert code_of_rank(error) == code

@@ -2,8 +2,6 @@
 they seem.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from functools import cache

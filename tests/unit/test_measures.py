@@ -40,8 +40,8 @@ def test_a_disk_that_refuses_any_effect_is_quoted_and_keeps_nothing_of_the_probe
 # Remote folders ----------------------------------------------------------------------------------
 
 
-def upload_fails(folder, kind, said):
-    with pytest.raises(kind, match=said):
+def upload_fails(folder, said):
+    with pytest.raises(RemoteFailed, match=said):
         probe_object(folder)
 
 
@@ -58,9 +58,9 @@ def test_an_object_that_arrives_short_or_not_at_all_is_said_and_removed(
         raise PermissionError("403 Forbidden")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", short)
-    upload_fails(folder, RemoteFailed, r"memory://.*has 13 bytes after its upload instead of 14")
+    upload_fails(folder, r"memory://.*has 13 bytes after its upload instead of 14")
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
-    upload_fails(folder, RemoteFailed, r"could not be written: PermissionError: 403 Forbidden")
+    upload_fails(folder, r"could not be written: PermissionError: 403 Forbidden")
     assert folder.list_files() == []
 
 
@@ -80,6 +80,6 @@ def test_a_bucket_that_is_missing_is_not_made_and_a_folder_that_is_missing_is_no
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe)
     monkeypatch.setattr(MemoryFileSystem, "makedirs", makedirs)
-    upload_fails(get_datafolder("memory://missing/deep/er"), RemoteFailed, "could not be written")
+    upload_fails(get_datafolder("memory://missing/deep/er"), "could not be written")
     probe_object(get_datafolder("memory://bucket/deep/er"))
     assert MemoryFileSystem().find("/bucket") == []

@@ -105,7 +105,7 @@ def test_temporary_errors_are_retried(files, folder, local, log):
     folder.upload(local, "a")
     assert files.store["/output/a"].getvalue() == b"content"
     assert not folder.create(local, "a")
-    assert len([line for line in log if "Next attempt in" in line]) == 4
+    assert len(log.said("Next attempt in")) == 4
     assert "a could not be uploaded: ConnectionResetError: reset. Next attempt in " in log[0]
     assert log[0].endswith(", for 5 min at most.\n")
 
@@ -116,7 +116,7 @@ def test_a_listing_that_fails_for_now_is_tried_again(files, tmp_path, policy, mo
     monkeypatch.setattr(files, "find", lambda *_, **options: fail("") or {})
     writer = JsonlWriter("breaking://output", "${rank}_${chunk_index}.jsonl", compression=None)
     assert OutputFolder(writer, tmp_path).look({}).sizes == {}
-    assert len([line for line in log if "cannot be listed" in line]) == 2
+    assert len(log.said("cannot be listed")) == 2
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ MAKERS = {
 
 
 @pytest.mark.matrix("kind", MAKERS)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES)
 def test_code_that_travels_by_value_is_what_it_was(tmp_path, another_process, kind, change):
     module = load_changed(tmp_path, "script", source=SOURCE)
     shared = {} if kind == "object" else {"clean": lambda text: text.strip()}

@@ -46,7 +46,7 @@ def test_the_plan_of_a_training_needs_no_file(command):
         "  save every 2,459 s (Young)",
         "  save every 2,367 s (Daly): 10.96 % of all time is lost",
     ]
-    found = json.loads(command("plan", "--save-cost", "140s", "--mtbf", "6h", "--json").out)
+    found = command.json("plan", "--save-cost", "140s", "--mtbf", "6h")
     assert found["daly"] == daly(140, 6 * HOUR)
     assert found["lost"] == 1 - efficiency(daly(140, 6 * HOUR), 140, 6 * HOUR)
 
@@ -67,8 +67,8 @@ def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
     write_history(tmp_path)
     measured = {"save_cost": 1.2, "mtbf": HOUR}
     assert measure(tmp_path) == measured
-    assert json.loads(command("plan", ".", "--json").out).items() >= measured.items()
-    given = json.loads(command("plan", tmp_path, "--json", "--mtbf", "2h", "--save-cost", "7s").out)
+    assert command.json("plan", ".").items() >= measured.items()
+    given = command.json("plan", tmp_path, "--mtbf", "2h", "--save-cost", "7s")
     assert (given["save_cost"], given["daly"]) == (7.0, daly(7, 2 * HOUR))
 
 

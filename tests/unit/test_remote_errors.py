@@ -40,7 +40,7 @@ def called(error):
         return left
 
 
-@pytest.mark.parametrize("error", LIBRARIES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", LIBRARIES)
 def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error):
     left = called(error)
     assert isinstance(left, FileSystemFailed)
@@ -57,7 +57,6 @@ def test_what_a_library_raises_is_an_os_error_that_shows_the_librarys(error):
         huggingface_hub.errors.LocalEntryNotFoundError("offline"),
         KeyboardInterrupt(),
     ],
-    ids=lambda error: type(error).__name__,
 )
 def test_an_os_error_and_an_interrupt_stay_as_they_are(error):
     assert called(error) is error

@@ -1,7 +1,5 @@
 """Rollouts whose answer is a vector, a label or a judge's score."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from dataclasses import dataclass
@@ -277,11 +275,6 @@ def test_canned_answers_have_no_score():
 @pytest.mark.parametrize(
     ("kind", "settings", "error"),
     [
-        (
-            EmbedRollout,
-            {"prompt": "a"},
-            "prompt: nothing is filled in, so every document would get the same prompt",
-        ),
         *(
             (EmbedRollout, {"params": {name: "x"}}, f"params: '{name}' cannot be given here")
             for name in ("model", "input", "encoding_format")

@@ -109,20 +109,19 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "error"),
+    ("settings", "error"),
     [
-        (PromptRollout, {"prompt": "{text"}, "prompt: the template is broken ("),
-        (PromptRollout, {"prompt": "Summarise this:"}, "prompt: nothing is filled in, so every document would get the"),
-        (PromptRollout, {"generation_params": {"messages": "x"}}, "generation_params: 'messages' cannot be given here"),
-        (PromptRollout, {"tokenizer": "x"}, "tokenizer: nothing is measured in tokens; set max_prompt_tokens."),
-        (PromptRollout, {"regex": "("}, "regex: '(' is not a regular expression: "),
-        (PromptRollout, {"regex": "a", "choice": ["a"]}, "regex: is set together with choice; an answer has one form."),
-        (PromptRollout, {"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema: $.type: 'objekt'"),
+        ({"prompt": "{text"}, "prompt: the template is broken ("),
+        ({"generation_params": {"messages": "x"}}, "generation_params: 'messages' cannot be given here"),
+        ({"tokenizer": "x"}, "tokenizer: nothing is measured in tokens; set max_prompt_tokens."),
+        ({"regex": "("}, "regex: '(' is not a regular expression: "),
+        ({"regex": "a", "choice": ["a"]}, "regex: is set together with choice; an answer has one form."),
+        ({"json_schema": {"type": "objekt"}}, "json_schema: is not a JSON schema: $.type: 'objekt'"),
     ],
 )  # fmt: skip
-def test_settings_that_cannot_work_are_refused_at_once(kind, settings, error):
+def test_settings_that_cannot_work_are_refused_at_once(settings, error):
     with pytest.raises(ConfigError) as refused:
-        kind(**settings)
+        PromptRollout(**settings)
     said = str(refused.value)
     assert said == error if error.endswith(".") else said.startswith(error)
 

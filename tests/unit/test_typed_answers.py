@@ -44,7 +44,7 @@ SGLANG_RANKING = [
 ]
 
 
-@pytest.mark.parametrize("vector", [VECTOR, BASE64], ids=["list", "base64"])
+@pytest.mark.parametrize("vector", [VECTOR, BASE64])
 def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector):
     other = [4, 5, 6]
     found = kept(

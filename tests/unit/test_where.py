@@ -10,7 +10,6 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datatrove_ckpt.checkpoint.identity import FORMAT
-from datatrove_ckpt.checkpoint.ledger import find_ranks
 from datatrove_ckpt.checkpoint.lines import sealed_json
 from datatrove_ckpt.errors import CheckpointCorrupt, ConfigError, StorageFailed
 from datatrove_ckpt.mirror.manifests import Manifest, Version, Versions
@@ -251,16 +250,6 @@ def test_output_without_its_checkpoint_names_the_mirror_that_has_it(tmp_path, wh
         refused(f"or run the same command again: the mirror {url} has them[.]$", str(what))
     (tmp_path / "logs/executor.json").write_text(json.dumps({"pipeline": [{}]}))
     refused("or start a new run in other folders", str(tmp_path))
-
-
-@pytest.mark.parametrize("what", ["none", "none/checkpoints", "file/none"])
-def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path, what):
-    (tmp_path / "file").touch()
-    with (
-        open_place(str(tmp_path / what)) as place,
-        pytest.raises(ConfigError, match=f"/{what} does not exist. Give the run_folder"),
-    ):
-        find_ranks(place.folder)
 
 
 def test_logs_in_a_checkpoint_folder_are_no_run_that_waits(tmp_path):

@@ -241,7 +241,6 @@ class Stubborn(Exception):
         (SystemExit(0), UnexpectedExit, r"A step of task 1 called sys.exit\(0\)"),
         (KeyboardInterrupt(), UnexpectedExit, "A step of task 1 raised KeyboardInterrupt"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_the_first_error_is_raised_once_the_others_have_drained(tmp_path, error, kind, said):
     def run(slot, task):

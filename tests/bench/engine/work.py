@@ -7,8 +7,6 @@ differently for its offline tool and its server (vLLM: requests and tokens in on
 here.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, field

@@ -694,9 +694,10 @@ class Router:
     def _assign(self, target: Target, request: Request) -> Target:
         self._prefixes.add(request.texts or (), target.bit)
         target.add_in_flight(1)
-        # One that was away does not make up for it.
-        self._turn = max(self._turn, target.turn)
-        target.turn = self._turn + 1 / target.weight
+        if not self.has_homes:
+            # One that was away does not make up for it.
+            self._turn = max(self._turn, target.turn)
+            target.turn = self._turn + 1 / target.weight
         if target.limits is not None:
             request.expected = target.limits.sent(len(request.body))
         self.in_flight += 1

@@ -152,7 +152,7 @@ def with_a_name_less(first, second):
     return [first, {"url": second.url, "model": "org/m", "weight": 0.5}]
 
 
-@pytest.mark.parametrize("change", [in_another_order, with_one_less, with_a_name_less])
+@pytest.mark.matrix("change", [in_another_order, with_one_less, with_a_name_less])
 def test_a_run_goes_on_with_other_endpoints_and_no_answer_is_paid_or_told_anew(
     tmp_path, two, change
 ):
@@ -200,8 +200,8 @@ def is_down(first, second):
 
 
 FAULTS = {
-    "its key is refused at the start": (refuses_at_the_start, "refuse"),
     "its key is refused later": (refuses_later(401), "other endpoints get its requests"),
+    "its key is refused at the start": (refuses_at_the_start, "refuse"),
     "403 for some time": (refuses_later(403), "other endpoints get its requests"),
     "no credit": (refuses_later(402), "other endpoints get its requests"),
     "429 that lasts": (is_limited, ""),
@@ -209,7 +209,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.matrix("fault", FAULTS)
 def test_an_endpoint_that_fails_leaves_its_requests_to_the_others(
     tmp_path, two, fault, log, monkeypatch
 ):
@@ -282,7 +282,7 @@ async def of_text(document, generate):
     return await generate({"prompt": document.text})
 
 
-@pytest.mark.parametrize("texts", [1, 4])
+@pytest.mark.matrix("texts", [4, 1])
 def test_each_kind_of_request_has_the_endpoints_name_of_the_model(tmp_path, two, texts):
     config = {"max_concurrent_generations": 3, "texts_per_request": texts}
     step(tmp_path, ends(*two), of_each_kind, config=config).run(documents(5))

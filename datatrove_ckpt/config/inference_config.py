@@ -289,7 +289,7 @@ class InferenceConfig:
 
     def _check_endpoints(self) -> None:
         """Reads ``endpoints``, which may be mappings, and the files of their prices."""
-        for url in self._urls:
+        for url in self.urls:
             check_url(url, "endpoint_url")
         if self.endpoints is None:
             return
@@ -308,7 +308,8 @@ class InferenceConfig:
         self.endpoints = found
 
     @property
-    def _urls(self) -> list[str]:
+    def urls(self) -> list[str]:
+        """Those of ``endpoint_url``, with ``${NAME}`` not replaced."""
         urls = self.endpoint_url or []
         if isinstance(urls, str):
             urls = [urls]
@@ -321,7 +322,7 @@ class InferenceConfig:
         equal weights.
         """
         model = self.model_name_or_path
-        given = [EndpointConfig(url, self.api_key_env, weight=1.0) for url in self._urls]
+        given = [EndpointConfig(url, self.api_key_env, weight=1.0) for url in self.urls]
         found: dict[str, EndpointConfig] = {}
         for one in self.endpoints or given:
             assert isinstance(one, EndpointConfig)

@@ -776,7 +776,7 @@ class CompletionClient:
             return
         until = now + min(seconds, _LONGEST_REST)
         if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
-            until = min(until, max(now, target.limits.frees_at))
+            until = min(until, max(now + _SHORTEST_REST, target.limits.frees_at))
         target.cooldown_until = max(target.cooldown_until, until)
         if lasts < _SAY_AFTER or len(self._router.targets) < 2:
             return

@@ -1,5 +1,7 @@
 """Several endpoints of one model: each with its URL, key, name of the model, limits and prices."""
 
+import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -123,6 +125,24 @@ def test_a_job_spills_in_order_and_pays_each_endpoints_prices(here, command, two
         assert f"cost {bill:.6g}" in place
 
 
+@pytest.mark.slow
+def test_a_sample_is_priced_by_who_answered_and_used_with_another_list(here, command, two):
+    first, second = two
+    given = [
+        {"url": first.url, "requests_per_minute": 3, "prices": {"prompt": 100}},
+        {"url": second.url, "prices": {"prompt": 10}},
+    ]
+    config = "server_type: endpoint, model_name_or_path: org/m, endpoints: "
+    write_job(here, job_yaml(config + json.dumps(given)), [f"text {n}" for n in range(8)])
+    first.usage = second.usage = {"prompt_tokens": 1000, "completion_tokens": 1}
+    estimate = command("run", "job.yaml", "--sample", "8").out
+    assert re.search(rf"\n  cost +{(3 * 100 + 5 * 10) / 1000:g}\n", estimate)
+    (here / "job.yaml").write_text(job_yaml(config + json.dumps(given[1:])))
+    command("run", "job.yaml")
+    assert len(first.billed) + len(second.billed) == 8
+    assert Counter(told(here).values()) == {first.url: 3, second.url: 5}
+
+
 # between two runs ------------------------------------------------------------------------------
 
 
@@ -195,6 +215,10 @@ def is_limited(first, second):
     first.headers = {"Retry-After": "100"}
 
 
+def fails(first, second):
+    first.refuses = 500
+
+
 def is_down(first, second):
     first._port = 1
 
@@ -204,6 +228,7 @@ FAULTS = {
     "its key is refused at the start": (refuses_at_the_start, "refuse"),
     "403 for some time": (refuses_later(403), "other endpoints get its requests"),
     "no credit": (refuses_later(402), "other endpoints get its requests"),
+    "500 that lasts": (fails, ""),
     "429 that lasts": (is_limited, ""),
     "nothing listens": (is_down, "1 of 2 endpoints do not answer"),
 }

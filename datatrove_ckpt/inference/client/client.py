@@ -612,7 +612,7 @@ class CompletionClient:
         except ServerRefused as refusal:
             self._leave(target, refusal)
             return 0.0
-        if (error.unreachable or error.server_is_limited) and self._router.has_other(target):
+        if target.cooldown_until > time.monotonic() and self._router.has_other(target):
             return 0.0
         asked = min(error.asked_wait or 0.0, clock.left(error))
         delay = retrying.SERVER.wait(failures, asked)

@@ -49,7 +49,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
+from datatrove_ckpt.inference.client.minute_limits import NOTHING_SENT, MinuteLimits, Sent
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -159,7 +159,7 @@ class Request:
         known: the longest of them that an earlier request had.
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        expected: tokens that its attempt is expected to take, at an endpoint with limits.
+        counted: what its attempt adds to the limits of its endpoint, if that has some.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -173,7 +173,7 @@ class Request:
     is_shared: bool = False
     deaths: list[Death] = field(default_factory=list)
     age: float = 0.0
-    expected: float = 0.0
+    counted: tuple[Sent, Sent] = NOTHING_SENT
 
     def copy(self) -> Request:
         return Request(
@@ -699,7 +699,7 @@ class Router:
             self._turn = max(self._turn, target.turn)
             target.turn = self._turn + 1 / target.weight
         if target.limits is not None:
-            request.expected = target.limits.sent(len(request.body))
+            request.counted = target.limits.sent(len(request.body))
         self.in_flight += 1
         return target
 

@@ -39,7 +39,7 @@ class Provider:
     """A provider with a limit, a key, prices and a bill of its own.
 
     Attributes:
-        faults: kinds ("down", "hang", "key", "storm") with the seconds from which and until which
+        faults: kinds ("down", "fail", "hang", "key", "storm") with the seconds from which and until which
             they last.
         requests, tokens: the limits for each minute.
         declared: the limit of requests that the run is told.
@@ -157,6 +157,9 @@ class Provider:
             await asyncio.sleep(LONGEST)
         if self.has("storm", now) or not self._accepts(now, sum(used.values())):
             return self._refusal(429, self._wait(now))
+        if self.has("fail", now):
+            await asyncio.sleep(self.latency)
+            return self._refusal(503)
         outages = self._outages
         headers = self._shown()
         await asyncio.sleep(self.latency)
@@ -231,6 +234,11 @@ PLANS = {
     "a higher limit": [{"requests": 120}, {}, {}],
     "few tokens a minute": [{"tokens": 6_000}, {}, {}],
     "buckets": [{"bucket": 10}, {"bucket": 10}, {"bucket": 10, "says_when": False}],
+    "buckets, and one fails": [
+        {"bucket": 10},
+        {"bucket": 10},
+        {"faults": (("fail", 50, FOREVER),)},
+    ],
     "key refused from the start": [{"faults": (("key", 0.0, FOREVER),)}, {}, {}],
     "key refused half way": [{"faults": (("key", HALF_WAY, FOREVER),)}, {}, {}],
     "a storm at one": [{"faults": STORM}, {}, {}],

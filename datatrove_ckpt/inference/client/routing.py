@@ -314,6 +314,10 @@ class Target:
         """Whether it fails at every request, not at one that is at fault."""
         return self.failures >= _FAILURES
 
+    def rests(self, now: float) -> bool:
+        """Whether it gets no request now. One that fails gets one at a time, after its rest."""
+        return self.cooldown_until > now or (self.in_flight > 0 and self.fails)
+
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
             self.mark_alive()
@@ -457,8 +461,7 @@ class Room:
                 opens_at = max(target.limits.opens_at, target.cooldown_until)
                 self.opens_at = min(self.opens_at, opens_at)
                 continue
-            # A server that fails gets one request at a time, when its rest is over.
-            if target.cooldown_until > now or (target.in_flight and target.fails):
+            if target.rests(now):
                 if load < 1 and (cooling is None or load < cooling.load):
                     cooling = target
                 continue
@@ -640,7 +643,7 @@ class Router:
         """Whether another server takes requests now, or does when it has room."""
         now = time.monotonic()
         return any(
-            other.up and other is not target and other.cooldown_until <= now
+            other is not target and other.up and not other.reserved and not other.rests(now)
             for other in self.targets
         )
 

@@ -43,7 +43,9 @@ class _Selector(selectors.DefaultSelector):
                 continue
             if timeout is None:
                 return super().select(1.0)
-            self._loop.now += timeout
+            # Timers run a moment early. One that is set for the rest of it would run at once, and
+            # again and again: this clock would stand still.
+            self._loop.now += timeout + self._loop._clock_resolution
             return []
         if events:
             self._is_settled = False

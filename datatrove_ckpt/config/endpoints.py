@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl
 
 from datatrove_ckpt.common import BATCH, JsonObject
@@ -54,17 +54,13 @@ class EndpointConfig:
         check_variable(self.api_key_env)
 
     @classmethod
-    def made_of(cls, given: object, place: str) -> EndpointConfig:
+    def made_of(cls, given: Any, place: str) -> EndpointConfig:
         """Returns the endpoint of a mapping. ``place``: for messages."""
         if isinstance(given, EndpointConfig):
             return given
         try:
-            if not isinstance(given, Mapping) or "url" not in given:
-                raise ConfigError("takes a mapping with a url.")
-            for name in given:
-                check_value("it has", one_of(each.name for each in fields(cls)), name)
             return cls(**given)
-        except ConfigError as error:
+        except (TypeError, ConfigError) as error:
             raise ConfigError(f"{place}: {error}") from None
 
 

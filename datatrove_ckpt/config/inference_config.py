@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -290,14 +289,12 @@ class InferenceConfig:
 
     def _check_endpoints(self) -> None:
         """Reads ``endpoints``, which may be mappings, and the files of their prices."""
-        for url in self._urls:
+        for url in self.urls:
             check_url(url, "endpoint_url")
         if self.endpoints is None:
             return
-        others = {"endpoint_url": self.endpoint_url, "api_key": self.api_key}
-        others["api_key_env"] = self.api_key_env
-        for name, value in others.items():
-            if value is not None:
+        for name in ("endpoint_url", "api_key", "api_key_env"):
+            if getattr(self, name) is not None:
                 raise ConfigError(f"{name}: is set beside endpoints, which have their own.")
         if self.server_type != "endpoint":
             raise ConfigError('needs server_type "endpoint".', setting="endpoints")
@@ -311,7 +308,8 @@ class InferenceConfig:
         self.endpoints = found
 
     @property
-    def _urls(self) -> list[str]:
+    def urls(self) -> list[str]:
+        """Those of ``endpoint_url``, with ``${NAME}`` not replaced."""
         urls = self.endpoint_url or []
         if isinstance(urls, str):
             urls = [urls]
@@ -320,16 +318,16 @@ class InferenceConfig:
     @cached_property
     def endpoints_by_name(self) -> dict[str, EndpointConfig]:
         """The endpoints by their URLs, as the settings have them, without a query. A further
-        endpoint with the same URL is "URL 2". Those of ``endpoint_url`` have equal weights.
+        one with the same URL has its place in the list after it. Those of ``endpoint_url`` have
+        equal weights.
         """
         model = self.model_name_or_path
-        given = [EndpointConfig(url, self.api_key_env, weight=1.0) for url in self._urls]
+        given = [EndpointConfig(url, self.api_key_env, weight=1.0) for url in self.urls]
         found: dict[str, EndpointConfig] = {}
         for one in self.endpoints or given:
             assert isinstance(one, EndpointConfig)
             url = one.url.partition("?")[0]
-            names = chain([url], (f"{url} {number}" for number in count(2)))
-            name = next(name for name in names if name not in found)
+            name = f"{url} {len(found) + 1}" if url in found else url
             prices = self.prices if one.prices is None else one.prices
             found[name] = replace(one, model=one.model or model, prices=prices)
         return found
@@ -347,20 +345,18 @@ class InferenceConfig:
 
     def prices_at(self, endpoint: str) -> JsonObject:
         """Returns the prices of an endpoint, by its name, or of the first one that has prices."""
-        if self.endpoints is None:
-            found = self.prices
-        else:
+        found = self.prices
+        if self.endpoints:
             ends = self.endpoints_by_name
-            priced = (one.prices for one in ends.values() if one.prices)
-            found = ends[endpoint].prices if endpoint in ends else next(priced, None)
+            priced = (one for one in ends.values() if one.prices)
+            found = ends.get(endpoint, next(priced, self)).prices
         assert not isinstance(found, str)  # it is read
         return found or {}
 
     @property
     def has_all_prices(self) -> bool:
-        if self.endpoints is None:
-            return bool(self.prices)
-        return all(one.prices for one in self.endpoints_by_name.values())
+        priced = [one.prices for one in self.endpoints_by_name.values()]
+        return all(priced or [self.prices])
 
     def cost(self, tokens: Tokens, tier: str, endpoint: str) -> int:
         """Returns the price of an answer, in billionths."""

@@ -53,7 +53,7 @@ class Results:
         self._key = step.metadata_key
         self._has_column = step.answer_column is not None
         self._quality_columns = step.quality_columns
-        self._names_endpoints = any(one.names_endpoints for one in step.models.values())
+        self._has_more = bool(step.added_columns)
         self._endpoint_column = step.endpoint_column
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
@@ -71,7 +71,7 @@ class Results:
             check_first(step.rollout_fn, document)
 
     def check(self, document: Document) -> None:
-        if self._has_column or self._quality_columns or self._names_endpoints:
+        if self._has_column or self._has_more:
             check_answer(self._step, document)
 
     def of_finished(self, document: Document) -> Sequence[object]:
@@ -128,12 +128,9 @@ class Results:
 
 def check_answer(step: Step, document: Document) -> None:
     """Raises ConfigError if the run would replace what a document holds."""
-    columns = step.quality_columns
-    if any(one.names_endpoints for one in step.models.values()):
-        columns = [*columns, step.endpoint_column]
-    settings = dict.fromkeys(columns, "metadata_key")
+    settings = dict.fromkeys(step.added_columns, "metadata_key")
     if step.answer_column is not None:
-        settings = dict.fromkeys(columns, "answer")
+        settings = dict.fromkeys(step.added_columns, "answer")
         settings |= {step.answer_column: "answer", step.metadata_key: "metadata_key"}
     taken = [name for name in settings if name in document.metadata]
     if taken:

@@ -236,10 +236,8 @@ def servers_digest(models: Mapping[str, InferenceConfig]) -> str:
     """Hashes the settings of servers that affect answers, and are not in a payload."""
     of_models = _fields_of_models(models)
     answering = {name: value for name, value in of_models.items() if decides(name)}
-    places = [
-        (config.server_type, sorted(redact(one.url) for one in config.endpoints_by_name.values()))
-        for config in models.values()
-    ]
+    # The providers of ``endpoints`` have one model, whichever they are.
+    places = [(config.server_type, sorted(map(redact, config.urls))) for config in models.values()]
     return digest(repr((sorted(answering.items()), places)))
 
 

@@ -255,6 +255,11 @@ class Step(PipelineStep):
         return self.answer
 
     @property
+    def endpoint_column(self) -> str:
+        """The metadata key for the endpoints that answered, where a model has several."""
+        return f"{self.answer_column or self.metadata_key}_endpoint"
+
+    @property
     def quality_columns(self) -> list[str]:
         """The metadata keys for the finish_reasons, faults and tokens of the answers."""
         if not self.quality:
@@ -263,9 +268,11 @@ class Step(PipelineStep):
         return [f"{name}_{ending}" for ending in ("finish_reason", "faults", "tokens")]
 
     @property
-    def endpoint_column(self) -> str:
-        """The metadata key for the endpoints that answered, where a model has several."""
-        return f"{self.answer_column or self.metadata_key}_endpoint"
+    def added_columns(self) -> list[str]:
+        """All metadata keys that say more of the answers."""
+        if any(one.names_endpoints for one in self.models.values()):
+            return [*self.quality_columns, self.endpoint_column]
+        return self.quality_columns
 
     @property
     def rows(self) -> RowsOf:

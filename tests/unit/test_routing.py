@@ -297,3 +297,15 @@ async def test_a_shared_request_and_its_parts_have_the_order_and_the_text_of_a_d
         (7, b'{"input":"a"}'),
         (7, b'{"input":"b"}'),
     ]
+
+
+async def test_a_server_is_another_one_only_where_a_request_may_go():
+    """Else a request that waits for a quota would be handed back and forth, and no time pass."""
+    made = router(2, 16)
+    limited, failing = made.targets
+    limited.cooldown_until = math.inf
+    failing.failures = 3
+    assert made.has_other(limited)
+    failing.add_in_flight(1)  # one at a time
+    assert await made.acquire(request()) is limited
+    assert not made.has_other(limited)

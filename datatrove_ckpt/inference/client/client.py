@@ -557,7 +557,7 @@ class CompletionClient:
                     if not self._router.has_other(target):
                         await self._pause(seconds)
                     if target.limits is not None:
-                        target.limits.not_counted()
+                        target.limits.not_counted(request.counted)
                     continue
                 return await self._attempt(target, request, body, way)
             except AttemptLost:
@@ -612,7 +612,7 @@ class CompletionClient:
         except ServerRefused as refusal:
             self._leave(target, refusal)
             return 0.0
-        if (error.unreachable or error.server_is_limited) and self._router.has_other(target):
+        if target.cooldown_until > time.monotonic() and self._router.has_other(target):
             return 0.0
         asked = min(error.asked_wait or 0.0, clock.left(error))
         delay = retrying.SERVER.wait(failures, asked)
@@ -694,7 +694,7 @@ class CompletionClient:
         answer.endpoint = target.name
         if target.limits is not None:
             tokens = token_counts(answer.usage)
-            target.limits.answered(request.expected, tokens.prompt + tokens.completion)
+            target.limits.answered(request.counted, tokens.prompt + tokens.completion)
         self.answers += 1
         self.without_reason += not answer.finish_reason
         target.answers += 1
@@ -748,7 +748,7 @@ class CompletionClient:
             if failure.server_is_well:
                 target.mark_alive(started_at)
             if target.limits is not None and (failure.unsent or failure.server_is_limited):
-                target.limits.not_counted()
+                target.limits.not_counted(request.counted)
             if target.pace is not None and failure.server_is_limited:
                 target.pace.refused(started_at, failure.asked_wait or 0.0)
             self._rest(target, failure)
@@ -776,7 +776,7 @@ class CompletionClient:
             return
         until = now + min(seconds, _LONGEST_REST)
         if target.limits is not None and failure.server_is_limited and not failure.asked_wait:
-            until = min(until, max(now, target.limits.frees_at))
+            until = min(until, max(now + _SHORTEST_REST, target.limits.frees_at))
         target.cooldown_until = max(target.cooldown_until, until)
         if lasts < _SAY_AFTER or len(self._router.targets) < 2:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from dataclasses import dataclass
 
 from datatrove_ckpt.config.endpoints import EndpointConfig
 
@@ -14,42 +15,53 @@ _BYTES_PER_TOKEN = 4
 _WEIGHT = 1 / 8  # of the newest answer in the mean
 
 
+@dataclass(eq=False, slots=True)
+class Sent:
+    """What one request adds to what was sent in a minute."""
+
+    at: float
+    amount: float
+
+
+NOTHING_SENT = (Sent(-math.inf, 0), Sent(-math.inf, 0))
+
+
 class _Minute:
     """What was sent in the last minute."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit or math.inf
-        self._sent: deque[tuple[float, float]] = deque()
+        self._sent: deque[Sent] = deque()
         self._sum = 0.0
 
-    def add(self, now: float, amount: float) -> None:
-        if self._limit < math.inf:
-            self._sent.append((now, amount))
-            self._sum += amount
+    def add(self, now: float, amount: float) -> Sent:
+        sent = Sent(now, amount)
+        self._sent.append(sent)
+        self._sum += amount
+        return sent
 
-    def remove_last(self) -> None:
-        if self._sent:
-            self._sum -= self._sent.pop()[1]
+    def change(self, sent: Sent, amount: float) -> None:
+        if self._sent and sent.at >= self._sent[0].at:  # else it is too old to count
+            self._sum += amount - sent.amount
+            sent.amount = amount
 
     @property
     def frees_at(self) -> float:
-        if self._sent:
-            return self._sent[0][0] + MINUTE_SECONDS * _MARGIN
-        return math.inf
+        ends = (sent.at + MINUTE_SECONDS * _MARGIN for sent in self._sent if sent.amount)
+        return next(ends, math.inf)
 
     def opens_at(self, now: float, amount: float) -> float:
         """Returns when so much more may be sent; 0: now."""
         minute = MINUTE_SECONDS * _MARGIN
-        sent = self._sent
-        while sent and sent[0][0] + minute <= now:
-            self._sum -= sent.popleft()[1]
+        while self._sent and self._sent[0].at + minute <= now:
+            self._sum -= self._sent.popleft().amount
         left = self._sum
         opens_at = 0.0
-        for sent_at, each in sent:
+        for sent in self._sent:
             if left + amount <= self._limit:
                 break
-            left -= each
-            opens_at = sent_at + minute
+            left -= sent.amount
+            opens_at = sent.at + minute
         return opens_at
 
 
@@ -74,31 +86,26 @@ class MinuteLimits:
         """When the first request of the last minute is older than that."""
         return self._requests.frees_at
 
-    def sent(self, size: int) -> float:
-        """Counts a request of so many bytes. Returns the tokens that it is expected to take."""
-        expected = size / _BYTES_PER_TOKEN
-        if self._answers:
-            expected = self._mean
-        self._requests.add(time.monotonic(), 1)
-        self._count(expected)
-        return expected
+    def sent(self, size: int) -> tuple[Sent, Sent]:
+        """Counts a request of so many bytes, with the tokens that it is expected to take."""
+        now = time.monotonic()
+        expected = self._mean if self._answers else size / _BYTES_PER_TOKEN
+        counted = self._requests.add(now, 1), self._tokens.add(now, expected)
+        self._look(now)
+        return counted
 
-    def answered(self, expected: float, tokens: int) -> None:
+    def answered(self, counted: tuple[Sent, Sent], tokens: int) -> None:
         self._mean += (tokens - self._mean) * _WEIGHT ** min(1, self._answers)
         self._answers += 1
-        self._count(tokens - expected)
+        self._tokens.change(counted[1], tokens)
+        self._look(time.monotonic())
 
-    def not_counted(self) -> None:
-        """Takes a request back that was not sent, or refused, which providers do not count. All
-        requests count alike, so the last one goes.
-        """
-        self._requests.remove_last()
-        self._tokens.remove_last()
-        self._count(0)
+    def not_counted(self, counted: tuple[Sent, Sent]) -> None:
+        """Takes a request back that was not sent, or refused, which providers do not count."""
+        self._requests.change(counted[0], 0)
+        self._tokens.change(counted[1], 0)
+        self._look(time.monotonic())
 
-    def _count(self, tokens: float) -> None:
-        now = time.monotonic()
-        if tokens:
-            self._tokens.add(now, tokens)
+    def _look(self, now: float) -> None:
         opens_at = self._requests.opens_at(now, 1)
         self.opens_at = max(opens_at, self._tokens.opens_at(now, self._mean))

@@ -49,7 +49,7 @@ from datatrove_ckpt.common.work_counts import WorkCounts
 from datatrove_ckpt.config.inference_config import FIRST_LIMIT, REQUESTS_WITHOUT_METRICS
 from datatrove_ckpt.errors import ServerDied
 from datatrove_ckpt.inference.client.body import AnyBody, Body
-from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
+from datatrove_ckpt.inference.client.minute_limits import NOTHING_SENT, MinuteLimits, Sent
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import Shutdown
@@ -159,7 +159,7 @@ class Request:
         known: the longest of them that an earlier request had.
         deaths: of servers at which it was in flight.
         age: seconds it had been in flight at the first death.
-        expected: tokens that its attempt is expected to take, at an endpoint with limits.
+        counted: what its attempt adds to the limits of its endpoint, if that has some.
         is_shared: by several texts. It is divided before it fails.
     """
 
@@ -173,7 +173,7 @@ class Request:
     is_shared: bool = False
     deaths: list[Death] = field(default_factory=list)
     age: float = 0.0
-    expected: float = 0.0
+    counted: tuple[Sent, Sent] = NOTHING_SENT
 
     def copy(self) -> Request:
         return Request(
@@ -313,6 +313,10 @@ class Target:
     def fails(self) -> bool:
         """Whether it fails at every request, not at one that is at fault."""
         return self.failures >= _FAILURES
+
+    def rests(self, now: float) -> bool:
+        """Whether it gets no request now. One that fails gets one at a time, after its rest."""
+        return self.cooldown_until > now or (self.in_flight > 0 and self.fails)
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
@@ -457,8 +461,7 @@ class Room:
                 opens_at = max(target.limits.opens_at, target.cooldown_until)
                 self.opens_at = min(self.opens_at, opens_at)
                 continue
-            # A server that fails gets one request at a time, when its rest is over.
-            if target.cooldown_until > now or (target.in_flight and target.fails):
+            if target.rests(now):
                 if load < 1 and (cooling is None or load < cooling.load):
                     cooling = target
                 continue
@@ -640,7 +643,7 @@ class Router:
         """Whether another server takes requests now, or does when it has room."""
         now = time.monotonic()
         return any(
-            other.up and other is not target and other.cooldown_until <= now
+            other is not target and other.up and not other.reserved and not other.rests(now)
             for other in self.targets
         )
 
@@ -694,11 +697,12 @@ class Router:
     def _assign(self, target: Target, request: Request) -> Target:
         self._prefixes.add(request.texts or (), target.bit)
         target.add_in_flight(1)
-        # One that was away does not make up for it.
-        self._turn = max(self._turn, target.turn)
-        target.turn = self._turn + 1 / target.weight
+        if not self.has_homes:
+            # One that was away does not make up for it.
+            self._turn = max(self._turn, target.turn)
+            target.turn = self._turn + 1 / target.weight
         if target.limits is not None:
-            request.expected = target.limits.sent(len(request.body))
+            request.counted = target.limits.sent(len(request.body))
         self.in_flight += 1
         return target
 

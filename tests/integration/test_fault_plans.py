@@ -1,0 +1,293 @@
+"""Several endpoints, whose providers fail in ten ways: what share of the ideal a run gets, and
+whether it pays for each document once, and knows what it has paid.
+
+In virtual time: minutes of a provider take milliseconds, and how fast the machine is changes no
+result. The ideal sends a minute's requests at once, and knows before what will fail.
+"""
+
+import asyncio
+import math
+import socket
+import sys
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+
+import orjson
+import pytest
+from aiohttp import web
+
+from datatrove_ckpt import InferenceConfig, InferenceRunner
+from tests.bench.throughput_run import virtual_loop
+from tests.histories import read_history
+from tests.jobs import documents, rows, writer
+
+DOCUMENTS = 1150
+TOKENS = 117  # of a request and its answer, at most
+MINUTE = 60.0
+LATENCY = 2.0  # seconds
+FOREVER = math.inf
+TIMEOUT = 60.0
+HALF_WAY = 150.0
+LONGEST = 7200.0
+
+
+@dataclass(eq=False)
+class Provider:
+    """A provider with a limit, a key, prices and a bill of its own.
+
+    Attributes:
+        faults: kinds ("down", "fail", "hang", "key", "storm") with the seconds from which and until which
+            they last.
+        requests, tokens: the limits for each minute.
+        declared: the limit of requests that the run is told.
+        says_when: its answers 429 have a Retry-After.
+        bucket: so many requests may come at once; it fills with ``requests`` a minute, and each
+            answer shows it. 0: any ``requests`` in a minute may come.
+        billed: answers by question.
+        tokens_billed: prompt and completion tokens of the bill.
+        most: requests that it has accepted in a minute.
+    """
+
+    faults: tuple[tuple[str, float, float], ...] = ()
+    requests: int = 60
+    declared: int = 60
+    tokens: int = 200_000
+    latency: float = LATENCY
+    says_when: bool = True
+    bucket: int = 0
+    number: int = 0
+
+    def __post_init__(self):
+        self.billed = Counter()
+        self.tokens_billed = Counter()
+        self.statuses = Counter()
+        self.most = 0
+        self.last = 0.0
+        self._accepted = deque()
+        self._level = self.bucket
+        self._filled_at = 0.0
+        self._outages = 0
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self._port = self._socket.getsockname()[1]
+
+    @property
+    def name(self):
+        return f"p{self.number}"
+
+    @property
+    def prices(self):
+        return {"prompt": 0.2 + self.number, "completion": 0.6 + self.number}
+
+    @property
+    def settings(self):
+        return {
+            "url": f"http://127.0.0.1:{self._port}",
+            "api_key_env": f"KEY_{self.number}",
+            "model": f"model-at-{self.name}",
+            "requests_per_minute": self.declared,
+            "tokens_per_minute": self.tokens,
+            "prices": self.prices,
+        }
+
+    @property
+    def cost(self):
+        """Returns billionths."""
+        return round(sum(1000 * self.prices[name] * n for name, n in self.tokens_billed.items()))
+
+    def has(self, kind, now):
+        return any(fault == kind and begin <= now < end for fault, begin, end in self.faults)
+
+    def answers_at(self):
+        """Yields when the ideal has each answer."""
+        now = 0.0
+        while now < LONGEST:
+            ends = [end for _, begin, end in self.faults if begin <= now < end]
+            if ends:
+                now = max(ends)
+                continue
+            answered = now + self.latency
+            if not any(kind == "down" and now < begin < answered for kind, begin, _ in self.faults):
+                yield from [answered] * self._at_once(now)
+            now += MINUTE / (self.requests if self.bucket else 1)
+
+    def _at_once(self, now):
+        if self.bucket:
+            return 1 if now else self.bucket
+        return min(self.requests, self.declared, self.tokens // TOKENS)
+
+    async def start(self):
+        self._loop = asyncio.get_running_loop()
+        self._web = web.Server(self._answered, access_log=None)
+        self._server = await self._loop.create_server(self._web, sock=self._socket)
+        for kind, begin, end in self.faults:
+            if kind == "down" and begin:
+                self._loop.call_later(begin, self._go_down)
+            elif kind == "down":
+                self._go_down()
+            if kind == "down" and end < FOREVER:
+                self._loop.call_later(end, self._come_back)
+
+    def _go_down(self):
+        self._outages += 1
+        self._server.close()
+        for connection in self._web.connections:
+            connection.transport.abort()
+
+    def _come_back(self):
+        opened = self._loop.create_server(self._web, "127.0.0.1", self._port, backlog=2048)
+        self._back = self._loop.create_task(opened)
+
+    async def _answered(self, request):
+        now = self._loop.time()
+        if request.headers.get("Authorization") != f"Bearer key-{self.number}" or self.has(
+            "key", now
+        ):
+            return self._refusal(401)
+        if request.method == "GET":
+            return web.json_response({"object": "list", "data": [{"id": f"model-at-{self.name}"}]})
+        payload = orjson.loads(await request.read())
+        assert payload["model"] == f"model-at-{self.name}"
+        question = payload["messages"][-1]["content"]
+        used = {"prompt": 90 + len(question), "completion": 2 * len(question)}
+        assert sum(used.values()) <= TOKENS
+        if self.has("hang", now):
+            await asyncio.sleep(LONGEST)
+        if self.has("storm", now) or not self._accepts(now, sum(used.values())):
+            return self._refusal(429, self._wait(now))
+        if self.has("fail", now):
+            await asyncio.sleep(self.latency)
+            return self._refusal(503)
+        outages = self._outages
+        headers = self._shown()
+        await asyncio.sleep(self.latency)
+        if outages == self._outages:
+            self.billed[question] += 1
+            self.tokens_billed.update(used)
+            self.last = self._loop.time()
+        self.statuses[200] += 1
+        usage = {f"{name}_tokens": number for name, number in used.items()}
+        usage["total_tokens"] = sum(used.values())
+        message = {"role": "assistant", "content": f"answer to {question}"}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        return web.json_response({"id": "a", "choices": [choice], "usage": usage}, headers=headers)
+
+    def _accepts(self, now, tokens):
+        while self._accepted and self._accepted[0][0] + MINUTE <= now:
+            self._accepted.popleft()
+        filled = (now - self._filled_at) * self.requests / MINUTE
+        self._level = min(self.bucket, self._level + filled)
+        self._filled_at = now
+        used = sum(number for _, number in self._accepted)
+        is_empty = len(self._accepted) >= self.requests
+        if self.bucket:
+            is_empty = self._level < 1
+        if is_empty or used + tokens > self.tokens:
+            return False
+        self._level -= 1
+        self._accepted.append((now, tokens))
+        self.most = max(self.most, len(self._accepted))
+        return True
+
+    def _shown(self):
+        if not self.bucket:
+            return {}
+        quota = {
+            "limit": str(self.bucket),
+            "remaining": str(int(self._level)),
+            "reset": f"{(self.bucket - self._level) * MINUTE / self.requests:.3f}s",
+        }
+        return {f"x-ratelimit-{name}-requests": value for name, value in quota.items()}
+
+    def _wait(self, now):
+        if self.bucket:
+            return MINUTE / self.requests
+        ends = [end for kind, begin, end in self.faults if kind == "storm" and begin <= now < end]
+        return max([*ends, *(sent + MINUTE for sent, _ in list(self._accepted)[:1])]) - now
+
+    def _refusal(self, status, wait=0.0):
+        self.statuses[status] += 1
+        headers = {}
+        if wait and self.says_when:
+            headers["Retry-After"] = str(math.ceil(wait))
+        return web.json_response({"error": {"message": "refused"}}, status=status, headers=headers)
+
+
+def ideal_seconds(providers):
+    answers = sorted(chain(*(provider.answers_at() for provider in providers)))
+    return answers[DOCUMENTS - 1]
+
+
+STORM = (("storm", 60.0, 70.0),)
+PLANS = {
+    "two": [{}, {"says_when": False}],
+    "three": [{}, {}, {"says_when": False}],
+    "down from the start": [{"faults": (("down", 0.0, FOREVER),)}, {}, {}],
+    "down half way": [{"faults": (("down", HALF_WAY, FOREVER),)}, {}, {}],
+    "down for a while": [{"faults": (("down", 50.0, 200.0),)}, {}, {}],
+    "answers nothing for a while": [{"faults": (("hang", 50.0, 200.0),)}, {}, {}],
+    "slow": [{"latency": 10 * LATENCY}, {}, {}],
+    "a lower limit": [{"requests": 30}, {}, {}],
+    "a lower limit, no Retry-After": [{"requests": 30, "says_when": False}, {}, {}],
+    "a higher limit": [{"requests": 120}, {}, {}],
+    "few tokens a minute": [{"tokens": 6_000}, {}, {}],
+    "buckets": [{"bucket": 10}, {"bucket": 10}, {"bucket": 10, "says_when": False}],
+    "buckets, and one fails": [
+        {"bucket": 10},
+        {"bucket": 10},
+        {"faults": (("fail", 50, FOREVER),)},
+    ],
+    "key refused from the start": [{"faults": (("key", 0.0, FOREVER),)}, {}, {}],
+    "key refused half way": [{"faults": (("key", HALF_WAY, FOREVER),)}, {}, {}],
+    "a storm at one": [{"faults": STORM}, {}, {}],
+    "a storm at all": [{"faults": STORM}, {"faults": STORM, "says_when": False}, {"faults": STORM}],
+}
+"""What differs from a provider with 60 requests a minute."""
+
+
+async def asks(document, generate):
+    return await generate({"messages": [{"role": "user", "content": document.text}]})
+
+
+@pytest.mark.matrix("plan", PLANS)
+def test_a_run_over_several_endpoints_gets_nine_tenths_of_the_ideal_and_knows_its_bill(
+    tmp_path, monkeypatch, plan
+):
+    monkeypatch.setattr(time, "monotonic", time.monotonic)  # it becomes the virtual time's
+    providers = [Provider(number=number, **settings) for number, settings in enumerate(PLANS[plan])]
+    for provider in providers:
+        monkeypatch.setenv(f"KEY_{provider.number}", f"key-{provider.number}")
+
+    def new_event_loop():
+        loop = virtual_loop()
+        for provider in providers:
+            loop.run_until_complete(provider.start())
+        return loop
+
+    monkeypatch.setitem(sys.modules, "uvloop", SimpleNamespace(new_event_loop=new_event_loop))
+    endpoints = [provider.settings for provider in providers]
+    InferenceRunner(
+        asks,
+        InferenceConfig("endpoint", "m", endpoints=endpoints, request_timeout=TIMEOUT),
+        writer(tmp_path),
+        checkpoints_local_dir=str(tmp_path / "checkpoints"),
+        records_per_chunk=100,
+    ).run(documents(DOCUMENTS))
+
+    seconds = max(provider.last for provider in providers)
+    ideal = ideal_seconds(providers)
+    for provider in providers:
+        print(provider.name, provider.billed.total(), dict(provider.statuses))
+    print(f"{plan}: {seconds:.0f} s of {ideal:.0f} s, {ideal / seconds:.3f} of the ideal")
+    given = {provider.settings["url"]: set() for provider in providers}
+    for row in rows(tmp_path):
+        given[row["metadata"]["rollout_results_endpoint"]].add(row["text"])
+    for provider, texts in zip(providers, given.values(), strict=True):
+        assert provider.billed == Counter(texts)
+        assert provider.most <= provider.declared
+    assert sum(map(len, given.values())) == DOCUMENTS
+    total = read_history(tmp_path / "checkpoints" / "00000" / "history.jsonl").last.total
+    assert total.cost == sum(provider.cost for provider in providers)
+    assert ideal / seconds >= 0.9

@@ -3,6 +3,7 @@ tests/real/test_agents.py.
 """
 
 import asyncio
+import resource
 from contextlib import suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -241,6 +242,17 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
     assert asyncio.run(noting(rollout, noted)(document, generate)) == "A"
     ((request,),) = noted.values()
     assert (request.question, request.tokens.prompt) == ("a", 3)
+
+
+async def test_addresses_raise_the_limit_on_open_files(monkeypatch):
+    current = [8, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair)
+    )
+    async with serve(None, "fake"):
+        pass
+    assert 8 < current[0] < current[1] == 4096
 
 
 async def test_a_request_that_nobody_waits_for_ends_with_the_address():

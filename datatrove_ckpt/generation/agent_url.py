@@ -116,7 +116,7 @@ async def serve(
         name = payload.pop("model", "")  # the run's is asked
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
-            return _refusal(400, f"{path} has no streams here: ask without stream")
+            return _refusal(400, f"{path} has no streams here: use chat completions, or no stream")
         try:
             result = await requests.result(request, path, body, payload)
         except InferenceError as error:

@@ -114,6 +114,15 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
     assert server.asked["a"] == 0
 
 
+def test_a_server_without_responses_is_named_with_what_agents_can_use(tmp_path, server):
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            await posted(url, {"input": "a"}, "/responses")
+
+    with pytest.raises(CkptError, match="path /v1/responses: let your agent use chat completions"):
+        run_job(tmp_path, server, 1, rollout)
+
+
 def test_an_agent_that_fails_may_leave_its_connection_open(tmp_path, server):
     async def rollout(document, generate):
         session = aiohttp.ClientSession()

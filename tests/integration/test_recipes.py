@@ -165,6 +165,8 @@ def test_a_recipe_that_is_killed_at_each_request_and_call_makes_none_twice(
         ("assert __name__ != '__main__'", ""),
         ("import os; assert 'PATH' not in os.environ and os.listdir() == ['output']", ""),
         ("import resource as r; assert r.getrlimit(r.RLIMIT_NPROC) == (0, 0)", ""),
+        ("import os; assert os.getsid(0) == os.getpid()", ""),  # no Ctrl-C reaches it
+        ("import signal; assert signal.getitimer(signal.ITIMER_REAL)[0] > 0", ""),
         ("1 / 0", "ZeroDivisionError"),
         ("import sys; sys.exit()", "Ended early"),
         ("while True: pass", "Ended early"),

@@ -167,6 +167,7 @@ def test_a_recipe_that_is_killed_at_each_request_and_call_makes_none_twice(
         ("import resource as r; assert r.getrlimit(r.RLIMIT_NPROC) == (0, 0)", ""),
         ("import os; assert os.getsid(0) == os.getpid()", ""),  # no Ctrl-C reaches it
         ("import signal; assert signal.getitimer(signal.ITIMER_REAL)[0] > 0", ""),
+        ("import sys; sys.stdout.buffer.write(bytes([255]))", ""),
         ("1 / 0", "ZeroDivisionError"),
         ("import sys; sys.exit()", "Ended early"),
         ("while True: pass", "Ended early"),

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation import blocked_loop
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.noted_requests import noting
@@ -21,7 +22,7 @@ from datatrove_ckpt.rollouts import Document
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import chat, letters, rejects, rows, run_job
-from tests.patience import until_async
+from tests.patience import until, until_async
 
 
 async def posted(url, payload, path="/chat/completions"):
@@ -251,6 +252,16 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
     assert asyncio.run(noting(rollout, noted)(document, generate)) == "A"
     ((request,),) = noted.values()
     assert (request.question, request.tokens.prompt) == ("a", 3)
+
+
+def test_a_rollout_that_blocks_the_loop_is_named(tmp_path, server, log, monkeypatch):
+    monkeypatch.setattr(blocked_loop, "_BLOCKED_SECONDS", 0.05)
+
+    async def rollout(document, generate):
+        until(lambda: any("blocked the event loop, in tests/" in line for line in log))
+        return 1
+
+    run_job(tmp_path, server, 1, rollout)
 
 
 async def test_addresses_raise_the_limit_on_open_files(monkeypatch):

@@ -16,16 +16,18 @@ _BLOCKED_SECONDS = 10.0
 
 
 async def warn_when_blocked() -> NoReturn:
-    """Warns once each time that the running loop is blocked."""
+    """Warns of each place that blocks the running loop, once."""
     beat = threading.Event()
     has_ended = threading.Event()
     loop_thread = threading.get_ident()
+    places = {""}
 
     def watch() -> None:
         while not has_ended.is_set():
             if not beat.wait(_BLOCKED_SECONDS):
                 place = runs_at(loop_thread)
-                if place:
+                if place not in places:
+                    places.add(place)
                     logger.warning(
                         f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event loop"
                         f"{place}: nothing else is asked or answered until this returns. Put what "

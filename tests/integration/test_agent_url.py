@@ -261,7 +261,7 @@ def test_a_rollout_that_blocks_the_loop_is_named(tmp_path, server, log, monkeypa
         until(lambda: any("blocked the event loop, in tests/" in line for line in log))
         return 1
 
-    run_job(tmp_path, server, 1, rollout)
+    run_job(tmp_path, server, 2, rollout)
 
 
 async def test_addresses_raise_the_limit_on_open_files(monkeypatch):

@@ -17,6 +17,7 @@ from datatrove.pipeline.inference.types import InferenceError
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import safe_text
 from datatrove_ckpt.common.redaction import redact
+from datatrove_ckpt.process.open_files import make_room
 
 _LINGER_SECONDS = 0.1  # 0 would wait for ever
 _NO_RETRY = {"x-should-retry": "false"}
@@ -115,7 +116,7 @@ async def serve(
         name = payload.pop("model", "")  # the run's is asked
         path = path.removeprefix(secret)
         if is_stream and not path.endswith("/completions"):
-            return _refusal(400, f"{path} has no streams here: ask without stream")
+            return _refusal(400, f"{path} has no streams here: use chat completions, or no stream")
         try:
             result = await requests.result(request, path, body, payload)
         except InferenceError as error:
@@ -132,6 +133,9 @@ async def serve(
 
     server = web.Server(handle, access_log=None)
     listener = await asyncio.get_running_loop().create_server(server, "127.0.0.1", 0)
+    # A new file gets the lowest free number. Each agent needs four: this listener, both ends of its
+    # connection, and the connection to the model's server.
+    make_room(4 * listener.sockets[0].fileno())
     try:
         port = listener.sockets[0].getsockname()[1]
         yield f"http://127.0.0.1:{port}{secret}/v1"

@@ -43,7 +43,7 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
-from datatrove_ckpt.common.formatting import forgotten_await, plural, safe_repr, safe_text
+from datatrove_ckpt.common.formatting import likely_mistake, plural, safe_repr, safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import OF_ONE_TEXT
 from datatrove_ckpt.config.generation_params import max_tokens_of
@@ -97,7 +97,7 @@ def cause_of(error: BaseException) -> str:
     text = redact(text)
     if isinstance(cause, CkptError | str):
         return text
-    return f"{type(cause).__name__}: {text}{forgotten_await(cause)}"
+    return f"{type(cause).__name__}: {text}{likely_mistake(cause)}"
 
 
 def dead_letter(

@@ -838,6 +838,8 @@ class Requests:
         answers = self._answers
         if answers.have_ended:
             await wait_until_cancelled()
+        if self._model.client.get_loop() is not asyncio.get_running_loop():
+            raise RuntimeError("generate.once was called from a different loop")
         call = Call(name, function, args, kwargs, time_limit, keep_errors)
         if call.mistake:
             await self._refused(call.mistake)

@@ -170,6 +170,18 @@ def called_at() -> str:
     return ""
 
 
+def runs_at(thread: int) -> str:
+    """Returns what a thread runs in the user's code, formatted as ``raised_at``; "" if a callback
+    of ours runs, or none.
+    """
+    for frame, line in walk_stack(sys._current_frames().get(thread)):
+        if _is_ours(frame.f_code):
+            return ""
+        if not frame.f_code.co_filename.startswith(_INSTALLED):
+            return _place(frame.f_code, line)
+    return ""
+
+
 def _is_ours(code: CodeType) -> bool:
     return code.co_filename.startswith(_PACKAGE)
 

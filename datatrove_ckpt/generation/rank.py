@@ -35,6 +35,7 @@ from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import use
+from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures, next_retry, offer_skipping, taken_letters
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
@@ -364,6 +365,7 @@ class _Run:
         watchers = [
             asyncio.create_task(progress.report()),
             asyncio.create_task(self.preemption.watch_time_limit()),
+            asyncio.create_task(warn_when_blocked()),
         ]
         limits = LimitWatch(self.step, checkpoint, self.preemption.shutdown)
         if limits.is_on:

@@ -76,14 +76,8 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
         ConfigError: the hard limit is too low. Only an administrator can raise it.
     """
     needed = files_needed(requests, servers)
-    soft, hard = limits()
     others = (ranks - 1) * _FILES
-    wanted = min(needed + others + _SPARE + (requests if servers > 1 else 0), hard)
-    if soft < wanted:
-        with suppress(ValueError, OSError):  # some systems allow less than the hard limit
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-            )
+    make_room(needed + others + _SPARE + (requests if servers > 1 else 0))
     allowed = limits()[0]
     if allowed < needed:
         raise ConfigError(too_low(requests, servers, needed, allowed))
@@ -94,6 +88,17 @@ def raise_limit(requests: int, servers: int, ranks: int = 1) -> int:
             f"need {needed + others} open files, and this process may have {allowed} (ulimit -n)."
         )
     return at_once
+
+
+def make_room(files: int) -> None:
+    """Raises the soft limit to so many open files, as far as the hard limit allows."""
+    soft, hard = limits()
+    wanted = min(files, hard)
+    if soft < wanted:
+        with suppress(ValueError, OSError):  # some systems allow less than the hard limit
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (wanted, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+            )
 
 
 def too_low(requests: int, servers: int, needed: int, allowed: int) -> str:

@@ -3,6 +3,7 @@ tests/real/test_agents.py.
 """
 
 import asyncio
+import resource
 from contextlib import suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -12,6 +13,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import CkptError
+from datatrove_ckpt.generation import blocked_loop
 from datatrove_ckpt.generation import generate as generate_module
 from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.noted_requests import noting
@@ -20,7 +22,7 @@ from datatrove_ckpt.rollouts import Document
 from datatrove_ckpt.testing import FakeServer
 from tests.integration.test_typed_ways import embeddings
 from tests.jobs import chat, letters, rejects, rows, run_job
-from tests.patience import until_async
+from tests.patience import until, until_async
 
 
 async def posted(url, payload, path="/chat/completions"):
@@ -111,6 +113,15 @@ def test_other_paths_and_what_is_refused(tmp_path, server):
     assert "POST /v1/chat/completions has no answer here" in found[-1]
     assert rows(tmp_path)[0]["metadata"]["models"][0]["id"] == "fake"
     assert server.asked["a"] == 0
+
+
+def test_a_server_without_responses_is_named_with_what_agents_can_use(tmp_path, server):
+    async def rollout(document, generate):
+        async with generate.url() as url:
+            await posted(url, {"input": "a"}, "/responses")
+
+    with pytest.raises(CkptError, match="path /v1/responses: let your agent use chat completions"):
+        run_job(tmp_path, server, 1, rollout)
 
 
 def test_an_agent_that_fails_may_leave_its_connection_open(tmp_path, server):
@@ -241,6 +252,27 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
     assert asyncio.run(noting(rollout, noted)(document, generate)) == "A"
     ((request,),) = noted.values()
     assert (request.question, request.tokens.prompt) == ("a", 3)
+
+
+def test_a_rollout_that_blocks_the_loop_is_named(tmp_path, server, log, monkeypatch):
+    monkeypatch.setattr(blocked_loop, "_BLOCKED_SECONDS", 0.05)
+
+    async def rollout(document, generate):
+        until(lambda: any("blocked the event loop, in tests/" in line for line in log))
+        return 1
+
+    run_job(tmp_path, server, 2, rollout)
+
+
+async def test_addresses_raise_the_limit_on_open_files(monkeypatch):
+    current = [8, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(current))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda kind, pair: current.__setitem__(slice(None), pair)
+    )
+    async with serve(None, "fake"):
+        pass
+    assert 8 < current[0] < current[1] == 4096
 
 
 async def test_a_request_that_nobody_waits_for_ends_with_the_address():

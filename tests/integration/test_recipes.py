@@ -4,12 +4,15 @@ call, they call nothing twice, and end with the same bytes.
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import pytest
 
 from datatrove_ckpt.testing import FakeServer, outputs
@@ -17,10 +20,10 @@ from tests import processes
 from tests.integration.test_tutorial import RECIPES, here_instead, of, type_in, write_files
 from tests.jobs import rows
 from tests.kept import answers_kept
-from tests.pages import blocks
+from tests.pages import blocks, section
 from tests.patience import until
 
-CODE, SEARCH, BEST = "Code with tests", "Answers from a search", "The first answer that passes"
+CODE, SEARCH, BEST = "Code with tests", "Search", "Best of n"
 TOOLS = {CODE: "run_tests", BEST: "passes"}
 """Functions that do not ask the server."""
 NOTED = """
@@ -84,12 +87,16 @@ class Model:
             number = self._seeds.setdefault(payload["seed"], len(self._seeds))
             return "word " * 30 if number < 2 else f"short {payload['seed']}"
         said = payload["messages"][-1]["content"]
-        if "Python function" in said:
+        if "code only" in said:
             return WRONG
         if said.startswith("Correct"):
             assert "AssertionError" in said
             return RIGHT
-        return " rain " if "query" in said else f"{said.count('[1] Rain: It falls.')} source [1]"
+        return (
+            " rain "
+            if "Web search query" in said
+            else f"{said.count('[1] Rain: It falls.')} source [1]"
+        )
 
 
 @pytest.fixture
@@ -158,6 +165,9 @@ def test_a_recipe_that_is_killed_at_each_request_and_call_makes_none_twice(
         ("assert __name__ != '__main__'", ""),
         ("import os; assert 'PATH' not in os.environ and os.listdir() == ['output']", ""),
         ("import resource as r; assert r.getrlimit(r.RLIMIT_NPROC) == (0, 0)", ""),
+        ("import os; assert os.getsid(0) == os.getpid()", ""),  # no Ctrl-C reaches it
+        ("import signal; assert signal.getitimer(signal.ITIMER_REAL)[0] > 0", ""),
+        ("import sys; sys.stdout.buffer.write(bytes([255]))", ""),
         ("1 / 0", "ZeroDivisionError"),
         ("import sys; sys.exit()", "Ended early"),
         ("while True: pass", "Ended early"),
@@ -176,3 +186,13 @@ def test_the_limits_of_the_code_with_tests(code, error):
     printed = names["run_tests"](code)
     assert error in printed if error else printed == ""
     assert len(printed) <= 2000
+
+
+@pytest.mark.skipif(not hasattr(huggingface_hub, "Sandbox"), reason="an older release")
+def test_the_sandbox_takes_what_the_page_gives_it():
+    sandbox = create_autospec(huggingface_hub.Sandbox)
+    machine = create_autospec(huggingface_hub.Sandbox, instance=True)
+    sandbox.create.return_value = machine
+    (call,) = re.findall(r"`(Sandbox\..*)`", section(RECIPES, f"## {CODE}"))
+    eval(call, {"Sandbox": sandbox, "code": "1 / 0"})
+    assert machine.run.call_args.args == (["python", "-c", "1 / 0"],)

@@ -45,6 +45,16 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
             "of type coroutine (was `await` forgotten, as in `await generate",
         ),
         (
+            "await generate.url()",
+            1,
+            "(was `async with` forgotten, as in `async with generate.url()",
+        ),
+        (
+            "import asyncio; await asyncio.to_thread(asyncio.run, generate.once('n', len, 'a'))",
+            1,
+            "from a different loop (from a thread: `asyncio.run_coroutine_threadsafe(",
+        ),
+        (
             "return document",
             1,
             "rollout ask returned the document itself. Return what is to be added to it",

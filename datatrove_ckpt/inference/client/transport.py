@@ -144,8 +144,8 @@ def _hint(status: int, transport: Transport, text: str) -> str:
     if not (path := transport.url.reveal().path).endswith("/completions"):
         if "model" in text.lower():
             return "Check the model's name and the endpoint's URL."
-        return (
-            f"This server may not have the path {path}: check the endpoint's URL "
-            "and the model's name."
-        )
+        otherwise = "check the endpoint's URL and the model's name"
+        if path.endswith("/responses"):
+            otherwise = "let your agent use chat completions"
+        return f"This server may not have the path {path}: {otherwise}."
     return "Check the model's name, the endpoint's URL and use_chat."

@@ -1,0 +1,46 @@
+"""Warns of a rollout that blocks the event loop, where an agent would wait for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import NoReturn
+
+from loguru import logger
+
+from datatrove_ckpt.common.threads import in_thread
+from datatrove_ckpt.generation.raised_errors import runs_at
+
+_BEAT_SECONDS = 1.0
+_BLOCKED_SECONDS = 10.0
+
+
+async def warn_when_blocked() -> NoReturn:
+    """Warns of each place that blocks the running loop, once."""
+    beat = threading.Event()
+    has_ended = threading.Event()
+    loop_thread = threading.get_ident()
+    places = {""}
+
+    def watch() -> None:
+        while not has_ended.is_set():
+            if not beat.wait(_BLOCKED_SECONDS):
+                place = runs_at(loop_thread)
+                if place not in places:
+                    places.add(place)
+                    logger.warning(
+                        f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event loop"
+                        f"{place}: nothing else is asked or answered until this returns. Put what "
+                        "blocks into a thread: `await asyncio.to_thread(function, ...)`."
+                    )
+                beat.wait()
+            beat.clear()
+
+    in_thread(watch, "datatrove-ckpt loop watch")
+    try:
+        while True:
+            beat.set()
+            await asyncio.sleep(_BEAT_SECONDS)
+    finally:
+        has_ended.set()
+        beat.set()

@@ -286,7 +286,7 @@ class ReaderDataset(StatefulIterable):
             raise ConfigError("it makes documents, and these are rows. Use map.", setting="adapter")
         self.rank = 0
         self.world_size = 1
-        self.shuffle_seed = reader.shuffle_seed
+        self.shuffle_seed = reader.shuffle_seed and int(reader.shuffle_seed)
         self.columns: Sequence[str] | None = None
         self._window = parse_window("128MB")
         self._even: Even = None

@@ -1,13 +1,13 @@
 """Input of a training loop: ``python -m tests.bench.training_input [--rows 100000] [--rounds 3]``.
 
 The same Parquet files (token rows of many lengths, texts, labels) read in batches by each way, in
-turn, each time in a process of its own. CPU is that of the second epoch, with system time; memory
-is the peak above that of the imports and the opened input. A resume is exact if a new process with
-the saved state gives the rest of the rows. ``pip install grain mosaicml-streaming``;
-without a library its row is empty.
+turn, each time in a process of its own. Rows a second are those of the second epoch, of one core's
+time, system time included; memory is the peak above that of the imports and the opened input. A
+resume is exact if a new process with the saved state gives the rest of the rows. ``pip install
+grain litdata mosaicml-streaming webdataset``; without a library its row is empty.
 
-Rows become numpy arrays and texts, except with "(arrow)". MosaicML reads files of its own, made
-before.
+Rows become numpy arrays and texts, except with "(arrow)". litdata, MosaicML and webdataset read
+files of their own, made before. torchdata.nodes reads the stream of ``datasets``.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ FILES, BATCH, STOP, WINDOW = 8, 512, 70, 65_000
 """``WINDOW``: rows as many as 128 MB hold, for those that count rows."""
 
 
-def make(folder, rows, mosaic):
+def make(folder, rows):
     random = np.random.default_rng(0)
     words = [
         "".join(map(chr, random.integers(97, 123, size))) for size in random.integers(2, 11, 20_000)
@@ -57,13 +57,44 @@ def make(folder, rows, mosaic):
         pq.write_table(
             pa.table(columns, COLUMNS), folder / f"parquet/{number}.parquet", row_group_size=10_000
         )
-    if mosaic:
-        from streaming import MDSWriter
+    for library, write in COPIES.items():
+        if importlib.util.find_spec(library):
+            table = pq.read_table(folder / "parquet").to_pylist()
+            write(
+                folder, (row | {"input_ids": np.array(row["input_ids"], np.int32)} for row in table)
+            )
 
-        columns = {"input_ids": "ndarray:int32", "text": "str", "label": "int"}
-        with MDSWriter(out=str(folder / "mosaic"), columns=columns) as writer:
-            for row in pq.read_table(folder / "parquet").to_pylist():
-                writer.write(row | {"input_ids": np.array(row["input_ids"], np.int32)})
+
+def write_mosaic(folder, rows):
+    from streaming import MDSWriter
+
+    columns = {"input_ids": "ndarray:int32", "text": "str", "label": "int"}
+    with MDSWriter(out=str(folder / "mosaic"), columns=columns) as writer:
+        for row in rows:
+            writer.write(row)
+
+
+def write_litdata(folder, rows):
+    from litdata.streaming.writer import BinaryWriter
+
+    writer = BinaryWriter(str(folder / "litdata"), chunk_bytes="16MB")
+    for number, row in enumerate(rows):
+        writer[number] = row
+    writer.done()
+    writer.merge()
+
+
+def write_webdataset(folder, rows):
+    from webdataset import ShardWriter
+
+    (folder / "webdataset").mkdir()
+    with ShardWriter(str(folder / "webdataset/%d.tar"), maxcount=25_000, verbose=0) as writer:
+        for number, row in enumerate(rows):
+            files = dict(zip(("npy", "txt", "cls"), map(row.get, COLUMNS), strict=True))
+            writer.write({"__key__": str(number)} | files)
+
+
+COPIES = {"streaming": write_mosaic, "litdata": write_litdata, "webdataset": write_webdataset}
 
 
 class Ours:
@@ -175,6 +206,55 @@ class Mosaic:
         self.input.load_state_dict(state)
 
 
+class LitData:
+    def __init__(self, folder, shuffled):
+        from litdata import StreamingDataset
+
+        self.input = StreamingDataset(str(folder / "litdata"), shuffle=shuffled)
+
+    def epoch(self, _):
+        self.given = 0
+        for batch in batched(iter(self.input)):
+            self.given += len(batch["label"])
+            yield batch
+
+    def state(self):
+        return self.input.state_dict(self.given, num_workers=1, batch_size=BATCH)
+
+    def load(self, state):
+        self.input.load_state_dict(state)
+
+
+class WebDataset:
+    def __init__(self, folder, shuffled):
+        from webdataset import WebDataset
+
+        files = sorted(map(str, (folder / "webdataset").iterdir()))
+        self.input = WebDataset(files, shardshuffle=len(files) if shuffled else False)
+        if shuffled:
+            self.input = self.input.shuffle(WINDOW)
+        self.input = self.input.decode()
+
+    def epoch(self, _):
+        files = ("npy", "txt", "cls")
+        return batched(
+            dict(zip(COLUMNS, map(sample.get, files), strict=True)) for sample in self.input
+        )
+
+
+class Nodes:
+    def __init__(self, folder, shuffled):
+        from torchdata.nodes import Batcher, IterableWrapper, Loader
+
+        source = HuggingFace(folder, shuffled, "numpy").input
+        self.input = Loader(Batcher(IterableWrapper(source), BATCH, drop_last=False))
+        self.state, self.load = self.input.state_dict, self.input.load_state_dict
+
+    def epoch(self, _):
+        for rows in self.input:
+            yield {name: [row[name] for row in rows] for name in COLUMNS}
+
+
 def batched(rows):
     while taken := [*itertools.islice(rows, BATCH)]:
         yield {name: [row[name] for row in taken] for name in COLUMNS}
@@ -187,7 +267,10 @@ WAYS = {
     "(numpy)": partial(HuggingFace, kind="numpy"),
     "(arrow)": partial(HuggingFace, kind="arrow"),
     "grain": Grain,
+    "litdata": LitData,
     "MosaicML": Mosaic,
+    "torchdata.nodes": Nodes,
+    "webdataset": WebDataset,
 }
 
 
@@ -211,7 +294,7 @@ def child(way, folder, shuffled, task):
         began = cpu_seconds()
         rows = sum(len(batch["label"]) for batch in made.epoch(1))
         used = cpu_seconds() - began
-        result = {"us": used / rows * 1e6, "mib": highest_memory() - before}
+        result = {"rate": rows / used, "mib": highest_memory() - before}
     elif not hasattr(made, "state"):
         result = "none"
     elif task == "stop":
@@ -247,7 +330,7 @@ def main():
     rows = {way: [way] for way in WAYS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make(folder, given.rows, importlib.util.find_spec("streaming"))
+        make(folder, given.rows)
         for shuffled in (False, True):
             found = interleaved(
                 WAYS, given.rounds, lambda way, s=shuffled: run(way, folder, s, "measure")
@@ -255,10 +338,10 @@ def main():
             for way in WAYS:
                 stop, rest = (run(way, folder, shuffled, task) for task in ("stop", "resume"))
                 numbers = [one for one in found[way] if one]
-                for key in ("us", "mib"):
+                for key in ("rate", "mib"):
                     rows[way].append(median(numbers, key) if numbers else None)
                 rows[way].append(stop == rest and stop not in (None, "none"))
-    header = ["us per row", "MiB", "resume exact"]
+    header = ["rows/s", "MiB", "resume exact"]
     shuffled = [f"{name}, shuffled" for name in header]
     print(markdown(["", *header, *shuffled], rows.values()))
 

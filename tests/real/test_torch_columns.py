@@ -24,9 +24,13 @@ def reader(request, tmp_path):
     return write_rows(tmp_path / "input", ROWS, request.param)
 
 
+@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_several_stops_give_the_rows_of_a_run_without_stops(reader, workers):
+def test_several_stops_give_the_rows_of_a_run_without_stops(reader, workers, batched):
     def make():
+        if batched:
+            rows = rows_of(reader, seed=1, columns=COLUMNS).map(dict).batch(4)
+            return StatefulDataLoader(rows, batch_size=None, num_workers=workers)
         rows = rows_of(reader, seed=1, columns=COLUMNS, batch_size=4)
         return StatefulDataLoader(rows, batch_size=4, num_workers=workers)
 

@@ -79,7 +79,7 @@ def two_processes(rank, folder, meeting, results):
         return loader
 
     def own():
-        mine = dataset(folder, rank=accelerator.process_index, world_size=accelerator.num_processes)
+        mine = dataset(folder, rank=accelerator.process_index, ranks=accelerator.num_processes)
         mine.set_epoch(1)
         return StatefulDataLoader(mine, batch_size=BATCH)
 

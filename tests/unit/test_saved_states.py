@@ -20,7 +20,7 @@ from datatrove_ckpt.torch import Mix, Pack
 from datatrove_ckpt.torch.states import DatasetState, Slot, sealed
 from datatrove_ckpt.torch.topology import Round, Topology
 from tests.stateful_rows import Rows
-from tests.training_rows import merge
+from tests.training_rows import merge, rows_of
 from tests.yaml_jobs import write_rows
 
 STATES = Path(__file__).parents[1] / "data" / "contracts" / "states.json"
@@ -61,12 +61,16 @@ def kept(name, make):
     return states[name]
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_saved_position_is_continued(name, tmp_path):
-    (tmp_path / "input").mkdir()
+def write_input(folder):
+    (folder / "input").mkdir()
     for number in range(2):
         rows = [{"text": "x", "id": f"{number}/{index}"} for index in range(5)]
-        write_rows(tmp_path / "input" / f"{number}.jsonl", rows)
+        write_rows(folder / "input" / f"{number}.jsonl", rows)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_saved_position_is_continued(name, tmp_path):
+    write_input(tmp_path)
 
     def samples(source):
         return map(shown, source.run() if isinstance(source, JsonlReader) else iter(source))
@@ -91,6 +95,22 @@ def test_a_position_in_shuffled_rows_is_refused(tmp_path):
     (tmp_path / "input" / "0.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(CheckpointMismatch, match="shuffled=None, now 'files'"):
         list(source.run())
+
+
+def test_states_of_documents_go_on_as_rows(tmp_path):
+    """Of 0.2: one is of a dataset of documents in batches, the others are of ranks with
+    even="repeat".
+    """
+    write_input(tmp_path)
+    saved = json.loads(STATES.read_bytes())
+    then = saved["ReaderDataset, alone"]
+    alone = rows_of(reader(tmp_path), seed=1, window=4, batch_size=2)
+    alone.load_state_dict(then["state"])
+    assert [row["id"] for row in alone] == then["rest"] != []
+    then = saved["ReaderDataset, even ranks"]
+    other = rows_of(reader(tmp_path), seed=1, window=4)
+    other.load_state_dict(merge(then["states"]))
+    assert sorted(row["id"] for row in other) == then["rest"] != []
 
 
 def test_states_of_all_ranks_become_the_same_one():

@@ -309,6 +309,17 @@ def test_what_cannot_work_is_named(parquet):
         from datatrove_ckpt.torch import merge  # noqa: F401
 
 
+def test_within_an_epoch_one_number_of_a_state_changes(parquet):
+    dataset = made(parquet).shard(2, 0).map(dict).batch(4)
+    batches = iter(dataset)
+    states = []
+    for _ in range(2):
+        next(batches)
+        states.append(dataset.state_dict())
+    assert {key for key in states[0] if states[0][key] != states[1][key]} == {"samples", "checksum"}
+    assert [state["samples"] for state in states] == [4, 8]
+
+
 @pytest.mark.slow
 def test_a_state_of_many_workers_and_files_is_small(tmp_path):
     for number in range(70):

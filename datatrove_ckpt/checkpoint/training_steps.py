@@ -9,6 +9,9 @@ input.pt         states of all ranks' loaders; random.pt: of their random genera
 states/model.pt  a state that ``save`` was given; states/model/: one of which each rank has a
 part
 writer/          what the caller's writer made
+A file of SHARED_BYTES or more whose bytes the step before has is another name of that file. In a
+remote, the manifest of such a step has the format SHARED, and all its large files are objects by
+their xxh128 in shared/, which stay as long as a step has them.
 .saving-NAME       not complete; .removed-NAME, .old-NAME (replaced): the next owner of the lock
 removes them
 .lock              held by the process that writes
@@ -50,6 +53,8 @@ Entry = list[int | str]
 """Size and xxh128 of a file."""
 
 FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
+SHARED = "datatrove_ckpt.TrainingCheckpoints 2"
+SHARED_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
 _BLOCK = 8 << 20
@@ -133,6 +138,20 @@ def size_of(manifest: Manifest) -> int:
     return sum(size for size, _ in manifest["files"].values())
 
 
+def places_of(name: StepName, manifest: Manifest) -> dict[str, tuple[str, Entry]]:
+    """Returns where each file of a step is in a remote, and its size and hash."""
+    places = {file: (f"{name}/{file}", entry) for file, entry in manifest["files"].items()}
+    if manifest["format"] == SHARED:
+        for file, (_, entry) in places.items():
+            if is_large(entry):
+                places[file] = (f"shared/{entry[1]}", entry)
+    return places
+
+
+def is_large(entry: Entry) -> bool:
+    return int(entry[0]) >= SHARED_BYTES
+
+
 def blocks(path: Path) -> Iterator[bytes]:
     with explained("read", path), path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -166,9 +185,9 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
         is_whole = False
     if not is_whole:
         raise CheckpointCorrupt(f"{where} is damaged.")
-    if version != FORMAT:  # no older step may take its place
+    if version not in (FORMAT, SHARED):  # no older step may take its place
         raise VersionMismatch(
-            f"{where} is of another version of this package ({version}, not {FORMAT})."
+            f"{where} is of another version of this package ({version}, not {FORMAT} or {SHARED})."
         )
     if saved != name:
         raise CheckpointCorrupt(f"{where} is a copy of {saved}.")

@@ -202,12 +202,12 @@ class ObjectStore:
         times = {entry["name"].rstrip("/").rpartition("/")[2]: _time_of(entry) for entry in entries}
         return dict(sorted(times.items()))
 
-    def copy(self, name: str, to: str, data: bytes) -> None:
+    def copy(self, name: str, to: str, data: bytes | Path) -> None:
         """Copies an object, which object stores do without a transfer.
 
         Args:
-            data: its content. Buckets of the hub get it again: they skip content that they have,
-                and a copy would list the folder first.
+            data: its content, or a file of it. Buckets of the hub get it again: they skip content
+                that they have, and a copy would list the folder first.
         """
         if self._is_hub:
             self.put(to, data)

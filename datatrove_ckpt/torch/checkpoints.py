@@ -47,6 +47,7 @@ import datatrove_ckpt.torch.dataset as dataset
 import datatrove_ckpt.torch.policies as policies
 import datatrove_ckpt.torch.sharded as sharded
 from datatrove_ckpt.checkpoint.training_steps import (
+    FORMAT,
     Manifest,
     StepName,
     TrainingHistory,
@@ -680,12 +681,16 @@ class TrainingCheckpoints:
                 here = self._manifests
                 name = max(here)
                 wanted = {*self._lasting.kept(_metrics(here)), name}
-                missing = [each for each in wanted if there.get(each) != here[each]]
+                missing = [
+                    each
+                    for each in wanted
+                    if there.get(each, {}) | {"format": FORMAT} != here[each]
+                ]
                 if not missing:
                     break
                 name = self._copied = max(missing)
                 self._steps.own_remote()
-                self._steps.upload(name)
+                self._steps.upload(name, there)
                 self._remove_copies({**there, name: here[name]}, incomplete - {name})
             self._not_copied = None
         except Exception as error:
@@ -699,8 +704,10 @@ class TrainingCheckpoints:
         staying = {name: there[name] for name in there.keys() - gone}
         kept = self._keep.kept(_metrics(staying)) | {max(staying)}
         try:
+            self._steps.own_remote()
             for name in gone | (staying.keys() - kept):
                 self._steps.remove_remote(name)
+            self._steps.remove_shared(staying[name] for name in kept)
         except Exception as error:
             logger.warning(f"Old steps stay in {self._steps.url}: {error}")
 

@@ -13,7 +13,8 @@ import pickle
 import time
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,15 @@ from datatrove_ckpt.checkpoint.training_steps import (
     CONFIG,
     FORMAT,
     MANIFEST,
+    SHARED,
     Entry,
     Manifest,
     StepName,
     blocks,
     check_files,
+    is_large,
     opened,
+    places_of,
     read_manifest,
     readable,
     sealed,
@@ -42,6 +46,7 @@ from datatrove_ckpt.errors import (
     CheckpointLocked,
     ConfigError,
     Fenced,
+    StorageFailed,
 )
 
 if TYPE_CHECKING:
@@ -69,6 +74,8 @@ class Steps:
         """Identifies the training."""
         self.back_to: int | None = None
         """The step to which the last rollback went, if steps follow it."""
+        self._before = dict[tuple[int | str, ...], Path]()
+        """The large files of the last step that was whole, by size and hash."""
         self._owner = ""
         self._unlock: weakref.finalize[[files.Lock, int], object] | None = None
         self.store: ObjectStore | None = None
@@ -143,11 +150,12 @@ class Steps:
             contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
         for path in sorted(path for path in staging.rglob("*") if path.is_file()):
-            entries[str(path.relative_to(staging))] = size_and_hash(blocks(path))
-            files.disk.sync(path)
+            entry = entries[str(path.relative_to(staging))] = size_and_hash(blocks(path))
+            self._share_or_sync(path, entry)
         for file, content in contents.items():
             files.disk.make_dirs((staging / file).parent)
             entries[file] = _write(staging / file, content)
+            self._share_or_sync(staging / file, entries[file])
         manifest = {
             "format": FORMAT,
             "training": self.training,
@@ -157,6 +165,16 @@ class Steps:
         }
         manifest |= {"at": time.time(), "metrics": metrics, **of, "files": entries}
         self._complete(staging, manifest)
+
+    def _share_or_sync(self, path: Path, entry: Entry) -> None:
+        before = self._before.get(tuple(entry))
+        if before is not None:
+            linked = path.with_name(f"{path.name}.linked")
+            with suppress(StorageFailed):  # no hard links
+                files.disk.link(before, linked)
+                files.disk.rename(linked, path)
+                return
+        files.disk.sync(path)
 
     def _complete(self, staging: Path, manifest: Manifest) -> None:
         files.disk.write_new(staging / MANIFEST, [sealed(manifest)], files.PUBLIC_FILE)
@@ -169,6 +187,14 @@ class Steps:
         files.disk.rename(staging, self.folder / str(name))
         files.disk.sync_dir(self.folder)
         files.disk.remove_tree(old)
+        self._note_whole(name)
+
+    def _note_whole(self, name: StepName) -> None:
+        self._before = {
+            tuple(entry): self.folder / str(name) / file
+            for file, entry in self.manifest(name)["files"].items()
+            if is_large(entry)
+        }
 
     def remove(self, name: StepName) -> None:
         files.disk.remove_tree(self._set_aside(name, "removed"))
@@ -202,6 +228,7 @@ class Steps:
             self.check_training(self.manifest(name), str(self.folder / str(name)))
         except CheckpointCorrupt as error:
             return str(error)
+        self._note_whole(name)
         return ""
 
     def check_training(self, manifest: Manifest, where: str) -> None:
@@ -226,23 +253,46 @@ class Steps:
 
     # remote --------------------------------------------------------------------------------------
 
-    def upload(self, name: StepName) -> None:
+    def upload(self, name: StepName, there: dict[StepName, Manifest]) -> None:
         """Copies a step, and compares the copy. Until it returns, no older copy may be removed.
+        Large files that a step ``there`` has are not sent again.
 
         Raises CheckpointCorrupt if the copy differs.
         """
         self._remote.delete(f"{name}/{MANIFEST}")
-        entries = self.manifest(name)["files"]
-        for file in entries:
-            self._remote.put(f"{name}/{file}", self.folder / str(name) / file)
+        stored = dict[str, Entry]()
+        for other in there.keys() - {name}:
+            stored |= places_of(other, there[other]).values()
+        sources = {tuple(each): place for place, each in stored.items() if is_large(each)}
+        manifest = self.manifest(name)
+        if not sources.keys().isdisjoint(map(tuple, manifest["files"].values())):
+            manifest["format"] = SHARED
+        sent = dict[Path, tuple[str, Entry]]()
+        for file, (place, entry) in places_of(name, manifest).items():
+            path = self.folder / str(name) / file
+            source = sources.get(tuple(entry))
+            is_there = place in stored
+            if source is not None and not is_there:
+                is_there = self._copy_there(source, place, entry, path)
+            if not is_there:
+                self._remote.put(place, path)
+                sent[path] = (place, entry)
         # A node that is about to go may have no time to compare. A restore compares, too.
-        self._remote.put(f"{name}/{MANIFEST}", (self.folder / str(name) / MANIFEST).read_bytes())
+        self._remote.put(f"{name}/{MANIFEST}", sealed(manifest))
         try:
-            for file, entry in entries.items():
-                self._compare(f"{name}/{file}", entry, self.folder / str(name) / file)
+            for path, (place, entry) in sent.items():
+                self._compare(place, entry, path)
         except Exception:
             self._remote.delete(f"{name}/{MANIFEST}")
             raise
+
+    def _copy_there(self, source: str, place: str, entry: Entry, path: Path) -> bool:
+        try:
+            self._remote.copy(source, place, path)
+            self._compare(place, entry, path)
+        except (FileNotFoundError, CheckpointCorrupt):
+            return False
+        return True
 
     def _compare(self, copy: str, entry: Entry, path: Path) -> None:
         told = self._remote.md5(copy)
@@ -293,13 +343,14 @@ class Steps:
         self.check_training(manifest, f"{self.url}/{name}")
         staging = self.begin(name)
         try:
-            for file, entry in manifest["files"].items():
+            for file, (place, entry) in places_of(name, manifest).items():
                 files.disk.make_dirs((staging / file).parent)
-                if _write(staging / file, self._remote.blocks(f"{name}/{file}")) != entry:
+                if _write(staging / file, self._remote.blocks(place)) != entry:
                     raise CheckpointCorrupt(
-                        f"{self.url}/{name}/{file} has not the bytes it was saved with."
+                        f"{self.url}/{place} has not the bytes it was saved with."
                     )
-            self._complete(staging, manifest)
+                self._share_or_sync(staging / file, entry)
+            self._complete(staging, manifest | {"format": FORMAT})
         except FileNotFoundError as error:
             raise CheckpointCorrupt(f"{self.url}/{name} lacks a file: {error}.") from error
         else:
@@ -310,6 +361,15 @@ class Steps:
     def remove_remote(self, name: StepName) -> None:
         self._remote.delete(f"{name}/{MANIFEST}")
         self._remote.delete_tree(str(name))
+
+    def remove_shared(self, staying: Iterable[Manifest]) -> None:
+        """Removes large files in the remote that none of these steps has, nor one in the folder:
+        a listing of the remote may lag.
+        """
+        manifests = [*staying, *self.manifests().values()]
+        needed = {entry[1] for manifest in manifests for entry in manifest["files"].values()}
+        for digest in self._remote.names("shared").keys() - needed:
+            self._remote.delete(f"shared/{digest}")
 
 
 def _md5(path: Path) -> str:
@@ -338,7 +398,6 @@ def _write(path: Path, content: object) -> Entry:
         raise file.failed or error from error
     finally:
         file.close()
-    files.disk.sync(path)
     return [file.size, file.hexdigest()]
 
 

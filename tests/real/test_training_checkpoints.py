@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.checkpoint import files
+from datatrove_ckpt.checkpoint import files, training_steps
 from datatrove_ckpt.checkpoint.lines import explained
 from datatrove_ckpt.checkpoint.training_steps import StepName, read_events, read_manifest, sealed
 from datatrove_ckpt.common.object_store import ObjectStore
@@ -53,6 +54,7 @@ from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.testing.crashes import crash_at
 from datatrove_ckpt.torch import (
     Best,
+    Every,
     EveryEpoch,
     EverySeconds,
     EverySteps,
@@ -937,6 +939,153 @@ def test_a_copy_that_differs_is_named_and_replaces_no_older_one(
         saved.save(12, model=LAYER)
         assert saved.failure is None
     assert steps_in(remote) == {"12"}
+
+
+@pytest.fixture
+def adapted(monkeypatch):
+    """States of a training with a large part that never changes."""
+    monkeypatch.setattr(training_steps, "SHARED_BYTES", 50_000)
+    return {"base": {"table": torch.arange(20000.0)}, "adapter": {"rank": torch.zeros(2)}}
+
+
+def save_adapted(saved, states, *steps):
+    for step in steps:
+        states["adapter"]["rank"].fill_(step)
+        saved.save(step, **states)
+
+
+def assert_adapted(step, folder, remote=None):
+    """The step is whole in its folder, or restored from the remote."""
+    found = {"base": {}, "adapter": {}}
+    with checkpoints(folder, remote=remote) as saved:
+        assert saved.restore(step, weights_only=True, **found) in (
+            step,
+            found["adapter"]["rank"][0],
+        )
+    assert torch.equal(found["base"]["table"], torch.arange(20000.0))
+    return int(found["adapter"]["rank"][0])
+
+
+def numbers_of_file(run, file="states/base.pt"):
+    return {path.stat().st_ino for path in run.glob(f"step-*/{file}")}
+
+
+def test_steps_share_the_files_that_did_not_change(tmp_path, run, remote, adapted, monkeypatch):
+    sent = Counter()
+    put = ObjectStore.put
+
+    def counted(store, name, content):
+        if isinstance(content, Path):
+            sent[content.name] += 1
+        put(store, name, content)
+
+    monkeypatch.setattr(ObjectStore, "put", counted)
+    with checkpoints(run, remote=remote, keep=Last(3) | Every(2)) as saved:
+        save_adapted(saved, adapted, 1, 2, 3, 4)
+        assert len(numbers_of_file(run)) == 1
+        assert len(numbers_of_file(run, "states/adapter.pt")) == 3
+    with checkpoints(run, remote=remote, keep=Last(3) | Every(2)) as saved:
+        assert saved.restore(**adapted) == 4
+        saved.rollback(to=3, **adapted)
+        save_adapted(saved, adapted, 5, 6)
+        assert len(numbers_of_file(run)) == 1
+    assert sent["base.pt"] == 1
+    assert sent["adapter.pt"] == 6 + 1
+    for step in (2, 3, 5, 6):
+        assert assert_adapted(step, run) == step
+        assert assert_adapted(step, tmp_path / f"node {step}", remote) == step
+    assert len([*Path(remote, "shared").iterdir()]) == 1
+
+
+def test_large_files_go_with_the_last_step_that_has_them(run, remote, adapted, tmp_path):
+    with checkpoints(run, remote=remote, keep=Last(1)) as saved:
+        save_adapted(saved, adapted, 1, 2)
+        before = [path.name for path in Path(remote, "shared").iterdir()]
+        adapted["base"] = {"table": torch.zeros(20000)}
+        save_adapted(saved, adapted, 3, 4, 5)
+        after = [path.name for path in Path(remote, "shared").iterdir()]
+    assert len(before) == len(after) == 1
+    assert before != after
+    assert steps_in(remote) == {"5"}
+
+
+def test_a_damaged_file_is_no_part_of_the_next_step(run, remote, adapted, tmp_path, warned):
+    with checkpoints(run) as saved:
+        save_adapted(saved, adapted, 1, 2)
+    file = run / "step-00000002/states/base.pt"
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[:-1] + b"?")
+    with checkpoints(run) as saved:
+        assert saved.restore(**adapted) == 1
+        save_adapted(saved, adapted, 3)
+    assert (run / "step-00000003/states/base.pt").read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"?")])
+def test_a_damaged_file_in_the_remote_is_sent_again(run, remote, adapted, tmp_path, damage):
+    with checkpoints(run, remote=remote) as saved:
+        save_adapted(saved, adapted, 1)
+        damage(Path(remote, "step-00000001/states/base.pt"))
+        save_adapted(saved, adapted, 2)
+        assert saved.failure is None
+    assert assert_adapted(2, tmp_path / "new node", remote) == 2
+
+
+def test_without_hard_links_each_step_has_its_own_files(run, adapted, monkeypatch):
+    class Unlinked(files.Disk):
+        def link(self, source, target):
+            with explained("link", target):
+                raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(files, "disk", Unlinked())
+    with checkpoints(run) as saved:
+        save_adapted(saved, adapted, 1, 2)
+    assert len(numbers_of_file(run)) == 2
+    assert assert_adapted(2, run) == 2
+
+
+def test_a_release_that_knows_no_shared_files_refuses_such_a_step(
+    run, remote, adapted, tmp_path, monkeypatch
+):
+    with checkpoints(run, remote=remote) as saved:
+        save_adapted(saved, adapted, 1, 2)
+    monkeypatch.setattr(training_steps, "SHARED", "unknown")
+    with pytest.raises(StorageFailed, match=r"another version of this package \(.*Checkpoints 2, "):
+        restored(tmp_path / "new node", remote=remote)
+    assert read_manifest(run, StepName(0, 2))["format"] == training_steps.FORMAT
+
+
+@pytest.mark.parametrize(
+    ("torn", "every"),
+    [(False, 15), *(pytest.param(torn, 1, marks=pytest.mark.full) for torn in (False, True))],
+)
+def test_a_crash_at_every_effect_leaves_steps_that_share_files_whole(
+    ram, adapted, torn, every, tmp_path
+):
+    folder = ram / "run"
+    steps, remote = folder / "steps", folder / "remote"
+    nodes = itertools.count()
+
+    def attempt(last=4):
+        with checkpoints(steps, remote=str(remote), keep=Last(2)) as saved:
+            first = (saved.restore(**adapted) or 0) + 1
+            save_adapted(saved, adapted, *range(first, last + 1))
+
+    def assert_whole(crash, *torn_manifest):
+        for step in steps_in(steps):
+            assert assert_adapted(int(step), steps) == int(step), crash
+        for step in steps_in(remote):
+            with suppress(*torn_manifest):
+                node = tmp_path / str(next(nodes))
+                assert assert_adapted(int(step), node, str(remote)) == int(step), crash
+
+    for crash in crashes(folder, folder.mkdir, attempt, torn, every):
+        assert_whole(crash, *[CheckpointCorrupt] * torn)
+        attempt(6)
+        assert_whole(crash)
+        assert steps_in(steps) == steps_in(remote) == {"5", "6"}, crash
+        assert len([*(remote / "shared").iterdir()]) == 1, crash
 
 
 @pytest.mark.parametrize("is_md5", [True, False])

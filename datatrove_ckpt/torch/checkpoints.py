@@ -308,6 +308,8 @@ class TrainingCheckpoints:
             give_sign(self._steps.folder, self._ranks.rank, self._ranks.size, step)
         stops = 0.0
         self._look_after -= 1
+        if self._look_after <= 0:
+            self._ranks.meet(f"maybe_save({step})")
         if self._by_epoch or self._look_after <= 0:
             stops, due = self._look(now, step, what)
         else:
@@ -435,6 +437,7 @@ class TrainingCheckpoints:
                 "restore returned; a training from the start takes a new folder."
             )
         numbers = _numbers(metrics or {})
+        self._ranks.meet(f"save({step})")
         self._writing.join()
         self._report()
         name = self._last = StepName(self._last.rollbacks, step)
@@ -753,6 +756,7 @@ class TrainingCheckpoints:
         """
         began = time.monotonic()
         _check_names(states)
+        self._ranks.meet(f"restore({step})")
         try:
             if not weights_only:
                 self._has_looked = True
@@ -1010,6 +1014,7 @@ class TrainingCheckpoints:
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
         _check_names(states)
+        self._ranks.meet("rollback()")
         self._has_looked = True
         self._claim()
 

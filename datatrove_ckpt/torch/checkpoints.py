@@ -29,7 +29,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -69,9 +69,9 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.shutdown import SIGNALS
+from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.torch.ranks import Ranks
-from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
+from datatrove_ckpt.torch.stateful import is_counted, refuse_begun, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.workers import keep_workers
 
@@ -125,6 +125,7 @@ class TrainingCheckpoints:
             the training. None: the training continues.
         config: the settings of the training, a dict or dataclass of what JSON holds: each step has
             them in ``config.json``, without secrets.
+        signals: names of the signals after which the training saves and ends.
 
     Attributes:
         metrics: those of the restored step.
@@ -145,6 +146,7 @@ class TrainingCheckpoints:
         only_plain: bool = True,
         on_failure: Callable[[Exception], object] | None = None,
         config: object = None,
+        signals: Sequence[str] = (*SIGNALS, "SIGUSR2"),
         **removed: object,
     ) -> None:
         refuse(removed, _REMOVED)
@@ -200,7 +202,8 @@ class TrainingCheckpoints:
         self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
         self._longest_step = 0.0
-        self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
+        self._signals = check_signals(signals, "signals")
+        self._preemption = Preemption(self._signals, drain_seconds=0.0)
         self._time_ends = math.inf
         _not_left.add(self)
 
@@ -244,7 +247,7 @@ class TrainingCheckpoints:
         finally:
             _not_left.discard(self)
             preemption = self._preemption
-            self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
+            self._preemption = Preemption(self._signals, drain_seconds=0.0)
             preemption.__exit__(kind, error, trace)
 
     def close(self, raises: bool = True) -> None:
@@ -295,6 +298,9 @@ class TrainingCheckpoints:
     def maybe_save(self, step: int, **what: Any) -> bool:
         """Saves if a save is due, and returns whether it did. Call it after each step. See
         ``save``.
+
+        An evaluation that takes long calls it, too, with the arguments of the step before it: a
+        signal then saves before the evaluation has ended.
 
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
@@ -531,10 +537,13 @@ class TrainingCheckpoints:
         if loader is None:
             return None
         refuse_shuffled(loader)
-        epoch = dataset.epoch_of(loader)
-        if epoch is None:
-            epoch = self._told_epoch
-        return {"epoch": epoch, "loader": loader.state_dict()}
+        epoch = self._told_epoch
+        again = 0
+        shared = dataset.shared_of(loader)
+        if shared is not None:
+            again = shared.again
+            epoch = shared.epoch + again
+        return {"epoch": epoch, "again": again, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
         """Refuses steps of another training, before the first save or rollback."""
@@ -761,6 +770,8 @@ class TrainingCheckpoints:
             if not weights_only:
                 self._has_looked = True
             chosen = self._choose(step)
+            while chosen and not self._load_if_there(chosen[0], reader, states, weights_only):
+                chosen = self._choose(step)
             if chosen is None:
                 if step != "latest":
                     raise ConfigError(
@@ -769,7 +780,6 @@ class TrainingCheckpoints:
                 self._prepare(loader, 0)
                 return None
             name, passed = chosen
-            self._load(name, reader, states, weights_only)
             if not weights_only:
                 self._last = name
                 self._steps.back_to = self._steps.manifest(name).get("back_to")
@@ -827,6 +837,8 @@ class TrainingCheckpoints:
             names = [name for name in names if name.step == step]
         for name in reversed(names):
             damage = self._damage(name)
+            if damage and name not in set().union(*self._ranks.together(self._names)):
+                return self._choose(step, before)  # its training has removed it
             if not damage:
                 self._damaged.discard(name)
                 self._steps.training = self._steps.manifest(name)["training"]
@@ -900,6 +912,21 @@ class TrainingCheckpoints:
             raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
         return damage
 
+    def _load_if_there(self, name: StepName, *what: Any) -> bool:
+        """Returns False if a training that runs has removed the step during the restore."""
+        try:
+            self._load(name, *what)
+        except Exception as error:
+            if name in self._steps.names():
+                raise
+            if self._ranks.size > 1:
+                raise StorageFailed(
+                    f"{name} was removed by its training during the restore. Restore again, or "
+                    "let keep= hold more steps."
+                ) from error
+            return False
+        return True
+
     def _load(
         self,
         name: StepName,
@@ -942,8 +969,9 @@ class TrainingCheckpoints:
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
             refuse_shuffled(loader)
+            refuse_begun(loader)
             seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
-            keep_workers(loader, xxh3_64_intdigest(seed.encode()))
+            keep_workers(loader, xxh3_64_intdigest(seed.encode()), self._signals)
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
         found = self._steps.load(name, _INPUT)
@@ -958,14 +986,15 @@ class TrainingCheckpoints:
         if None in found:
             raise ConfigError(f"{name} was saved without a loader.")
         self._restored_input = {name.step: found}
-        self._epoch = found[0]["epoch"]
+        epoch = self._epoch = found[0]["epoch"]
+        again = found[0].get("again", 0)
         states = [each["loader"] for each in found]
         of_all_ranks = len(found) == self._ranks.size
         if of_all_ranks:
             own = states[self._ranks.rank]
             states.insert(0, own)  # ranks that read the same rows have equal states
         if is_counted(getattr(loader, "dataset", None)):
-            self._epoch = dataset.restore(loader, states)
+            self._epoch = dataset.restore(loader, states) + again
         elif of_all_ranks:
             has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
             if not has_ended:
@@ -977,6 +1006,12 @@ class TrainingCheckpoints:
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the "
                 "input of a ReaderDataset, Pack or Mix goes on with another number."
             )
+        shared = dataset.shared_of(loader)
+        if shared is not None and self._epoch is not None:
+            begins = shared.epoch
+            if self._epoch == epoch:
+                begins = epoch - again
+            shared.again = self._epoch - begins
 
     # roll back -----------------------------------------------------------------------------------
 

@@ -76,6 +76,8 @@ def give(state: Any, content: Any) -> None:
 
     Raises ValueError if a tensor of a dict has another shape.
     """
+    if isinstance(state, nn.Module | dict):
+        content = _named_as(_content(state), content)
     if not isinstance(state, dict):
         state.load_state_dict(content)
         return
@@ -95,6 +97,20 @@ def give(state: Any, content: Any) -> None:
             raise ValueError(f"{key} was {list(value.shape)}, and this is {list(now.shape)}")
         else:
             state[key] = value
+
+
+def _named_as(now: Any, content: Any) -> Any:
+    """Returns the content with the names of a model that ``torch.compile`` has wrapped, or has not
+    wrapped.
+    """
+    if now.keys() == content.keys():
+        return content
+    names = {_uncompiled(name): name for name in now}
+    return {names.get(_uncompiled(name), name): value for name, value in content.items()}
+
+
+def _uncompiled(name: object) -> object:
+    return name.replace("_orig_mod.", "") if isinstance(name, str) else name
 
 
 def state_of(key: str, states: States) -> object:

@@ -5,6 +5,7 @@ Needs torch and torchdata.
 """
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -15,10 +16,13 @@ import pytest
 import torch
 from loguru import logger
 from torch import nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from datatrove_ckpt.errors import ConfigError, WorkerDied
 from datatrove_ckpt.process import signals
-from datatrove_ckpt.torch import EverySteps, Last, TrainingCheckpoints
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.torch import EverySteps, Last, ReaderDataset, TrainingCheckpoints, restore
 from datatrove_ckpt.torch import ranks as ranks_module
 from tests.patience import until
 from tests.real.test_training_checkpoints import Ranks, called
@@ -201,3 +205,198 @@ def test_a_condition_that_only_rank_0_passes_is_found(line, condition):
         assert ranks_module._condition(lines, 2, 4) == condition
     assert ranks_module._condition(IF_ELSE.splitlines(), 2, 4) == 0
     assert ranks_module._condition(IF_ELSE.splitlines(), 2, 6) == 0
+
+
+# epochs without set_epoch ------------------------------------------------------------------------
+
+
+def loop(documents, folder, workers, seed, stop=0):
+    """Three epochs without ``set_epoch``. Returns what each step saw."""
+    dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=seed, batch_size=BATCH)
+    loader = StatefulDataLoader(dataset, batch_size=BATCH, num_workers=workers)
+    seen = {}
+    with opened(folder) as saved:
+        step = saved.restore(loader=loader) or 0
+        for _ in range(saved.epoch, 3):
+            for batch in loader:
+                step += 1
+                seen[step] = batch["id"]
+                saved.maybe_save(step, loader=loader)
+                if step == stop:
+                    return seen
+            saved.save(step, loader=loader)
+            if step == -stop:
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize(("workers", "seed"), [(0, 1), (0, None), (2, 1)])
+def test_epochs_are_counted_where_set_epoch_is_forgotten(tmp_path, documents, workers, seed):
+    expected = loop(documents, tmp_path / "whole", workers, seed)
+    assert len(expected) == 3 * ROWS // BATCH
+    stops = (3, 5, 8, -10, 13) if workers == 0 else (8, -10)
+    for stop in stops:
+        folder = tmp_path / str(stop)
+        seen = loop(documents, folder, workers, seed, stop)
+        if stop in (3, 8):
+            seen |= loop(documents, folder, workers, seed, stop + 4)  # the second stop
+        assert seen | loop(documents, folder, workers, seed) == expected, stop
+
+
+# restores that come too late ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_restore_after_the_loader_has_begun_is_refused(tmp_path, documents, workers):
+    loop(documents, tmp_path / "run", workers, 1, 3)
+    for begin in (iter, lambda loader: loader.state_dict()):
+        dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=1)
+        loader = StatefulDataLoader(dataset, batch_size=BATCH, num_workers=workers)
+        begun = begin(loader)
+        for folder in ("run", "empty"):
+            with pytest.raises(ConfigError, match=r"has begun.*before the first iter\(loader\)"):
+                opened(tmp_path / folder).restore(loader=loader)
+        with pytest.raises(ConfigError, match="has begun"):
+            restore(loader, [loader.state_dict()])
+        del begun
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_workers_that_loaded_a_state_do_not_begin_again_unseen(documents, kind):
+    """Persistent workers have copies of the dataset, which see no later state."""
+    dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=1)
+    loader = kind(dataset, batch_size=BATCH, num_workers=1, persistent_workers=True)
+    state = dataset.state_dict()
+    if kind is StatefulDataLoader:
+        loader.load_state_dict(loader.state_dict())  # the workers load it
+    list(loader)
+    with pytest.raises(ConfigError, match="has begun"):
+        restore(loader, [state])
+    dataset.load_state_dict(state)
+    dataset.set_epoch(0)
+    with pytest.raises(ConfigError, match="after the loader had started its workers"):
+        list(loader)
+
+
+# signals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("SIGUSR2", {}), ("SIGRTMIN", {"signals": ["SIGRTMIN", "SIGTERM"]})],
+)
+def test_a_signal_of_ones_choice_saves_within_an_evaluation(tmp_path, name, settings):
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    evaluated = []
+    ending = opened(tmp_path, save=EverySteps(100), **settings)
+    with pytest.raises(SystemExit) as ended, ending as saved:  # noqa: PT012 - its end raises
+        assert not saved.maybe_save(7, model=LAYER)
+        for batch in range(10):
+            evaluated.append(batch)
+            if batch == 4:
+                signal.raise_signal(number)
+            saved.maybe_save(7, model=LAYER)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == before
+    assert evaluated == [*range(5)]
+    assert opened(tmp_path).restore(model=LAYER) == 7
+
+
+def test_workers_outlive_the_signals_of_ones_choice(tmp_path, documents):
+    others = set(multiprocessing.active_children())
+    loader = StatefulDataLoader(
+        ReaderDataset(JsonlReader(documents)), batch_size=1, num_workers=1, persistent_workers=True
+    )
+    with opened(tmp_path, signals=["SIGRTMIN"]) as saved:
+        saved.restore(loader=loader)
+        batches = iter(loader)
+        next(batches)
+        [worker] = set(multiprocessing.active_children()) - others
+        os.kill(worker.pid, signal.SIGRTMIN)
+        assert len(list(batches)) == ROWS - 1
+
+
+def test_a_name_that_is_no_signal_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="signals: 'USR2' is no signal"):
+        opened(tmp_path, signals=["USR2"])
+
+
+# readers beside a training -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["check", "load"])
+@pytest.mark.parametrize("step", ["latest", 1])
+def test_a_step_that_its_training_removes_is_not_damaged(tmp_path, monkeypatch, warned, at, step):
+    """Another process checks or loads the newest step, and the training goes on."""
+    training = opened(tmp_path, keep=Last(1))
+    training.save(1, model=LAYER)
+    reader = opened(tmp_path)
+    method = {"check": "damage", "load": "load"}[at]
+    usual = getattr(reader._steps, method)
+
+    def after_a_save(name, *others):
+        if name.step == 1:
+            training.save(2, model=LAYER)
+        return usual(name, *others)
+
+    monkeypatch.setattr(reader._steps, method, after_a_save)
+    if step == "latest":
+        assert reader.restore(step, model=LAYER, weights_only=True) == 2
+    else:
+        with pytest.raises(ConfigError, match=r"there is no step 1; there are \[2\]"):
+            reader.restore(step, model=LAYER, weights_only=True)
+    assert warned == []
+
+
+# compiled models ---------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+
+def plain():
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def partly_compiled():
+    model = plain()
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+KINDS = [plain, lambda: torch.compile(plain(), backend="eager"), partly_compiled]
+
+
+@pytest.mark.parametrize("given", [lambda model: model, lambda model: model.state_dict()])
+@pytest.mark.parametrize("then", KINDS)
+@pytest.mark.parametrize("now", KINDS)
+def test_a_compiled_model_is_restored_into_one_that_is_not_and_back(tmp_path, then, now, given):
+    old = Wrapped(then())
+    nn.init.constant_(next(old.parameters()), 3.0)
+    opened(tmp_path).save(1, model=given(old))
+    new = Wrapped(now())
+    assert opened(tmp_path).restore(model=given(new)) == 1
+    assert next(new.parameters()).flatten().tolist() == [3.0] * 4
+    other = Wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match="model: step-00000001 does not fit"):
+        opened(tmp_path).restore(model=other)
+
+
+# commands ----------------------------------------------------------------------------------------
+
+
+def test_doctor_reads_older_steps_too(tmp_path, command):
+    saved = opened(tmp_path)
+    for step in (1, 2, 3):
+        saved.save(step, model=LAYER)
+    saved.close()
+    file = tmp_path / "step-00000001/states/model.pt"
+    file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
+    said = command("doctor", str(tmp_path)).out
+    assert "warning  step-00000001: " in said
+    assert "has not the bytes it was saved with" in said
+    assert "A restore takes step 3" in said

@@ -770,8 +770,6 @@ class TrainingCheckpoints:
             if not weights_only:
                 self._has_looked = True
             chosen = self._choose(step)
-            while chosen and not self._load_if_there(chosen[0], reader, states, weights_only):
-                chosen = self._choose(step)
             if chosen is None:
                 if step != "latest":
                     raise ConfigError(
@@ -780,6 +778,13 @@ class TrainingCheckpoints:
                 self._prepare(loader, 0)
                 return None
             name, passed = chosen
+            try:
+                self._load(name, reader, states, weights_only)
+            except CkptError as error:
+                if name in self._steps.names():
+                    raise
+                why = f"{name} was removed by its training during the restore. Restore again."
+                raise StorageFailed(why) from error
             if not weights_only:
                 self._last = name
                 self._steps.back_to = self._steps.manifest(name).get("back_to")
@@ -912,21 +917,6 @@ class TrainingCheckpoints:
             raise StorageFailed(f"{name} cannot be read: {failure_line(error)}.") from error
         return damage
 
-    def _load_if_there(self, name: StepName, *what: Any) -> bool:
-        """Returns False if a training that runs has removed the step during the restore."""
-        try:
-            self._load(name, *what)
-        except Exception as error:
-            if name in self._steps.names():
-                raise
-            if self._ranks.size > 1:
-                raise StorageFailed(
-                    f"{name} was removed by its training during the restore. Restore again, or "
-                    "let keep= hold more steps."
-                ) from error
-            return False
-        return True
-
     def _load(
         self,
         name: StepName,
@@ -986,15 +976,14 @@ class TrainingCheckpoints:
         if None in found:
             raise ConfigError(f"{name} was saved without a loader.")
         self._restored_input = {name.step: found}
-        epoch = self._epoch = found[0]["epoch"]
-        again = found[0].get("again", 0)
+        self._epoch = found[0]["epoch"]
         states = [each["loader"] for each in found]
         of_all_ranks = len(found) == self._ranks.size
         if of_all_ranks:
             own = states[self._ranks.rank]
             states.insert(0, own)  # ranks that read the same rows have equal states
         if is_counted(getattr(loader, "dataset", None)):
-            self._epoch = dataset.restore(loader, states) + again
+            self._epoch = dataset.restore(loader, states) + found[0].get("again", 0)
         elif of_all_ranks:
             has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
             if not has_ended:
@@ -1008,10 +997,7 @@ class TrainingCheckpoints:
             )
         shared = dataset.shared_of(loader)
         if shared is not None and self._epoch is not None:
-            begins = shared.epoch
-            if self._epoch == epoch:
-                begins = epoch - again
-            shared.again = self._epoch - begins
+            shared.again = self._epoch - shared.epoch
 
     # roll back -----------------------------------------------------------------------------------
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
+import ast
 import itertools
 import linecache
-import math
 import re
 import traceback
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,11 +26,11 @@ _T = TypeVar("_T")
 
 _PATIENCE = timedelta(seconds=20)
 _numbers = itertools.count()
-# Names of one rank of all: tp_rank and local_rank may be 0 in each rank.
+# What only rank 0 is. Each rank may have the tp_rank or local_rank 0.
 _ALONE = re.compile(
-    r"\b(if|and)\b(.*(\W|global_|world_|get_)rank\W{0,4}== ?0\b| not ([\w.]*\.)?rank\b"
-    r"| ([\w.]*\.)?(is_)?(main_process|master|master_process|global_zero|world_process_zero|"
-    r"rank_zero)\b)",
+    r"((^|\W|global_|world_|get_)rank\W{0,4} == 0|(^| and )(not ([\w.]*\.)?rank|([\w.]*\.)?(is_)?"
+    r"(main_process|master|master_process|global_zero|world_process_zero|rank_zero)(\(\))?))"
+    r"($| and )",
     re.IGNORECASE,
 )
 
@@ -45,9 +43,9 @@ class Ranks:
 
     A call begins with ``meet``: each rank notes its call in the store of torch.distributed, and
     waits for the others. After 20 seconds it reads their notes. It is an error if another rank
-    makes another call or has ended, or if an ``if rank == 0:`` of the user's code leads to this
-    call: then the others never come. Without such evidence they may be slow, so it warns, and goes
-    on waiting.
+    makes another call, if an ``if rank == 0:`` of the user's code leads to this call, so that the
+    others never come, or if a rank has ended and closed its connections. Without such evidence they
+    may be slow: a warning names them, and the rank goes on waiting.
     """
 
     def __init__(self) -> None:
@@ -66,7 +64,6 @@ class Ranks:
             self.size = dist.get_world_size()
             store = dist.group.WORLD.get_group_store()
             self._store = dist.PrefixStore(f"datatrove_ckpt {next(_numbers)}", store)
-            _all.add(self)
             self.meet("TrainingCheckpoints()")
             self.group = _new_group()
             self.writing = _new_group()
@@ -79,49 +76,44 @@ class Ranks:
         """
         if self._store is None:
             return
-        self._meetings += 1
         last = self._place
+        self._meetings += 1
         self._place = f"{self._meetings} {call}"
         with _unless_ended():
-            self.note(call)
+            self._store.set(f"at {self.rank}", self._place)
             if self._store.add(self._place, 1) == self.size:
                 self._store.set(f"met {self._place}", "")
-                for key in (last, f"met {last}"):
-                    self._store.delete_key(key)
+                self._store.delete_key(last)
+                self._store.delete_key(f"met {last}")
             try:
                 self._store.wait([f"met {self._place}"], _PATIENCE)
-            except dist.DistStoreError:  # the time is over
-                self._look_for_others(self._store, call)
+            except RuntimeError:  # the time is over; of a store that has gone, the next call raises
+                self._explain(self._store, call)
 
-    def note(self, call: str) -> None:
-        if self._store is not None:
-            self._store.set(f"at {self.rank}", f"{self._meetings} {call}")
-
-    def _look_for_others(self, store: dist.Store, call: str) -> None:
+    def _explain(self, store: dist.Store, call: str) -> None:
         missing = []
         for rank in range(self.size):
-            note = "0 "
+            place = "0"
             if store.check([f"at {rank}"]):
-                note = store.get(f"at {rank}").decode()
-            number = int(note.split()[0])
-            other = note.partition(" ")[2]
-            if other == _END or (number >= self._meetings and other != call):
+                place = store.get(f"at {rank}").decode()
+            if int(place.split()[0]) < self._meetings:
+                missing.append(str(rank))
+            elif place != self._place:
                 raise ConfigError(
-                    f"Rank {self.rank} calls {call}, and rank {rank} {other}. All ranks make the "
-                    f"same calls: write this {call} so that each rank reaches it."
+                    f"Rank {self.rank} calls {call}, and rank {rank} {place.partition(' ')[2]}. "
+                    "All ranks make the same calls at the same steps."
                 )
-            if number < self._meetings:
-                missing.append(rank)
-        who = f"{call}: rank {', '.join(map(str, missing))}"
-        for frame, number in traceback.walk_stack(None):
-            path = frame.f_code.co_filename
-            lines = linecache.getlines(path)
-            condition = _condition(lines, frame.f_code.co_firstlineno, number)
+        if not missing:
+            return
+        who = f"{call}: rank {', '.join(missing)}"
+        for frame, line in traceback.walk_stack(None):
+            lines = linecache.getlines(frame.f_code.co_filename)
+            condition = _lone_condition("".join(lines), line)
             if condition:
                 raise ConfigError(
-                    f"{who} cannot come, because of `{lines[condition - 1].strip()}` in {path}, "
-                    f"line {condition}. All ranks save and restore together: write "
-                    f"`{lines[number - 1].strip()}` (line {number}) without that condition."
+                    f"{who} cannot come, because of `{lines[condition - 1].strip()}` in "
+                    f"{frame.f_code.co_filename}, line {condition}. All ranks save and restore "
+                    f"together: write `{lines[line - 1].strip()}` (line {line}) without it."
                 )
         logger.warning(
             f"{who} has not called it for {_PATIENCE.seconds} s. Goes on waiting: a rank may be "
@@ -195,30 +187,12 @@ def _unless_ended() -> Iterator[None]:
         ) from error
 
 
-def _condition(lines: Sequence[str], first: int, number: int) -> int:
-    """Returns the line of the ``if`` that lets rank 0 alone reach a line of a function; 0: there is
-    none, or an ``else`` follows it.
-    """
-    indent = math.inf
-    for at in range(number, first - 1, -1):
-        line = lines[at - 1] if at <= len(lines) else ""
-        own = len(line) - len(line.lstrip())
-        if not line.strip() or own >= indent:
-            continue
-        indent = own
-        if _ALONE.search(line) and " or " not in line:
-            after = (each for each in lines[at:] if each.strip())
-            end = next((each for each in after if len(each) - len(each.lstrip()) <= own), "")
-            return 0 if end.lstrip().startswith("el") else at
+def _lone_condition(source: str, line: int) -> int:
+    """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none."""
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.If) and not node.orelse and node.lineno <= line:
+                test = ast.unparse(node.test)
+                if line <= (node.end_lineno or 0) and _ALONE.search(test) and " or " not in test:
+                    return node.lineno
     return 0
-
-
-_END = "has ended"
-_all: weakref.WeakSet[Ranks] = weakref.WeakSet()
-
-
-@atexit.register
-def _note_end() -> None:
-    for ranks in _all:
-        with suppress(Exception):  # the store may have gone
-            ranks.note(_END)

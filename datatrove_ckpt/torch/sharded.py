@@ -39,6 +39,7 @@ States = Mapping[str, Any]
 """Models, optimizers and other objects with ``state_dict`` and ``load_state_dict``, by name."""
 
 METADATA = ".metadata"
+_COMPILED = "_orig_mod."
 _PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
 
 
@@ -103,14 +104,10 @@ def _named_as(now: Any, content: Any) -> Any:
     """Returns the content with the names of a model that ``torch.compile`` has wrapped, or has not
     wrapped.
     """
-    if now.keys() == content.keys():
+    if not any(_COMPILED in str(name) for name in (*now, *content)):
         return content
-    names = {_uncompiled(name): name for name in now}
-    return {names.get(_uncompiled(name), name): value for name, value in content.items()}
-
-
-def _uncompiled(name: object) -> object:
-    return name.replace("_orig_mod.", "") if isinstance(name, str) else name
+    names = {name.replace(_COMPILED, ""): name for name in now}
+    return {names.get(name.replace(_COMPILED, ""), name): content[name] for name in content}
 
 
 def state_of(key: str, states: States) -> object:

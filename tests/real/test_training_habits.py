@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from datatrove_ckpt.errors import ConfigError, WorkerDied
+from datatrove_ckpt.errors import CkptError, ConfigError, WorkerDied
 from datatrove_ckpt.process import signals
 from datatrove_ckpt.readers import JsonlReader
 from datatrove_ckpt.torch import EverySteps, Last, ReaderDataset, TrainingCheckpoints, restore
@@ -187,10 +187,14 @@ def train():
         ("if rank == 0:", 3),
         ('if int(os.environ["RANK"]) == 0:', 3),
         ("if step % 9 == 0 and dist.get_rank() == 0:", 3),
+        ("if dist.get_rank() == 0 and saved:", 3),
         ("if accelerator.is_main_process:", 3),
+        ("if is_master() and saved:", 3),
         ("if self.is_global_zero:", 3),
         ("if not args.rank:", 3),
         ("if not is_main_process:", 0),
+        ("if not rank == 1:", 0),
+        ("if rank == 0 < ranks:", 0),
         ("if rank != 0:", 0),
         ("if rank == 0 or all_save:", 0),
         ("if tp_rank == 0:", 0),
@@ -200,11 +204,13 @@ def train():
     ],
 )
 def test_a_condition_that_only_rank_0_passes_is_found(line, condition):
-    for indented in ("        saved.save(1)", "        save(\n\n            saved, 1\n        )"):
-        lines = f"\ndef train():\n    {line}\n{indented}\n    step += 1\n".splitlines()
-        assert ranks_module._condition(lines, 2, 4) == condition
-    assert ranks_module._condition(IF_ELSE.splitlines(), 2, 4) == 0
-    assert ranks_module._condition(IF_ELSE.splitlines(), 2, 6) == 0
+    for call in ("saved.save(1)", "save(\n            saved,\n        )"):
+        source = f"\ndef train():\n    {line}\n        {call}\n    saved.save(2)\n"
+        assert ranks_module._lone_condition(source, 4) == condition
+        assert ranks_module._lone_condition(source, source.count("\n")) == 0
+    for line_of_else in (4, 6):
+        assert ranks_module._lone_condition(IF_ELSE, line_of_else) == 0
+    assert ranks_module._lone_condition(source.replace("save", "class"), 4) == 0  # no Python
 
 
 # epochs without set_epoch ------------------------------------------------------------------------
@@ -212,7 +218,9 @@ def test_a_condition_that_only_rank_0_passes_is_found(line, condition):
 
 def loop(documents, folder, workers, seed, stop=0):
     """Three epochs without ``set_epoch``. Returns what each step saw."""
-    dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=seed, batch_size=BATCH)
+    dataset = ReaderDataset(JsonlReader(documents)).shard(1, 0, batch_size=BATCH)
+    if seed is not None:
+        dataset = dataset.shuffle(seed=seed)
     loader = StatefulDataLoader(dataset, batch_size=BATCH, num_workers=workers)
     seen = {}
     with opened(folder) as saved:
@@ -250,7 +258,7 @@ def test_epochs_are_counted_where_set_epoch_is_forgotten(tmp_path, documents, wo
 def test_a_restore_after_the_loader_has_begun_is_refused(tmp_path, documents, workers):
     loop(documents, tmp_path / "run", workers, 1, 3)
     for begin in (iter, lambda loader: loader.state_dict()):
-        dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=1)
+        dataset = ReaderDataset(JsonlReader(documents)).shuffle(seed=1)
         loader = StatefulDataLoader(dataset, batch_size=BATCH, num_workers=workers)
         begun = begin(loader)
         for folder in ("run", "empty"):
@@ -264,7 +272,7 @@ def test_a_restore_after_the_loader_has_begun_is_refused(tmp_path, documents, wo
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_workers_that_loaded_a_state_do_not_begin_again_unseen(documents, kind):
     """Persistent workers have copies of the dataset, which see no later state."""
-    dataset = ReaderDataset(JsonlReader(documents), shuffle_seed=1)
+    dataset = ReaderDataset(JsonlReader(documents)).shuffle(seed=1)
     loader = kind(dataset, batch_size=BATCH, num_workers=1, persistent_workers=True)
     state = dataset.state_dict()
     if kind is StatefulDataLoader:
@@ -325,14 +333,22 @@ def test_a_name_that_is_no_signal_is_named(tmp_path):
 # readers beside a training -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["check", "load"])
-@pytest.mark.parametrize("step", ["latest", 1])
-def test_a_step_that_its_training_removes_is_not_damaged(tmp_path, monkeypatch, warned, at, step):
+@pytest.mark.parametrize(
+    ("method", "step", "why"),
+    [
+        ("damage", "latest", None),
+        ("damage", 1, r"there is no step 1; there are \[2\]"),
+        ("load", "latest", "step-00000001 was removed by its training.*Restore again"),
+        ("load", 1, "step-00000001 was removed by its training.*Restore again"),
+    ],
+)
+def test_a_step_that_its_training_removes_is_not_damaged(
+    tmp_path, monkeypatch, warned, method, step, why
+):
     """Another process checks or loads the newest step, and the training goes on."""
     training = opened(tmp_path, keep=Last(1))
     training.save(1, model=LAYER)
     reader = opened(tmp_path)
-    method = {"check": "damage", "load": "load"}[at]
     usual = getattr(reader._steps, method)
 
     def after_a_save(name, *others):
@@ -341,11 +357,11 @@ def test_a_step_that_its_training_removes_is_not_damaged(tmp_path, monkeypatch, 
         return usual(name, *others)
 
     monkeypatch.setattr(reader._steps, method, after_a_save)
-    if step == "latest":
-        assert reader.restore(step, model=LAYER, weights_only=True) == 2
-    else:
-        with pytest.raises(ConfigError, match=r"there is no step 1; there are \[2\]"):
+    if why is not None:
+        with pytest.raises(CkptError, match=why):
             reader.restore(step, model=LAYER, weights_only=True)
+        step = "latest"
+    assert reader.restore(step, model=LAYER, weights_only=True) == 2
     assert warned == []
 
 

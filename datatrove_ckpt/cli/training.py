@@ -50,7 +50,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    state = read_training(Path(arguments.config), full=False)
+    state = read_training(Path(arguments.config), full=True)
     findings = list(examine_training(state))
     problems = sum(finding.state == "problem" for finding in findings)
     lines = [f"{each.state:<8} {each.what}: {each.message}" for each in findings]

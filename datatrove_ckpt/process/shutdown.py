@@ -35,7 +35,7 @@ SAME_EVENT = 1.0
 """Seconds: signals that follow the first one within this time are the same request to stop."""
 
 
-def check_signals(names: Sequence[str]) -> tuple[str, ...]:
+def check_signals(names: Sequence[str], setting: str = "drain_signals") -> tuple[str, ...]:
     """Returns the names unchanged.
 
     Raises:
@@ -44,7 +44,7 @@ def check_signals(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if name not in signal.Signals.__members__:
             raise ConfigError(
-                f"drain_signals: {name!r} is no signal of this system; give names such as SIGTERM."
+                f"{setting}: {name!r} is no signal of this system; give names such as SIGTERM."
             )
     return tuple(names)
 

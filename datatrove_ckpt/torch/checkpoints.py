@@ -29,7 +29,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -70,9 +70,9 @@ from datatrove_ckpt.errors import (
 )
 from datatrove_ckpt.process import slurm_job
 from datatrove_ckpt.process.preemption import Preemption
-from datatrove_ckpt.process.shutdown import SIGNALS
+from datatrove_ckpt.process.shutdown import SIGNALS, check_signals
 from datatrove_ckpt.torch.ranks import Ranks
-from datatrove_ckpt.torch.stateful import is_counted, refuse_shuffled
+from datatrove_ckpt.torch.stateful import is_counted, refuse_begun, refuse_shuffled
 from datatrove_ckpt.torch.steps import Contents, Steps
 from datatrove_ckpt.torch.workers import keep_workers
 
@@ -126,6 +126,7 @@ class TrainingCheckpoints:
             the training. None: the training continues.
         config: the settings of the training, a dict or dataclass of what JSON holds: each step has
             them in ``config.json``, without secrets.
+        signals: names of the signals after which the training saves and ends.
 
     Attributes:
         metrics: those of the restored step.
@@ -146,6 +147,7 @@ class TrainingCheckpoints:
         only_plain: bool = True,
         on_failure: Callable[[Exception], object] | None = None,
         config: object = None,
+        signals: Sequence[str] = (*SIGNALS, "SIGUSR2"),
         **removed: object,
     ) -> None:
         refuse(removed, _REMOVED)
@@ -201,7 +203,8 @@ class TrainingCheckpoints:
         self._has_compared = self._ranks.size == 1
         self._last = StepName(0, 0)
         self._longest_step = 0.0
-        self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
+        self._signals = check_signals(signals, "signals")
+        self._preemption = Preemption(self._signals, drain_seconds=0.0)
         self._time_ends = math.inf
         _not_left.add(self)
 
@@ -245,7 +248,7 @@ class TrainingCheckpoints:
         finally:
             _not_left.discard(self)
             preemption = self._preemption
-            self._preemption = Preemption(SIGNALS, drain_seconds=0.0)
+            self._preemption = Preemption(self._signals, drain_seconds=0.0)
             preemption.__exit__(kind, error, trace)
 
     def close(self, raises: bool = True) -> None:
@@ -297,6 +300,9 @@ class TrainingCheckpoints:
         """Saves if a save is due, and returns whether it did. Call it after each step. See
         ``save``.
 
+        An evaluation that takes long calls it, too, with the arguments of the step before it: a
+        signal then saves before the evaluation has ended.
+
         Raises:
             Preempted, SystemExit: a signal came, or the job's time ends. The step is saved.
         """
@@ -309,6 +315,8 @@ class TrainingCheckpoints:
             give_sign(self._steps.folder, self._ranks.rank, self._ranks.size, step)
         stops = 0.0
         self._look_after -= 1
+        if self._look_after <= 0:
+            self._ranks.meet(f"maybe_save({step})")
         if self._by_epoch or self._look_after <= 0:
             stops, due = self._look(now, step, what)
         else:
@@ -436,6 +444,7 @@ class TrainingCheckpoints:
                 "restore returned; a training from the start takes a new folder."
             )
         numbers = _numbers(metrics or {})
+        self._ranks.meet(f"save({step})")
         self._writing.join()
         self._report()
         name = self._last = StepName(self._last.rollbacks, step)
@@ -529,10 +538,13 @@ class TrainingCheckpoints:
         if loader is None:
             return None
         refuse_shuffled(loader)
-        epoch = dataset.epoch_of(loader)
-        if epoch is None:
-            epoch = self._told_epoch
-        return {"epoch": epoch, "loader": loader.state_dict()}
+        epoch = self._told_epoch
+        again = 0
+        shared = dataset.shared_of(loader)
+        if shared is not None:
+            again = shared.again
+            epoch = shared.epoch + again
+        return {"epoch": epoch, "again": again, "loader": loader.state_dict()}
 
     def _claim(self) -> None:
         """Refuses steps of another training, before the first save or rollback."""
@@ -760,6 +772,7 @@ class TrainingCheckpoints:
         """
         began = time.monotonic()
         _check_names(states)
+        self._ranks.meet(f"restore({step})")
         try:
             if not weights_only:
                 self._has_looked = True
@@ -772,7 +785,13 @@ class TrainingCheckpoints:
                 self._prepare(loader, 0)
                 return None
             name, passed = chosen
-            self._load(name, reader, states, weights_only)
+            try:
+                self._load(name, reader, states, weights_only)
+            except CkptError as error:
+                if name in self._steps.names():
+                    raise
+                why = f"{name} was removed by its training during the restore. Restore again."
+                raise StorageFailed(why) from error
             if not weights_only:
                 self._last = name
                 self._steps.back_to = self._steps.manifest(name).get("back_to")
@@ -830,6 +849,8 @@ class TrainingCheckpoints:
             names = [name for name in names if name.step == step]
         for name in reversed(names):
             damage = self._damage(name)
+            if damage and name not in set().union(*self._ranks.together(self._names)):
+                return self._choose(step, before)  # its training has removed it
             if not damage:
                 self._damaged.discard(name)
                 self._steps.training = self._steps.manifest(name)["training"]
@@ -945,8 +966,9 @@ class TrainingCheckpoints:
     def _prepare(self, loader: DataLoader | None, step: int) -> None:
         if loader is not None:
             refuse_shuffled(loader)
+            refuse_begun(loader)
             seed = f"{torch.initial_seed()} {self._ranks.rank} {step}"
-            keep_workers(loader, xxh3_64_intdigest(seed.encode()))
+            keep_workers(loader, xxh3_64_intdigest(seed.encode()), self._signals)
 
     def _load_input(self, loader: DataLoader | None, name: StepName) -> None:
         found = self._steps.load(name, _INPUT)
@@ -968,7 +990,7 @@ class TrainingCheckpoints:
             own = states[self._ranks.rank]
             states.insert(0, own)  # ranks that read the same rows have equal states
         if is_counted(getattr(loader, "dataset", None)):
-            self._epoch = dataset.restore(loader, states)
+            self._epoch = dataset.restore(loader, states) + found[0].get("again", 0)
         elif of_all_ranks:
             has_ended = isinstance(own, dict) and bool(own.get("_iterator_finished"))
             if not has_ended:
@@ -980,6 +1002,9 @@ class TrainingCheckpoints:
                 f"The step is of {len(found)} ranks, and there are {self._ranks.size}: only the "
                 "input of a ReaderDataset, Pack or Mix goes on with another number."
             )
+        shared = dataset.shared_of(loader)
+        if shared is not None and self._epoch is not None:
+            shared.again = self._epoch - shared.epoch
 
     # roll back -----------------------------------------------------------------------------------
 
@@ -1017,6 +1042,7 @@ class TrainingCheckpoints:
         if (to is None) == (before is None):
             raise ConfigError("rollback: give one of to= and before=.")
         _check_names(states)
+        self._ranks.meet("rollback()")
         self._has_looked = True
         self._claim()
 

@@ -40,7 +40,7 @@ from datatrove_ckpt.readers.table_files import Numbers
 from datatrove_ckpt.torch.index import Index, RowSource
 from datatrove_ckpt.torch.order import Window, order_by_files, order_by_rows, unevenness
 from datatrove_ckpt.torch.stages import Batched, Stage, mapped, selected
-from datatrove_ckpt.torch.stateful import StatefulIterable
+from datatrove_ckpt.torch.stateful import Shared, StatefulIterable, refuse_begun
 from datatrove_ckpt.torch.states import (
     DatasetState,
     Slot,
@@ -492,7 +492,7 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
         loader that had finished once more.
 
     Raises:
-        ConfigError: the loader has no such dataset, or there is no state of one.
+        ConfigError: the loader has no such dataset, or has begun, or there is no state of one.
         CheckpointCorrupt: a state or file is damaged.
         CheckpointMismatch: files, seed or another setting have changed; a rank's or worker's state
             is missing or repeated, or they are of different epochs, settings, inputs or steps; or
@@ -506,6 +506,7 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
             f"{type(dataset).__name__}. Use loader.load_state_dict(), with the state of this rank, "
             "and the same number of ranks and workers."
         )
+    refuse_begun(loader)
     loaded: list[Any] = [load_file(state) for state in states]
     found = [list(find_states(state, is_ours)) for state in loaded]
     merged = merge_all([state for those in found for state in those])
@@ -526,12 +527,12 @@ def restore(loader: DataLoader, states: Iterable[State | str | PathLike[str]]) -
     return epoch
 
 
-def epoch_of(loader: DataLoader) -> int | None:
-    """Returns the epoch of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
+def shared_of(loader: DataLoader) -> Shared | None:
+    """Returns the numbers of a loader's dataset of ours, also in a wrapper such as Accelerate's."""
     source = _source_of(loader)
     if source is None:
         return None
-    return source._shared.epoch
+    return source._shared
 
 
 def _source_of(loader: DataLoader) -> StatefulIterable | None:
@@ -551,4 +552,5 @@ def epochs_ended(loader: DataLoader, told: int | None) -> int | None:
     if source is None:
         return told
     states = list(find_states(loader.state_dict(), is_ours))
-    return source._shared.epoch + (bool(states) and all(map(source._has_ended, states)))
+    ended = bool(states) and all(map(source._has_ended, states))
+    return source._shared.epoch + source._shared.again + ended

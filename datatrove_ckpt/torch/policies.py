@@ -22,10 +22,14 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.checkpoint.training_steps import StepName
-from datatrove_ckpt.common.declared import Count, CountFromZero, Price, Seconds, check
+from datatrove_ckpt.common.declared import Count, CountFromZero, Positive, Price, Seconds, check
+from datatrove_ckpt.errors import ConfigError
 
 Metrics = Mapping[StepName, Mapping[str, float | None]]
 """The metrics of the steps."""
+
+
+_MTBF_SECONDS = 6 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -113,18 +117,23 @@ class EverySeconds(SavePolicy):
     """Saves after so many seconds.
 
     "auto": the first time after a minute, then Daly's interval, from the measured pause and
-    ``mtbf_seconds``, the mean time between failures of the whole job.
+    ``mtbf_seconds``, the mean time between failures of the whole job (None: six hours).
     """
 
     seconds: Seconds = "auto"
-    mtbf_seconds: float = 6 * 3600.0
+    mtbf_seconds: Positive | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mtbf_seconds is not None and self.seconds != "auto":
+            raise ConfigError('mtbf_seconds: belongs to "auto", and the seconds are fixed.')
 
     def is_due(self, moment: Moment) -> bool:
         if self.seconds != "auto":
             return moment.seconds >= self.seconds
         if not moment.pause_seconds:  # before a save was timed
             return moment.seconds >= 60.0
-        interval = daly(moment.pause_seconds, self.mtbf_seconds)
+        interval = daly(moment.pause_seconds, self.mtbf_seconds or _MTBF_SECONDS)
         return moment.seconds >= max(interval, moment.write_seconds)
 
 

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
+import linecache
+import re
+import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from loguru import logger
 
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.retrying import failure_line
-from datatrove_ckpt.errors import CkptError, StorageFailed
+from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed, WorkerDied
 
 _T = TypeVar("_T")
+
+_PATIENCE = timedelta(seconds=20)
+_numbers = itertools.count()
+# What only rank 0 is. Each rank may have the tp_rank or local_rank 0.
+_ALONE = re.compile(
+    r"((^|\W|global_|world_|get_)rank\W{0,4} == 0|(^| and )(not ([\w.]*\.)?rank|([\w.]*\.)?(is_)?"
+    r"(main_process|master|master_process|global_zero|world_process_zero|rank_zero)(\(\))?))"
+    r"($| and )",
+    re.IGNORECASE,
+)
 
 
 class Ranks:
@@ -23,6 +40,12 @@ class Ranks:
     calls.
 
     They use a group of their own on the CPU, so that nothing waits for the GPUs.
+
+    A call begins with ``meet``: each rank notes its call in the store of torch.distributed, and
+    waits for the others. After 20 seconds it reads their notes. It is an error if another rank
+    makes another call, if an ``if rank == 0:`` of the user's code leads to this call, so that the
+    others never come, or if a rank has ended and closed its connections. Without such evidence they
+    may be slow: a warning names them, and the rank goes on waiting.
     """
 
     def __init__(self) -> None:
@@ -32,17 +55,77 @@ class Ranks:
         """The group of the writing threads."""
         self.rank = 0
         self.size = 1
+        self._meetings = 0
+        self._place = ""
+        """The key in the store at which ranks that make this call meet."""
+        self._store: dist.Store | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
+            store = dist.group.WORLD.get_group_store()
+            self._store = dist.PrefixStore(f"datatrove_ckpt {next(_numbers)}", store)
+            self.meet("TrainingCheckpoints()")
             self.group = _new_group()
             self.writing = _new_group()
+
+    def meet(self, call: str) -> None:
+        """Waits for a while until all ranks make the call.
+
+        Raises:
+            ConfigError: another rank does not make it.
+        """
+        if self._store is None:
+            return
+        last = self._place
+        self._meetings += 1
+        self._place = f"{self._meetings} {call}"
+        with _unless_ended():
+            self._store.set(f"at {self.rank}", self._place)
+            if self._store.add(self._place, 1) == self.size:
+                self._store.set(f"met {self._place}", "")
+                self._store.delete_key(last)
+                self._store.delete_key(f"met {last}")
+            try:
+                self._store.wait([f"met {self._place}"], _PATIENCE)
+            except RuntimeError:  # the time is over; of a store that has gone, the next call raises
+                self._explain(self._store, call)
+
+    def _explain(self, store: dist.Store, call: str) -> None:
+        missing = []
+        for rank in range(self.size):
+            place = "0"
+            if store.check([f"at {rank}"]):
+                place = store.get(f"at {rank}").decode()
+            if int(place.split()[0]) < self._meetings:
+                missing.append(str(rank))
+            elif place != self._place:
+                raise ConfigError(
+                    f"Rank {self.rank} calls {call}, and rank {rank} {place.partition(' ')[2]}. "
+                    "All ranks make the same calls at the same steps."
+                )
+        if not missing:
+            return
+        who = f"{call}: rank {', '.join(missing)}"
+        for frame, line in traceback.walk_stack(None):
+            lines = linecache.getlines(frame.f_code.co_filename)
+            condition = _lone_condition("".join(lines), line)
+            if condition:
+                raise ConfigError(
+                    f"{who} cannot come, because of `{lines[condition - 1].strip()}` in "
+                    f"{frame.f_code.co_filename}, line {condition}. All ranks save and restore "
+                    f"together: write `{lines[line - 1].strip()}` (line {line}) without it."
+                )
+        logger.warning(
+            f"{who} has not called it for {_PATIENCE.seconds} s. Goes on waiting: a rank may be "
+            "slow. If it never comes, call this in all ranks, not in one of them."
+        )
 
     def gather(self, value: _T) -> list[_T]:
         if self.group is None:
             return [value]
         values = [value] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with _unless_ended():
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, call: Callable[[], _T]) -> list[_T]:
@@ -70,7 +153,8 @@ class Ranks:
         if self.group is None:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        with _unless_ended():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         highest: list[float] = tensor.tolist()
         return highest
 
@@ -91,3 +175,24 @@ class Ranks:
 def _new_group() -> dist.ProcessGroup:
     # While one rank fetches or writes a step, the others wait.
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+@contextmanager
+def _unless_ended() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerDied(
+            f"Another rank has ended: its log says why. ({failure_line(error)})"
+        ) from error
+
+
+def _lone_condition(source: str, line: int) -> int:
+    """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none."""
+    with suppress(SyntaxError):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.If) and not node.orelse and node.lineno <= line:
+                test = ast.unparse(node.test)
+                if line <= (node.end_lineno or 0) and _ALONE.search(test) and " or " not in test:
+                    return node.lineno
+    return 0

@@ -39,6 +39,7 @@ States = Mapping[str, Any]
 """Models, optimizers and other objects with ``state_dict`` and ``load_state_dict``, by name."""
 
 METADATA = ".metadata"
+_COMPILED = "_orig_mod."
 _PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
 
 
@@ -76,6 +77,8 @@ def give(state: Any, content: Any) -> None:
 
     Raises ValueError if a tensor of a dict has another shape.
     """
+    if isinstance(state, nn.Module | dict):
+        content = _named_as(_content(state), content)
     if not isinstance(state, dict):
         state.load_state_dict(content)
         return
@@ -95,6 +98,16 @@ def give(state: Any, content: Any) -> None:
             raise ValueError(f"{key} was {list(value.shape)}, and this is {list(now.shape)}")
         else:
             state[key] = value
+
+
+def _named_as(now: Any, content: Any) -> Any:
+    """Returns the content with the names of a model that ``torch.compile`` has wrapped, or has not
+    wrapped.
+    """
+    if not any(_COMPILED in str(name) for name in (*now, *content)):
+        return content
+    names = {name.replace(_COMPILED, ""): name for name in now}
+    return {names.get(name.replace(_COMPILED, ""), name): content[name] for name in content}
 
 
 def state_of(key: str, states: States) -> object:

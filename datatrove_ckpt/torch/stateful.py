@@ -46,11 +46,13 @@ _EPOCH_CALLS = 1
 _LOADS = 2
 _WARNED = 3
 _WORKERS_READ = 4
-_PER_WORKER = 5
+_AGAIN = 5
+_PER_WORKER = 6
 # Of each worker, and of the process of the training loop.
 _READ = 0
 _TAKEN = 1
 _ENDED = 2
+_PASSED = 3
 
 
 class Shared:
@@ -61,7 +63,7 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        self._numbers: list[int] | torch.Tensor = [0] * (_PER_WORKER + 3 * (_CELLS + 1))
+        self._numbers: list[int] | torch.Tensor = [0] * (_PER_WORKER + 4 * (_CELLS + 1))
         with suppress(ImportError):
             import torch
 
@@ -83,6 +85,22 @@ class Shared:
     def set_epoch(self, epoch: int) -> None:
         self._numbers[_EPOCH] = epoch
         self._numbers[_EPOCH_CALLS] += 1
+        self.again = 0
+
+    @property
+    def again(self) -> int:
+        """How many passes over the epoch came before this one, in a loop without ``set_epoch``."""
+        return int(self._numbers[_AGAIN])
+
+    @again.setter
+    def again(self, count: int) -> None:
+        self._numbers[_AGAIN] = count
+
+    def note_pass(self, worker: int | None) -> None:
+        """Counts a pass that begins after the end of another one."""
+        if not worker and self._is_marked(_PASSED, worker):
+            self._numbers[_cell(_PASSED, worker)] = 0
+            self.again += 1
 
     def adopt_epoch(self, epoch: int) -> None:
         """Takes the epoch of a state, in a loop without ``set_epoch``."""
@@ -160,9 +178,10 @@ class _Samples(Iterator[object]):
     No generator: an error of a transform would end it, and the rest of the epoch would be missing.
     """
 
-    def __init__(self, running: Iteration, note_read: Callable[[], None]) -> None:
+    def __init__(self, running: Iteration, shared: Shared, worker: int | None) -> None:
         self.running = running
-        self._note_read = note_read
+        self._shared = shared
+        self._worker = worker
         self._next: Callable[[], object] | None = None  # before the first sample
         self.has_ended = False
 
@@ -173,8 +192,9 @@ class _Samples(Iterator[object]):
             sample = next(self.running)
         except StopIteration:
             self.has_ended = True
+            self._shared.mark(_PASSED, self._worker)
             raise
-        self._note_read()
+        self._shared.note_read(self._worker)
         self._next = getattr(self.running, "rest", self.running).__next__
         return sample
 
@@ -190,6 +210,7 @@ class StatefulIterable(_Iterable):
         self._loaded: State | None = None
         """The next iteration resumes from it, once in each worker, as workers have copies."""
         self._load = 0
+        self._seen_loads = 0
         self._running: Iteration | None = None
         self._begun = WeakSet[_Samples]()
 
@@ -253,13 +274,13 @@ class StatefulIterable(_Iterable):
             self._running = NoSamples(error)
         else:
             self._running = self._iteration(epoch, Slot(rank, ranks, number or 0, workers), state)
-        samples = _Samples(self._running, lambda: self._shared.note_read(number))
+        samples = _Samples(self._running, self._shared, number)
         self._begun.add(samples)
         return samples
 
     def _take_loaded(self, worker: int | None) -> State | None:
         """Raises ConfigError if the workers were started before the state was loaded."""
-        if worker is not None and self._shared.loads > self._load >= 0:
+        if worker is not None and self._shared.loads > self._seen_loads:
             raise ConfigError(
                 "A state was loaded into the dataset after the loader had started its workers, "
                 "which have copies. Load it before the first epoch, or make a new loader."
@@ -280,6 +301,7 @@ class StatefulIterable(_Iterable):
         epoch = shared.epoch
         if state is None:
             shared.refuse_again(epoch, number, workers)
+            shared.note_pass(number)
             if self.shuffle_seed is not None and shared.epoch_begins_again(number):
                 logger.warning(
                     f"Epoch {epoch} begins again, in the same order as before. Call "
@@ -340,6 +362,7 @@ class StatefulIterable(_Iterable):
         self._load = -1
         if this_worker()[0] is None:
             self._load = self._shared.note_load()
+        self._seen_loads = self._shared.loads
         self._running = None
         self._begun.clear()
 
@@ -497,6 +520,17 @@ def refuse_shuffled(source: object) -> None:
         names = ("dataset", "_ex_iterable", "ex_iterable")
         inner = [getattr(part, name, None) for name in names] + getattr(part, "ex_iterables", [])
         parts += [one for one in inner if one is not None]
+
+
+def refuse_begun(loader: object) -> None:
+    """Raises ConfigError for a loader of torchdata, or one with persistent workers, that has begun:
+    its iterator would not see a state.
+    """
+    if vars(loader).get("_iterator") is not None:
+        raise ConfigError(
+            "The loader has begun, and its iterator would go on as if nothing was restored. "
+            "Restore before the first iter(loader) and loader.state_dict(), or make a new loader."
+        )
 
 
 def place_of(source: object) -> tuple[int, int] | None:

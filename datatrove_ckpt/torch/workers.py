@@ -13,7 +13,7 @@ import multiprocessing.util
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,13 @@ _LOOK_SECONDS = 0.1
 class OutlivesSignals:
     """A ``worker_init_fn`` that calls the ``usual`` one as well."""
 
-    def __init__(self, usual: Callable[[int], object] | None) -> None:
+    def __init__(self, usual: Callable[[int], object] | None, signals: Sequence[str]) -> None:
         self._usual = usual
+        self._signals = signals
         self._is_over = _is_over(os.getpid())
 
     def __call__(self, worker: int) -> None:
-        for name in SIGNALS:
+        for name in self._signals:
             # Not SIG_IGN, which programs that a worker starts would have.
             signal.signal(signal.Signals[name], _ignore)
         threading.Thread(target=self._end, daemon=True).start()
@@ -50,17 +51,20 @@ class OutlivesSignals:
         os._exit(0)
 
 
-def keep_workers(loader: DataLoader, seed: int | None = None) -> None:
+def keep_workers(
+    loader: DataLoader, seed: int | None = None, signals: Sequence[str] = SIGNALS
+) -> None:
     """Lets a loader's workers outlive signals. Call it before they start.
 
     Args:
         seed: of the workers' seeds. None: each iterator draws them from torch's generator, also in
             a resumed epoch.
+        signals: their names.
     """
     inner = getattr(loader, "base_dataloader", loader)  # of Accelerate's
     usual = getattr(inner, "worker_init_fn", None)
     if getattr(inner, "num_workers", 0) and not isinstance(usual, OutlivesSignals):
-        inner.worker_init_fn = OutlivesSignals(usual)
+        inner.worker_init_fn = OutlivesSignals(usual, signals)
     if seed is not None and getattr(inner, "generator", False) is None:
         inner.generator = torch.Generator().manual_seed(seed >> 1)
 

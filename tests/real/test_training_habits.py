@@ -1,0 +1,418 @@
+"""Habits of training loops that a checkpoint must not take wrongly: calls of one rank alone, epochs
+without ``set_epoch``, restores that come too late, compiled models, readers beside a training.
+
+Needs torch and torchdata.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from loguru import logger
+from torch import nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from datatrove_ckpt.errors import CkptError, ConfigError, WorkerDied
+from datatrove_ckpt.process import signals
+from datatrove_ckpt.readers import JsonlReader
+from datatrove_ckpt.torch import EverySteps, Last, ReaderDataset, TrainingCheckpoints, restore
+from datatrove_ckpt.torch import ranks as ranks_module
+from tests.patience import until
+from tests.real.test_training_checkpoints import Ranks, called
+
+LAYER = nn.Linear(2, 2)
+ROWS = 20
+BATCH = 4
+
+
+@pytest.fixture(autouse=True)
+def _the_tests_go_on(monkeypatch):
+    """A signal would kill this process some seconds later if threads hold it."""
+    monkeypatch.setattr(signals, "_EXIT_SECONDS", 1e6)
+
+
+@pytest.fixture
+def ranks():
+    return Ranks()
+
+
+def opened(folder, **settings):
+    options = {"save": EverySteps(1), "keep": Last(9), "asynchronous": False}
+    return TrainingCheckpoints(folder, **options | settings)
+
+
+@pytest.fixture
+def documents(tmp_path):
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    rows = [{"id": str(number), "text": f"text {number}"} for number in range(ROWS)]
+    Path(folder, "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+# calls of one rank alone -------------------------------------------------------------------------
+
+
+def constructs(rank, folder):
+    if rank == 0:
+        opened(folder)
+
+
+def saves(rank, folder):
+    saved = opened(folder)
+    if rank == 0:
+        saved.save(1, model=LAYER)
+
+
+def saves_where_told(rank, folder):
+    saved = opened(folder)
+
+    def save():
+        saved.maybe_save(1, model=LAYER)
+
+    if torch.distributed.get_rank() == 0 and saved:
+        save()
+
+
+def restores(rank, folder):
+    is_main = not rank
+    saved = opened(folder)
+    if not rank:
+        saved.restore(
+            model=LAYER,
+        )
+    return is_main
+
+
+def counts_apart(rank, folder):
+    opened(folder).maybe_save(3 + rank, model=LAYER)
+
+
+def ends(rank, folder):
+    saved = opened(folder)
+    if rank < 1:
+        saved.save(1, model=LAYER)
+
+
+def dies(rank, folder):
+    saved = opened(folder)
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saved.save(1, model=LAYER)
+
+
+def of_call(rank, folder, target):
+    """A rank that raises writes why. The other one waits for that, as in DDP's exchange of
+    gradients, or it ends.
+    """
+    ranks_module._PATIENCE = timedelta(seconds=0.5)
+    try:
+        target(rank, folder)
+    except (ConfigError, WorkerDied) as error:
+        Path(folder, f"why-{rank}").write_text(str(error))
+    if target is not ends:
+        until(lambda: any(Path(folder).glob("why-*")))
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (constructs, r"TrainingCheckpoints\(\): rank 1 cannot come.*`if rank == 0:`.*`opened\(fo"),
+        (saves, r"save\(1\): rank 1 cannot come.*habits.py, line \d+.*`saved.save\(1, model=L"),
+        (saves_where_told, r"maybe_save\(1\): rank 1 cannot.*get_rank\(\) == 0.*`save\(\)` \(line"),
+        (restores, r"restore\(latest\): rank 1 cannot come.*`if not rank:`.*`saved.restore\("),
+        (counts_apart, r"Rank 0 calls maybe_save\(3\), and rank 1 maybe_save\(4\)|has ended"),
+        (ends, "has ended"),
+    ],
+)
+def test_a_call_of_one_rank_alone_is_named(tmp_path, ranks, target, message):
+    ranks.call(of_call, 2, str(tmp_path), target)
+    found = [path.read_text() for path in tmp_path.glob("why-*")]
+    assert any(re.search(message, why) for why in found), found
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path, ranks):
+    processes = ranks._start(2, {}, called, of_call, (str(tmp_path), dies))
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    assert "Another rank has ended" in Path(tmp_path, "why-0").read_text()
+
+
+def is_slow(rank, folder):
+    """Rank 1 evaluates until rank 0 has lost its patience, whose code names no rank."""
+    ranks_module._PATIENCE = timedelta(seconds=0.5)
+    warned = Path(folder, "warned")
+    if rank == 0:
+        logger.add(lambda line: warned.write_text(line), level="WARNING", format="{message}")
+    saved = opened(folder)
+    if rank:
+        until(warned.exists)
+    saved.maybe_save(1, model=LAYER)
+    if rank == 0:
+        branch = "save"
+    else:
+        until(lambda: "maybe_save(2)" in warned.read_text())
+        branch = "save, too"
+    saved.maybe_save(2, model=LAYER)
+    assert branch
+
+
+def test_a_slow_rank_is_waited_for(tmp_path, ranks):
+    ranks.call(is_slow, 2, str(tmp_path))
+    assert "rank 1 has not called it for" in Path(tmp_path, "warned").read_text()
+    assert opened(tmp_path).steps() == [1, 2]
+
+
+IF_ELSE = """
+def train():
+    if rank == 0:
+        saved.save(1)
+    else:
+        saved.save(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "condition"),
+    [
+        ("if rank == 0:", 3),
+        ('if int(os.environ["RANK"]) == 0:', 3),
+        ("if step % 9 == 0 and dist.get_rank() == 0:", 3),
+        ("if dist.get_rank() == 0 and saved:", 3),
+        ("if accelerator.is_main_process:", 3),
+        ("if is_master() and saved:", 3),
+        ("if self.is_global_zero:", 3),
+        ("if not args.rank:", 3),
+        ("if not is_main_process:", 0),
+        ("if not rank == 1:", 0),
+        ("if rank == 0 < ranks:", 0),
+        ("if rank != 0:", 0),
+        ("if rank == 0 or all_save:", 0),
+        ("if tp_rank == 0:", 0),
+        ("if local_rank == 0:", 0),
+        ("if num_ranks == 8:", 0),
+        ('if __name__ == "__main__":', 0),
+    ],
+)
+def test_a_condition_that_only_rank_0_passes_is_found(line, condition):
+    for call in ("saved.save(1)", "save(\n            saved,\n        )"):
+        source = f"\ndef train():\n    {line}\n        {call}\n    saved.save(2)\n"
+        assert ranks_module._lone_condition(source, 4) == condition
+        assert ranks_module._lone_condition(source, source.count("\n")) == 0
+    for line_of_else in (4, 6):
+        assert ranks_module._lone_condition(IF_ELSE, line_of_else) == 0
+    assert ranks_module._lone_condition(source.replace("save", "class"), 4) == 0  # no Python
+
+
+# epochs without set_epoch ------------------------------------------------------------------------
+
+
+def loop(documents, folder, workers, seed, stop=0):
+    """Three epochs without ``set_epoch``. Returns what each step saw."""
+    dataset = ReaderDataset(JsonlReader(documents)).shard(1, 0, batch_size=BATCH)
+    if seed is not None:
+        dataset = dataset.shuffle(seed=seed)
+    loader = StatefulDataLoader(dataset, batch_size=BATCH, num_workers=workers)
+    seen = {}
+    with opened(folder) as saved:
+        step = saved.restore(loader=loader) or 0
+        for _ in range(saved.epoch, 3):
+            for batch in loader:
+                step += 1
+                seen[step] = batch["id"]
+                saved.maybe_save(step, loader=loader)
+                if step == stop:
+                    return seen
+            saved.save(step, loader=loader)
+            if step == -stop:
+                return seen
+    return seen
+
+
+@pytest.mark.parametrize(("workers", "seed"), [(0, 1), (0, None), (2, 1)])
+def test_epochs_are_counted_where_set_epoch_is_forgotten(tmp_path, documents, workers, seed):
+    expected = loop(documents, tmp_path / "whole", workers, seed)
+    assert len(expected) == 3 * ROWS // BATCH
+    stops = (3, 5, 8, -10, 13) if workers == 0 else (8, -10)
+    for stop in stops:
+        folder = tmp_path / str(stop)
+        seen = loop(documents, folder, workers, seed, stop)
+        if stop in (3, 8):
+            seen |= loop(documents, folder, workers, seed, stop + 4)  # the second stop
+        assert seen | loop(documents, folder, workers, seed) == expected, stop
+
+
+# restores that come too late ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_restore_after_the_loader_has_begun_is_refused(tmp_path, documents, workers):
+    loop(documents, tmp_path / "run", workers, 1, 3)
+    for begin in (iter, lambda loader: loader.state_dict()):
+        dataset = ReaderDataset(JsonlReader(documents)).shuffle(seed=1)
+        loader = StatefulDataLoader(dataset, batch_size=BATCH, num_workers=workers)
+        begun = begin(loader)
+        for folder in ("run", "empty"):
+            with pytest.raises(ConfigError, match=r"has begun.*before the first iter\(loader\)"):
+                opened(tmp_path / folder).restore(loader=loader)
+        with pytest.raises(ConfigError, match="has begun"):
+            restore(loader, [loader.state_dict()])
+        del begun
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_workers_that_loaded_a_state_do_not_begin_again_unseen(documents, kind):
+    """Persistent workers have copies of the dataset, which see no later state."""
+    dataset = ReaderDataset(JsonlReader(documents)).shuffle(seed=1)
+    loader = kind(dataset, batch_size=BATCH, num_workers=1, persistent_workers=True)
+    state = dataset.state_dict()
+    if kind is StatefulDataLoader:
+        loader.load_state_dict(loader.state_dict())  # the workers load it
+    list(loader)
+    with pytest.raises(ConfigError, match="has begun"):
+        restore(loader, [state])
+    dataset.load_state_dict(state)
+    dataset.set_epoch(0)
+    with pytest.raises(ConfigError, match="after the loader had started its workers"):
+        list(loader)
+
+
+# signals -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("SIGUSR2", {}), ("SIGRTMIN", {"signals": ["SIGRTMIN", "SIGTERM"]})],
+)
+def test_a_signal_of_ones_choice_saves_within_an_evaluation(tmp_path, name, settings):
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    evaluated = []
+    ending = opened(tmp_path, save=EverySteps(100), **settings)
+    with pytest.raises(SystemExit) as ended, ending as saved:  # noqa: PT012 - its end raises
+        assert not saved.maybe_save(7, model=LAYER)
+        for batch in range(10):
+            evaluated.append(batch)
+            if batch == 4:
+                signal.raise_signal(number)
+            saved.maybe_save(7, model=LAYER)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == before
+    assert evaluated == [*range(5)]
+    assert opened(tmp_path).restore(model=LAYER) == 7
+
+
+def test_workers_outlive_the_signals_of_ones_choice(tmp_path, documents):
+    others = set(multiprocessing.active_children())
+    loader = StatefulDataLoader(
+        ReaderDataset(JsonlReader(documents)), batch_size=1, num_workers=1, persistent_workers=True
+    )
+    with opened(tmp_path, signals=["SIGRTMIN"]) as saved:
+        saved.restore(loader=loader)
+        batches = iter(loader)
+        next(batches)
+        [worker] = set(multiprocessing.active_children()) - others
+        os.kill(worker.pid, signal.SIGRTMIN)
+        assert len(list(batches)) == ROWS - 1
+
+
+def test_a_name_that_is_no_signal_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="signals: 'USR2' is no signal"):
+        opened(tmp_path, signals=["USR2"])
+
+
+# readers beside a training -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "step", "why"),
+    [
+        ("damage", "latest", None),
+        ("damage", 1, r"there is no step 1; there are \[2\]"),
+        ("load", "latest", "step-00000001 was removed by its training.*Restore again"),
+        ("load", 1, "step-00000001 was removed by its training.*Restore again"),
+    ],
+)
+def test_a_step_that_its_training_removes_is_not_damaged(
+    tmp_path, monkeypatch, warned, method, step, why
+):
+    """Another process checks or loads the newest step, and the training goes on."""
+    training = opened(tmp_path, keep=Last(1))
+    training.save(1, model=LAYER)
+    reader = opened(tmp_path)
+    usual = getattr(reader._steps, method)
+
+    def after_a_save(name, *others):
+        if name.step == 1:
+            training.save(2, model=LAYER)
+        return usual(name, *others)
+
+    monkeypatch.setattr(reader._steps, method, after_a_save)
+    if why is not None:
+        with pytest.raises(CkptError, match=why):
+            reader.restore(step, model=LAYER, weights_only=True)
+        step = "latest"
+    assert reader.restore(step, model=LAYER, weights_only=True) == 2
+    assert warned == []
+
+
+# compiled models ---------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+
+def plain():
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+
+def partly_compiled():
+    model = plain()
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+KINDS = [plain, lambda: torch.compile(plain(), backend="eager"), partly_compiled]
+
+
+@pytest.mark.parametrize("given", [lambda model: model, lambda model: model.state_dict()])
+@pytest.mark.parametrize("then", KINDS)
+@pytest.mark.parametrize("now", KINDS)
+def test_a_compiled_model_is_restored_into_one_that_is_not_and_back(tmp_path, then, now, given):
+    old = Wrapped(then())
+    nn.init.constant_(next(old.parameters()), 3.0)
+    opened(tmp_path).save(1, model=given(old))
+    new = Wrapped(now())
+    assert opened(tmp_path).restore(model=given(new)) == 1
+    assert next(new.parameters()).flatten().tolist() == [3.0] * 4
+    other = Wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match="model: step-00000001 does not fit"):
+        opened(tmp_path).restore(model=other)
+
+
+# commands ----------------------------------------------------------------------------------------
+
+
+def test_doctor_reads_older_steps_too(tmp_path, command):
+    saved = opened(tmp_path)
+    for step in (1, 2, 3):
+        saved.save(step, model=LAYER)
+    saved.close()
+    file = tmp_path / "step-00000001/states/model.pt"
+    file.write_bytes(file.read_bytes().replace(b"PK", b"KP"))
+    said = command("doctor", str(tmp_path)).out
+    assert "warning  step-00000001: " in said
+    assert "has not the bytes it was saved with" in said
+    assert "A restore takes step 3" in said

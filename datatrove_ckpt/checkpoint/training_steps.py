@@ -52,7 +52,7 @@ Entry = list[int | str]
 FORMAT = "datatrove_ckpt.TrainingCheckpoints 1"
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
-_BLOCK = 8 << 20
+_BLOCK = 1 << 20  # stays in the cache of a CPU
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 

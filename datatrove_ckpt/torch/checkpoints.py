@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from loguru import logger
+from torch import nn
 from xxhash import xxh3_64_intdigest
 
 import datatrove_ckpt.torch.dataset as dataset
@@ -915,7 +916,8 @@ class TrainingCheckpoints:
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    sharded.give(state, self._steps.load(name, f"{folder}.pt"))
+                    copies = isinstance(state, nn.Module)
+                    sharded.give(state, self._steps.load(name, f"{folder}.pt", copies))
             except CkptError:
                 raise
             except Exception as error:

@@ -121,7 +121,7 @@ def _model_of(key: str, states: States) -> nn.Module:
 
 def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> None:
     """Writes the content, in all ranks of the group; None: there is one rank."""
-    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    writer = dcp.FileSystemWriter(folder)
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
 
 

@@ -14,6 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ Contents = dict[str, object]
 """By the file's name what ``torch.save`` takes, or blocks of bytes."""
 
 _OWNER = "owner"
+_BEGIN_BYTES = 8 << 20
 
 
 class Steps:
@@ -142,9 +144,13 @@ class Steps:
         if self._config:
             contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
-        for path in sorted(path for path in staging.rglob("*") if path.is_file()):
-            entries[str(path.relative_to(staging))] = size_and_hash(blocks(path))
-            files.disk.sync(path)
+        paths = sorted(path for path in staging.rglob("*") if path.is_file())
+        with ThreadPoolExecutor() as pool:
+            hashed = pool.map(size_and_hash, map(blocks, paths))  # beside the sync
+            for path in paths:
+                files.disk.sync(path)
+            for path, entry in zip(paths, hashed, strict=True):
+                entries[str(path.relative_to(staging))] = entry
         for file, content in contents.items():
             files.disk.make_dirs((staging / file).parent)
             entries[file] = _write(staging / file, content)
@@ -209,8 +215,11 @@ class Steps:
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
-    def load(self, name: StepName, file: str) -> Any:
-        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before."""
+    def load(self, name: StepName, file: str, mapped: bool = False) -> Any:
+        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
+
+        ``mapped``: for a caller that copies all tensors: their memory is the file.
+        """
         import torch
 
         path = self.folder / str(name) / file
@@ -218,7 +227,9 @@ class Steps:
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
         with explained("read", path):
             try:
-                return torch.load(path, map_location="cpu", weights_only=self._only_plain)
+                return torch.load(
+                    path, map_location="cpu", weights_only=self._only_plain, mmap=mapped
+                )
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."
@@ -343,13 +354,19 @@ def _write(path: Path, content: object) -> Entry:
 
 
 class _File(files.HashedFile):
-    """Keeps the disk's error, which torch does not pass on."""
+    """Keeps the disk's error, which torch does not pass on. The disk begins before the sync."""
 
     failed: Exception | None = None
+    _begun = 0
 
     def write(self, data: ReadableBuffer) -> int:
         try:
-            return super().write(data)
+            count = super().write(data)
         except Exception as error:
             self.failed = error
             raise
+        length = self.size - self._begun
+        if length > _BEGIN_BYTES:
+            os.posix_fadvise(self._fd, self._begun, length, os.POSIX_FADV_DONTNEED)
+            self._begun = self.size
+        return count

@@ -488,6 +488,8 @@ class TrainingCheckpoints:
         Raises ConfigError if a state is refused, or differs between the ranks.
         """
         outlines = {key: sharded.outline(content) for key, content in alike.items()}
+        for key, content in parts.items():  # stages of a pipeline name other parameters
+            outlines[key] = sharded.outline(content, sharded.VALUES)
         if not self._has_compared:
             outlines |= sharded.hashes(states)
         problem = ""

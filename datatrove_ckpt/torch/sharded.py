@@ -39,7 +39,8 @@ States = Mapping[str, Any]
 """Models, optimizers and other objects with ``state_dict`` and ``load_state_dict``, by name."""
 
 METADATA = ".metadata"
-_PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
+VALUES = (bool, int, float, str, type(None))
+_PLAIN = (torch.Tensor, nn.Parameter, *VALUES)
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
@@ -201,12 +202,14 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def outline(content: object) -> str:
-    """Hashes all but the values of tensors, which may differ between ranks, as of BatchNorm."""
+def outline(content: object, kinds: tuple[type, ...] = _PLAIN) -> str:
+    """Hashes leaves of some kinds. Of tensors, which may differ between ranks, as of BatchNorm, it
+    takes shape and type.
+    """
     found = [
         (key, getattr(leaf, "shape", leaf), getattr(leaf, "dtype", None))
         for key, leaf in leaves(content, "")
-        if isinstance(leaf, _PLAIN)
+        if isinstance(leaf, kinds)
     ]
     return xxh3_64_hexdigest(repr(found).encode())
 

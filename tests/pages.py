@@ -83,6 +83,14 @@ def torch_examples():
     return [block for block in blocks("python") if "torchdata" in block.text]
 
 
+def run_example(word):
+    """Runs an example of docs/trainers.md. Returns its names."""
+    (block,) = [block for block in blocks("python", "docs/trainers.md") if word in block.text]
+    names = {"__name__": word}
+    exec(compile(block.text, block.page, "exec", dont_inherit=True), names)
+    return names
+
+
 def torch_example():
     """The training, which ``tests/real/test_torch.py`` runs."""
     (block,) = [block for block in torch_examples() if "init_process_group" in block.text]

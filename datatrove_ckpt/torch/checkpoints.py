@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from loguru import logger
+from torch import nn
 from xxhash import xxh3_64_intdigest
 
 import datatrove_ckpt.torch.dataset as dataset
@@ -497,6 +498,8 @@ class TrainingCheckpoints:
         Raises ConfigError if a state is refused, or differs between the ranks.
         """
         outlines = {key: sharded.outline(content) for key, content in alike.items()}
+        for key, content in parts.items():  # stages of a pipeline name other parameters
+            outlines[key] = sharded.outline(content, sharded.VALUES)
         if not self._has_compared:
             outlines |= sharded.hashes(states)
         problem = ""
@@ -943,7 +946,8 @@ class TrainingCheckpoints:
                         f"{key} is what an optimizer's state_dict() gave. Give the optimizer."
                     )
                 else:
-                    sharded.give(state, self._steps.load(name, f"{folder}.pt"))
+                    copies = isinstance(state, nn.Module)
+                    sharded.give(state, self._steps.load(name, f"{folder}.pt", copies))
             except CkptError:
                 raise
             except Exception as error:

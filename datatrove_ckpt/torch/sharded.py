@@ -40,7 +40,8 @@ States = Mapping[str, Any]
 
 METADATA = ".metadata"
 _COMPILED = "_orig_mod."
-_PLAIN = (torch.Tensor, nn.Parameter, bool, int, float, str, type(None))
+VALUES = (bool, int, float, str, type(None))
+_PLAIN = (torch.Tensor, nn.Parameter, *VALUES)
 
 
 def contents_of(states: States) -> tuple[dict[str, object], dict[str, object]]:
@@ -134,7 +135,7 @@ def _model_of(key: str, states: States) -> nn.Module:
 
 def save_parts(content: object, folder: Path, group: ProcessGroup | None) -> None:
     """Writes the content, in all ranks of the group; None: there is one rank."""
-    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    writer = dcp.FileSystemWriter(folder)
     dcp.save(content, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
@@ -214,12 +215,14 @@ def leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def outline(content: object) -> str:
-    """Hashes all but the values of tensors, which may differ between ranks, as of BatchNorm."""
+def outline(content: object, kinds: tuple[type, ...] = _PLAIN) -> str:
+    """Hashes leaves of some kinds. Of tensors, which may differ between ranks, as of BatchNorm, it
+    takes shape and type.
+    """
     found = [
         (key, getattr(leaf, "shape", leaf), getattr(leaf, "dtype", None))
         for key, leaf in leaves(content, "")
-        if isinstance(leaf, _PLAIN)
+        if isinstance(leaf, kinds)
     ]
     return xxh3_64_hexdigest(repr(found).encode())
 

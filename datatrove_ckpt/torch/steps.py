@@ -14,6 +14,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,7 @@ Contents = dict[str, object]
 """By the file's name what ``torch.save`` takes, or blocks of bytes."""
 
 _OWNER = "owner"
+_BEGIN_BYTES = 8 << 20
 
 
 class Steps:
@@ -149,13 +151,19 @@ class Steps:
         if self._config:
             contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
-        for path in sorted(path for path in staging.rglob("*") if path.is_file()):
-            entry = entries[str(path.relative_to(staging))] = size_and_hash(blocks(path))
-            self._share_or_sync(path, entry)
+        paths = sorted(path for path in staging.rglob("*") if path.is_file())
+        with ThreadPoolExecutor() as pool:
+            hashed = pool.map(size_and_hash, map(blocks, paths))  # beside the sync
+            for path in paths:
+                files.disk.sync(path)
+            for path, entry in zip(paths, hashed, strict=True):
+                entries[str(path.relative_to(staging))] = entry
+                self._share(path, entry)
         for file, content in contents.items():
             files.disk.make_dirs((staging / file).parent)
             entries[file] = _write(staging / file, content)
-            self._share_or_sync(staging / file, entries[file])
+            if not self._share(staging / file, entries[file]):
+                files.disk.sync(staging / file)
         manifest = {
             "format": FORMAT,
             "training": self.training,
@@ -166,15 +174,16 @@ class Steps:
         manifest |= {"at": time.time(), "metrics": metrics, **of, "files": entries}
         self._complete(staging, manifest)
 
-    def _share_or_sync(self, path: Path, entry: Entry) -> None:
+    def _share(self, path: Path, entry: Entry) -> bool:
+        """Returns whether the file is now that of an older step with the same bytes."""
         before = self._before.get(tuple(entry))
         if before is not None:
             linked = path.with_name(f"{path.name}.linked")
             with suppress(StorageFailed):  # no hard links
                 files.disk.link(before, linked)
                 files.disk.rename(linked, path)
-                return
-        files.disk.sync(path)
+                return True
+        return False
 
     def _complete(self, staging: Path, manifest: Manifest) -> None:
         files.disk.write_new(staging / MANIFEST, [sealed(manifest)], files.PUBLIC_FILE)
@@ -236,8 +245,11 @@ class Steps:
         if self.training and manifest["training"] != self.training:
             raise CheckpointCorrupt(f"{where} is of another training.")
 
-    def load(self, name: StepName, file: str) -> Any:
-        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before."""
+    def load(self, name: StepName, file: str, mapped: bool = False) -> Any:
+        """Loads a file of ``torch.save`` into the host's memory. Call ``check`` before.
+
+        ``mapped``: for a caller that copies all tensors: their memory is the file.
+        """
         import torch
 
         path = self.folder / str(name) / file
@@ -245,7 +257,9 @@ class Steps:
             raise ConfigError(f"{path.parent} holds no {path.stem!r}: it was saved without.")
         with explained("read", path):
             try:
-                return torch.load(path, map_location="cpu", weights_only=self._only_plain)
+                return torch.load(
+                    path, map_location="cpu", weights_only=self._only_plain, mmap=mapped
+                )
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."
@@ -349,7 +363,8 @@ class Steps:
                     raise CheckpointCorrupt(
                         f"{self.url}/{place} has not the bytes it was saved with."
                     )
-                self._share_or_sync(staging / file, entry)
+                if not self._share(staging / file, entry):
+                    files.disk.sync(staging / file)
             self._complete(staging, manifest | {"format": FORMAT})
         except FileNotFoundError as error:
             raise CheckpointCorrupt(f"{self.url}/{name} lacks a file: {error}.") from error
@@ -402,13 +417,19 @@ def _write(path: Path, content: object) -> Entry:
 
 
 class _File(files.HashedFile):
-    """Keeps the disk's error, which torch does not pass on."""
+    """Keeps the disk's error, which torch does not pass on. The disk begins before the sync."""
 
     failed: Exception | None = None
+    _begun = 0
 
     def write(self, data: ReadableBuffer) -> int:
         try:
-            return super().write(data)
+            count = super().write(data)
         except Exception as error:
             self.failed = error
             raise
+        length = self.size - self._begun
+        if length > _BEGIN_BYTES:
+            os.posix_fadvise(self._fd, self._begun, length, os.POSIX_FADV_DONTNEED)
+            self._begun = self.size
+        return count

@@ -75,9 +75,9 @@ def test_trainer_resumes_in_every_epoch(folder, ram):
         trainer.train(
             resume_from_checkpoint=resume_from and str(ram / f"run/checkpoint-{resume_from}")
         )
-        return trainer.model.batches
+        return trainer.model.batches, trainer.model.state_dict()
 
-    whole = trained(None)
+    whole, weights = trained(None)
     assert [len(whole), {len(batch) for batch in whole}] == [EPOCHS * STEPS, {BATCH}]
     epochs = [
         list(itertools.chain(*whole[first : first + STEPS]))
@@ -86,12 +86,18 @@ def test_trainer_resumes_in_every_epoch(folder, ram):
     assert [sorted(epoch) for epoch in epochs] == [list(range(ROWS))] * EPOCHS
     assert len({tuple(epoch) for epoch in epochs}) == EPOCHS, "each epoch has an order of its own"
     for stop in STOPS:
-        rest = trained(stop)
+        rest, last = trained(stop)
         twice = Counter(itertools.chain(*whole[:stop], *rest)) - Counter(itertools.chain(*whole))
         print(
             f"Trainer, stopped after step {stop} in epoch {stop // STEPS}: {sum(twice.values())} rows twice"
         )
         assert rest == whole[stop:]
+        assert_equal(weights, last)
+
+
+def assert_equal(weights, others):
+    for key, value in weights.items():
+        assert torch.equal(value, others[key]), key
 
 
 @pytest.fixture
@@ -198,17 +204,18 @@ def test_trainers_checkpoints_are_checked_and_the_one_before_a_damaged_one_is_us
 
 
 def test_accelerate_saves_and_loads_through_the_writer(folder, ram):
-    def trained(steps):
+    def trained(steps, kept=ram / "kept"):
         AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(
             cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
         )
         rows = dataset(folder)
+        torch.manual_seed(7)
         model = Recording()
         optimizer = torch.optim.AdamW(model.parameters())
         loader = StatefulDataLoader(rows, batch_size=BATCH)
         prepared, optimizer = accelerator.prepare(model, optimizer)
-        with TrainingCheckpoints(ram / "kept", save=EverySteps(2)) as checkpoints:
+        with TrainingCheckpoints(kept, save=EverySteps(2)) as checkpoints:
             step = checkpoints.restore(loader=loader, reader=accelerator.load_state) or 0
             for epoch in range(checkpoints.epoch, EPOCHS):
                 rows.set_epoch(epoch)
@@ -219,11 +226,16 @@ def test_accelerate_saves_and_loads_through_the_writer(folder, ram):
                     step += 1
                     checkpoints.maybe_save(step, loader=loader, writer=accelerator.save_state)
                     if step == steps:
-                        return model.batches
-        return model.batches
+                        return model.batches, model.state_dict()
+        return model.batches, model.state_dict()
 
-    first = trained(STEPS + 3)
-    assert first[: STEPS + 2] + trained(100) == whole_rows(folder)
+    whole, weights = trained(100, ram / "whole")
+    assert whole == whole_rows(folder)
+    first, _ = trained(3)
+    second, _ = trained(STEPS + 3)
+    last, others = trained(100)
+    assert first[:2] + second[:STEPS] + last == whole
+    assert_equal(weights, others)
 
 
 def whole_rows(folder):

@@ -1232,7 +1232,10 @@ class Ranks:
         join(self.start(*arguments, **variables))
 
     def call(self, target, size, *arguments):
-        join(self._start(size, {}, called, target, arguments))
+        join(self.start_call(target, size, *arguments))
+
+    def start_call(self, target, size, *arguments):
+        return self._start(size, {}, called, target, arguments)
 
 
 def join(processes, code=0):

@@ -173,7 +173,7 @@ class Request:
     is_shared: bool = False
     deaths: list[Death] = field(default_factory=list)
     age: float = 0.0
-    counted: tuple[Sent, Sent] = NOTHING_SENT
+    counted: Sent = NOTHING_SENT
 
     def copy(self) -> Request:
         return Request(

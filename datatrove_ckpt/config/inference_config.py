@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -315,16 +315,25 @@ class InferenceConfig:
             urls = [urls]
         return [url.strip() for url in urls]
 
-    @cached_property
+    @property
     def endpoints_by_name(self) -> dict[str, EndpointConfig]:
         """The endpoints by their URLs, as the settings have them, without a query. A further
-        one with the same URL has its place in the list after it. Those of ``endpoint_url`` have
-        equal weights.
+        one with the same URL has its place in the list after it. Those of ``endpoint_url``, which
+        may be set later, have equal weights.
         """
+        if self.endpoints is None:
+            urls = self.urls
+            return self._named(EndpointConfig(url, self.api_key_env, weight=1.0) for url in urls)
+        return self._named_endpoints
+
+    @cached_property
+    def _named_endpoints(self) -> dict[str, EndpointConfig]:
+        return self._named(self.endpoints or ())
+
+    def _named(self, endpoints: Iterable[object]) -> dict[str, EndpointConfig]:
         model = self.model_name_or_path
-        given = [EndpointConfig(url, self.api_key_env, weight=1.0) for url in self.urls]
         found: dict[str, EndpointConfig] = {}
-        for one in self.endpoints or given:
+        for one in endpoints:
             assert isinstance(one, EndpointConfig)
             url = one.url.partition("?")[0]
             name = f"{url} {len(found) + 1}" if url in found else url
@@ -339,7 +348,9 @@ class InferenceConfig:
 
     @cached_property
     def other_models(self) -> list[str]:
-        """The names of the model at its endpoints, but for ``model_name_or_path``."""
+        """The names of the model in ``endpoints``, but for ``model_name_or_path``."""
+        if self.endpoints is None:
+            return []
         models = {str(one.model) for one in self.endpoints_by_name.values()}
         return sorted(models - {self.model_name_or_path})
 

@@ -155,7 +155,7 @@ SITUATIONS = {
     "an output file of a task that there is not": (DONE, add("output/00005_00000.jsonl", "{}\n"), ()),
     "the output folder was moved": (DONE, moved, ()),
     "an input file is gone": (DONE, gone(only("input")), ()),
-    "an input file has grown": (DONE, add("input/0.jsonl", '\n{"text": "more", "id": "more"}'), ()),
+    "an input file has grown": (DONE, add("input/0.jsonl", '{"text": "more", "id": "more"}'), ()),
     "commits are gone": (DONE, gone(rank(0, "commits.jsonl")), ()),
     "commits are cut": (DONE, cut(rank(0, "commits.jsonl"), -200), ()),
     "a commit is altered": (DONE, swap(rank(0, "commits.jsonl"), b'"read":2', b'"read":1'), ()),

@@ -214,7 +214,8 @@ class LitData:
 
     def epoch(self, _):
         self.given = 0
-        for batch in batched(iter(self.input)):
+        rows = (row for row in self.input)  # iter() of its iterator would begin again
+        for batch in batched(rows):
             self.given += len(batch["label"])
             yield batch
 

@@ -28,9 +28,9 @@ _PATIENCE = timedelta(seconds=20)
 _numbers = itertools.count()
 # What only rank 0 is. Each rank may have the tp_rank or local_rank 0.
 _ALONE = re.compile(
-    r"((^|\W|global_|world_|get_)rank\W{0,4} == 0|(^| and )(not ([\w.]*\.)?rank|([\w.]*\.)?(is_)?"
-    r"(main_process|master|master_process|global_zero|world_process_zero|rank_zero)(\(\))?))"
-    r"($| and )",
+    r"((^|\W|global_|world_|get_)rank\W{0,4} == 0|(^| and )(not ([\w.]*\.)?rank|([\w.]*\.)?"
+    r"(is_(main|master|chief)|(is_)?(main_process|master_process|global_zero|world_process_zero|"
+    r"rank_zero|rank_?0))(\(\))?))($| and )",
     re.IGNORECASE,
 )
 

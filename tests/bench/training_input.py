@@ -3,7 +3,8 @@
 The same Parquet files (token rows of many lengths, texts, labels) read in batches by each way, in
 turn, each time in a process of its own. Rows a second are those of the second epoch, of one core's
 time, system time included; memory is the peak above that of the imports and the opened input. A
-resume is exact if a new process with the saved state gives the rest of the rows. ``pip install
+resume is exact if a new process with the saved state gives the rest of the rows, of 36,000 at least
+(``STOP``). ``pip install
 grain litdata mosaicml-streaming webdataset``; without a library its row is empty.
 
 Rows become numpy arrays and texts, except with "(arrow)". litdata, MosaicML and webdataset read

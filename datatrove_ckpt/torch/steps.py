@@ -429,7 +429,7 @@ class _File(files.HashedFile):
             self.failed = error
             raise
         length = self.size - self._begun
-        if length > _BEGIN_BYTES:
+        if length > _BEGIN_BYTES and hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(self._fd, self._begun, length, os.POSIX_FADV_DONTNEED)
             self._begun = self.size
         return count

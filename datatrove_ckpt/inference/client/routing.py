@@ -525,6 +525,7 @@ class Router:
         self._quarantine = Quarantine()
         self._failure: str | None = None
         self._looks_at = math.inf
+        self._look: asyncio.TimerHandle | None = None
         self._turn = 0.0
 
     def add(self, probe: HealthProbe | None = None) -> Target:
@@ -596,8 +597,10 @@ class Router:
         self.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
-        # No request that waits could be sent before. Only these changes may let one go.
-        if was_held or stage != _stage(target.load) or not self._waiting:
+        # No request that waits could be sent before. Only these changes may let one go, and an
+        # answer that took fewer tokens of its minute than expected.
+        is_changed = stage != _stage(target.load) or target.limits is not None
+        if was_held or is_changed or not self._waiting:
             self.admit()
 
     def admit(self, resized: bool = False) -> None:
@@ -636,8 +639,10 @@ class Router:
             self._looks_at = math.inf
             self.admit()
 
+        if self._look is not None:
+            self._look.cancel()
         self._looks_at = when
-        asyncio.get_running_loop().call_later(when - time.monotonic(), look)
+        self._look = asyncio.get_running_loop().call_later(when - time.monotonic(), look)
 
     def has_other(self, target: Target) -> bool:
         """Whether another server takes requests now, or does when it has room."""

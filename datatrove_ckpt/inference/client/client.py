@@ -397,7 +397,7 @@ class ModelServers:
         for order, one in enumerate(endpoints):
             target = self.router.add()
             settings = one.config
-            if self.config.names_endpoints:
+            if self.config.endpoints is not None:
                 target.name = one.name
             target.model = settings.model or self.config.model_name_or_path
             if settings.weight is None:

@@ -252,6 +252,17 @@ def test_a_run_whose_endpoints_all_refuse_the_key_stops(tmp_path, two):
         step(tmp_path, ends(*two)).run(documents(1))
 
 
+def test_a_minute_that_is_full_beside_an_endpoint_that_fails_is_no_outage(
+    tmp_path, two, log, monkeypatch
+):
+    monkeypatch.setattr(minute_limits, "MINUTE_SECONDS", 2.0)
+    monkeypatch.setattr(client, "_SAY_AFTER", 0.3)
+    fails(*reversed(two))
+    step(tmp_path, ends(*two, requests_per_minute=1)).run(documents(2))
+    assert two[1].payloads
+    assert "gives no answers" not in "".join(log)
+
+
 # who gets a request ------------------------------------------------------------------------------
 
 

@@ -37,8 +37,8 @@ Answers from stopped or lost servers are dropped: they may be half a text with s
 
 Two clocks end the retries; both run for ``server_patience_seconds``:
 
-    the outage clock   runs while no request at all is answered. At its end the run stops
-                       (``ServerUnavailable``).
+    the outage clock   runs while no request at all is answered, unless an endpoint works whose
+                       minute is full. At its end the run stops (``ServerUnavailable``).
     a request's clock  adds up the time in which this request fails while others are answered. At
                        its end, and after ``request_max_attempts`` such failures, the request has
                        failed (``RequestFailed``).
@@ -606,7 +606,8 @@ class CompletionClient:
         Raises:
             ServerUnavailable, RequestFailed, ServerRefused: there is no further attempt.
         """
-        self.outage.failed(error, self.servers.oldest_in_flight)
+        if not self._router.has_spent:
+            self.outage.failed(error, self.servers.oldest_in_flight)
         try:
             failures = clock.failed(error, target, self._config.request_max_attempts)
         except ServerRefused as refusal:

@@ -56,6 +56,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 _DEATHS_TO_QUARANTINE = 2
 _IN_A_ROW = 20  # documents
+_WORKS_WITHIN = 120.0  # seconds of an answer: two minutes of its limits
 _FAILURES = 3  # in a row
 # Share of a KV cache from which it counts as full: the requests that run grow. Simulated engines
 # are slower by half from 1.0 on, and by 2 % at 0.85.
@@ -317,6 +318,11 @@ class Target:
     def rests(self, now: float) -> bool:
         """Whether it gets no request now. One that fails gets one at a time, after its rest."""
         return self.cooldown_until > now or (self.in_flight > 0 and self.fails)
+
+    def is_spent(self, now: float) -> bool:
+        """Whether it works, and has had all requests of its minute."""
+        is_closed = self.limits is not None and self.limits.opens_at > now
+        return is_closed and not self.failures and self.alive_at > now - _WORKS_WITHIN
 
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
@@ -651,6 +657,12 @@ class Router:
             other is not target and other.up and not other.reserved and not other.rests(now)
             for other in self.targets
         )
+
+    @property
+    def has_spent(self) -> bool:
+        """Whether requests wait for the next minute of a server that works."""
+        now = time.monotonic()
+        return any(target.up and target.is_spent(now) for target in self.targets)
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""

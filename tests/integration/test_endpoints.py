@@ -281,6 +281,12 @@ def test_endpoints_with_weights_share_the_requests(tmp_path, two):
     assert [len(one.payloads) for one in two] == [9, 3]
 
 
+def test_tasks_in_turn_share_the_minute_of_a_process(tmp_path, two):
+    for task in range(2):
+        step(tmp_path, ends(*two, requests_per_minute=3)).run(documents(2), task, 2)
+    assert [len(one.payloads) for one in two] == [3, 1]
+
+
 def test_a_minute_of_requests_and_tokens_is_sent_and_refused_requests_do_not_count(monkeypatch):
     now = 0.0
     monkeypatch.setattr(minute_limits, "time", SimpleNamespace(monotonic=lambda: now))

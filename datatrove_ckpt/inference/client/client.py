@@ -89,7 +89,7 @@ from datatrove_ckpt.inference.client.answers import (
     unfinished,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, with_field
-from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
+from datatrove_ckpt.inference.client.minute_limits import limits_of
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import (
     Attempt,
@@ -405,7 +405,7 @@ class ModelServers:
             else:
                 target.weight = settings.weight
             if settings.requests_per_minute or settings.tokens_per_minute:
-                target.limits = MinuteLimits(settings)
+                target.limits = limits_of(settings)
                 self.router.has_limits = True
             self.mark_up(target, one.url, one.api_key)
 

@@ -313,8 +313,8 @@ async def test_a_server_is_another_one_only_where_a_request_may_go():
     assert not made.has_other(limited)
 
 
-def limited(**limits):
-    made = router(1, 100)
+def limited(servers=1, **limits):
+    made = router(servers, 100)
     made.has_homes = False
     made.has_limits = True
     made.targets[0].limits = MinuteLimits(EndpointConfig("http://e", **limits))
@@ -332,6 +332,21 @@ async def test_a_request_goes_when_an_answer_took_fewer_tokens_than_expected():
     for one in sent:
         target.limits.answered(one.counted, 20)
         made.release(target, one)
+    await turns(5)
+    assert waits.done()
+
+
+async def test_a_request_goes_to_a_server_that_answers_again_while_others_wait_for_a_minute():
+    made = limited(servers=2, requests_per_minute=1)
+    first, failing = made.targets
+    failing.failures = 3
+    assert await made.acquire(Request()) is first
+    trial = Request()
+    assert await made.acquire(trial) is failing
+    (waits,) = await waiting(made, Request())
+    assert not waits.done()
+    failing.failures = 0
+    made.release(failing, trial)
     await turns(5)
     assert waits.done()
 

@@ -603,9 +603,10 @@ class Router:
         self.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
-        # No request that waits could be sent before. Only these changes may let one go, and an
-        # answer that took fewer tokens of its minute than expected.
-        is_changed = stage != _stage(target.load) or target.limits is not None
+        # No request that waits could be sent before. Only these changes may let one go, and, where
+        # others wait for a minute, an answer that took fewer tokens than expected, or the first
+        # one of a server that failed.
+        is_changed = stage != _stage(target.load) or self.has_limits
         if was_held or is_changed or not self._waiting:
             self.admit()
 

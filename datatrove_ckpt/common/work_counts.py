@@ -73,7 +73,7 @@ class WorkCounts(Added):
         reasoning_tokens: those among the completion tokens.
         cost: of the answers, in billionths, at the ``prices`` of the config.
         tiers: answers by the ``service_tier`` that the server names.
-        endpoints: answers by the endpoint that gave them, if there are several.
+        endpoints: answers by the endpoint that gave them, if the config has ``endpoints``.
         calls, failed_calls, call_milliseconds: of ``generate.once``, by name.
     """
 

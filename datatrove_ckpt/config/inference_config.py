@@ -341,11 +341,6 @@ class InferenceConfig:
             found[name] = replace(one, model=one.model or model, prices=prices)
         return found
 
-    @property
-    def names_endpoints(self) -> bool:
-        """Whether each answer tells the endpoint that gave it."""
-        return self.endpoints is not None and len(self.endpoints) > 1
-
     @cached_property
     def other_models(self) -> list[str]:
         """The names of the model in ``endpoints``, but for ``model_name_or_path``."""

@@ -305,7 +305,7 @@ class Answers:
         return ", ".join(sorted(reasons)), ", ".join(faults), tokens
 
     def endpoints(self) -> str:
-        """Returns the endpoints that gave its answers; "" if there is one endpoint."""
+        """Returns the ``endpoints`` that gave its answers; "" if none did."""
         found = {getattr(result, "endpoint", "") for result in self.results}
         return ", ".join(sorted(found - {""}))
 

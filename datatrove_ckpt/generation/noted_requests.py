@@ -31,7 +31,7 @@ class NotedRequest:
         usage: as ``InferenceResult`` has it; empty of other answers.
         started, ended: of the wait for the answer, as ``time.monotonic`` has them.
         model: the name in ``generate.name``, or of a method; empty of ``generate`` itself.
-        endpoint: the one that answered, if there are several.
+        endpoint: the one that answered, if the config has ``endpoints``.
     """
 
     question: str

@@ -54,7 +54,7 @@ class Results:
         self._has_column = step.answer_column is not None
         self._quality_columns = step.quality_columns
         self._has_more = bool(step.added_columns)
-        self._endpoint_column = step.endpoint_column
+        self._endpoint_columns = step.endpoint_columns
         self._drop_sent = getattr(step.rollout_fn, "drop_sent", None)
 
     def look_at_first(self, document: Document) -> None:
@@ -83,8 +83,8 @@ class Results:
         """Puts the columns of ``quality`` and the endpoints into the metadata. Those of an old
         output stay.
         """
-        if endpoints := answers.endpoints():
-            document.metadata.setdefault(self._endpoint_column, endpoints)
+        for name in self._endpoint_columns:
+            document.metadata.setdefault(name, answers.endpoints())
         if self._quality_columns:
             for name, value in zip(self._quality_columns, answers.quality(), strict=True):
                 document.metadata.setdefault(name, value)

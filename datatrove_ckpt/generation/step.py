@@ -255,9 +255,11 @@ class Step(PipelineStep):
         return self.answer
 
     @property
-    def endpoint_column(self) -> str:
-        """The metadata key for the endpoints that answered, where a model has several."""
-        return f"{self.answer_column or self.metadata_key}_endpoint"
+    def endpoint_columns(self) -> list[str]:
+        """The metadata key for the endpoints that answered, where a model has ``endpoints``."""
+        if any(one.endpoints for one in self.models.values()):
+            return [f"{self.answer_column or self.metadata_key}_endpoint"]
+        return []
 
     @property
     def quality_columns(self) -> list[str]:
@@ -270,9 +272,7 @@ class Step(PipelineStep):
     @property
     def added_columns(self) -> list[str]:
         """All metadata keys that say more of the answers."""
-        if any(one.names_endpoints for one in self.models.values()):
-            return [*self.quality_columns, self.endpoint_column]
-        return self.quality_columns
+        return [*self.quality_columns, *self.endpoint_columns]
 
     @property
     def rows(self) -> RowsOf:

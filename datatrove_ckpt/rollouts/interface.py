@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # datatrove has no types
                 else None.
             response_id, model: as the server sent them. They are not in the output: two runs never
                 have the same.
-            endpoint: the endpoint that answered, if the config has several; else "".
+            endpoint: the endpoint that answered, if the config has ``endpoints``; else "".
         """
 
         __dataclass_fields__: ClassVar[dict[str, Any]]

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from datatrove_ckpt.config.endpoints import EndpointConfig
 from datatrove_ckpt.generation.batches import Batches
 from datatrove_ckpt.inference.client.answers import CHAT
 from datatrove_ckpt.inference.client.body import Body
+from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.inference.client.routing import (
     _REMEMBERED,
     WINDOW,
@@ -309,3 +311,62 @@ async def test_a_server_is_another_one_only_where_a_request_may_go():
     failing.add_in_flight(1)  # one at a time
     assert await made.acquire(request()) is limited
     assert not made.has_other(limited)
+
+
+def limited(servers=1, **limits):
+    made = router(servers, 100)
+    made.has_homes = False
+    made.has_limits = True
+    made.targets[0].limits = MinuteLimits(EndpointConfig("http://e", **limits))
+    return made
+
+
+async def test_a_request_goes_when_an_answer_took_fewer_tokens_than_expected():
+    made = limited(tokens_per_minute=100)
+    target = made.targets[0]
+    sent = [Request(body=b"x" * 300) for _ in range(2)]
+    for one in sent:
+        assert await made.acquire(one) is target
+    (waits,) = await waiting(made, Request())
+    assert not waits.done()
+    for one in sent:
+        target.limits.answered(one.counted, 20)
+        made.release(target, one)
+    await turns(5)
+    assert waits.done()
+
+
+async def test_a_request_goes_to_a_server_that_answers_again_while_others_wait_for_a_minute():
+    made = limited(servers=2, requests_per_minute=1)
+    first, failing = made.targets
+    failing.failures = 3
+    assert await made.acquire(Request()) is first
+    trial = Request()
+    assert await made.acquire(trial) is failing
+    (waits,) = await waiting(made, Request())
+    assert not waits.done()
+    failing.failures = 0
+    made.release(failing, trial)
+    await turns(5)
+    assert waits.done()
+
+
+async def test_one_timer_waits_for_the_minute_however_often_its_end_moves(monkeypatch):
+    """Each timer sets the next one: two would be two in every minute of the run."""
+    timers = []
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(
+        loop,
+        "call_later",
+        lambda _, look: timers.append(loop.call_at(math.inf, look)) or timers[-1],
+    )
+    made = limited(requests_per_minute=1)
+    await made.acquire(Request())
+    waits = await waiting(made, Request())
+    for seconds in range(3):
+        made.targets[0].limits.opens_at -= seconds
+        made.admit()
+    assert len(timers) > 1
+    assert sum(not timer.cancelled() for timer in timers) == 1
+    for task in waits:
+        task.cancel()

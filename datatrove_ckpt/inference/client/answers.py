@@ -67,7 +67,7 @@ class Completion:
         choices: all of ``n``; empty for one choice without a refusal.
         answer: if the request is no completion: all JSON values but id and time.
         seconds: from sending the request to this answer.
-        endpoint: the name of the endpoint that gave it, if there are several; else "".
+        endpoint: the name of the endpoint that gave it, if the config has ``endpoints``; else "".
     """
 
     text: str | list[object]

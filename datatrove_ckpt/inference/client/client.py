@@ -37,8 +37,8 @@ Answers from stopped or lost servers are dropped: they may be half a text with s
 
 Two clocks end the retries; both run for ``server_patience_seconds``:
 
-    the outage clock   runs while no request at all is answered. At its end the run stops
-                       (``ServerUnavailable``).
+    the outage clock   runs while no request at all is answered, unless an endpoint works whose
+                       minute is full. At its end the run stops (``ServerUnavailable``).
     a request's clock  adds up the time in which this request fails while others are answered. At
                        its end, and after ``request_max_attempts`` such failures, the request has
                        failed (``RequestFailed``).
@@ -89,7 +89,7 @@ from datatrove_ckpt.inference.client.answers import (
     unfinished,
 )
 from datatrove_ckpt.inference.client.body import AnyBody, with_field
-from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
+from datatrove_ckpt.inference.client.minute_limits import limits_of
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import (
     Attempt,
@@ -397,7 +397,7 @@ class ModelServers:
         for order, one in enumerate(endpoints):
             target = self.router.add()
             settings = one.config
-            if self.config.names_endpoints:
+            if self.config.endpoints is not None:
                 target.name = one.name
             target.model = settings.model or self.config.model_name_or_path
             if settings.weight is None:
@@ -405,7 +405,7 @@ class ModelServers:
             else:
                 target.weight = settings.weight
             if settings.requests_per_minute or settings.tokens_per_minute:
-                target.limits = MinuteLimits(settings)
+                target.limits = limits_of(settings)
                 self.router.has_limits = True
             self.mark_up(target, one.url, one.api_key)
 
@@ -606,7 +606,8 @@ class CompletionClient:
         Raises:
             ServerUnavailable, RequestFailed, ServerRefused: there is no further attempt.
         """
-        self.outage.failed(error, self.servers.oldest_in_flight)
+        if not self._router.has_spent:
+            self.outage.failed(error, self.servers.oldest_in_flight)
         try:
             failures = clock.failed(error, target, self._config.request_max_attempts)
         except ServerRefused as refusal:

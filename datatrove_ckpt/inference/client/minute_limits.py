@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from datatrove_ckpt.config.endpoints import EndpointConfig
 
@@ -88,3 +90,16 @@ class MinuteLimits:
             number -= each.requests
             total -= each.tokens
             self.opens_at = each.at + minute
+
+
+def limits_of(endpoint: EndpointConfig) -> MinuteLimits:
+    """Returns the limits of an endpoint. The next task of this process, or its next step, has what
+    is left of the minute.
+    """
+    # A thread has one event loop at a time, and its tasks run in turn.
+    return _limits_in(threading.get_ident(), replace(endpoint, prices=None, weight=None))
+
+
+@cache
+def _limits_in(thread: int, endpoint: EndpointConfig) -> MinuteLimits:
+    return MinuteLimits(endpoint)

@@ -56,6 +56,7 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 _DEATHS_TO_QUARANTINE = 2
 _IN_A_ROW = 20  # documents
+_WORKS_WITHIN = 120.0  # seconds of an answer: two minutes of its limits
 _FAILURES = 3  # in a row
 # Share of a KV cache from which it counts as full: the requests that run grow. Simulated engines
 # are slower by half from 1.0 on, and by 2 % at 0.85.
@@ -318,6 +319,11 @@ class Target:
         """Whether it gets no request now. One that fails gets one at a time, after its rest."""
         return self.cooldown_until > now or (self.in_flight > 0 and self.fails)
 
+    def is_spent(self, now: float) -> bool:
+        """Whether it works, and has had all requests of its minute."""
+        is_closed = self.limits is not None and self.limits.opens_at > now
+        return is_closed and not self.failures and self.alive_at > now - _WORKS_WITHIN
+
     def start_attempt(self, request: Request) -> Attempt:
         if not self.attempts:
             self.mark_alive()
@@ -525,6 +531,7 @@ class Router:
         self._quarantine = Quarantine()
         self._failure: str | None = None
         self._looks_at = math.inf
+        self._look: asyncio.TimerHandle | None = None
         self._turn = 0.0
 
     def add(self, probe: HealthProbe | None = None) -> Target:
@@ -596,8 +603,11 @@ class Router:
         self.in_flight -= 1
         if target.reserved and self._quarantine.in_flight:
             self._quarantine.finish_one()
-        # No request that waits could be sent before. Only these changes may let one go.
-        if was_held or stage != _stage(target.load) or not self._waiting:
+        # No request that waits could be sent before. Only these changes may let one go, and, where
+        # others wait for a minute, an answer that took fewer tokens than expected, or the first
+        # one of a server that failed.
+        is_changed = stage != _stage(target.load) or self.has_limits
+        if was_held or is_changed or not self._waiting:
             self.admit()
 
     def admit(self, resized: bool = False) -> None:
@@ -636,8 +646,10 @@ class Router:
             self._looks_at = math.inf
             self.admit()
 
+        if self._look is not None:
+            self._look.cancel()
         self._looks_at = when
-        asyncio.get_running_loop().call_later(when - time.monotonic(), look)
+        self._look = asyncio.get_running_loop().call_later(when - time.monotonic(), look)
 
     def has_other(self, target: Target) -> bool:
         """Whether another server takes requests now, or does when it has room."""
@@ -646,6 +658,12 @@ class Router:
             other is not target and other.up and not other.reserved and not other.rests(now)
             for other in self.targets
         )
+
+    @property
+    def has_spent(self) -> bool:
+        """Whether requests wait for the next minute of a server that works."""
+        now = time.monotonic()
+        return any(target.up and target.is_spent(now) for target in self.targets)
 
     def mark_dead(self, target: Target, cause: str) -> Death:
         """Sends the target's requests in flight to other targets."""

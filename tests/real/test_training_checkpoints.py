@@ -46,6 +46,7 @@ from datatrove_ckpt.errors import (
     CheckpointLocked,
     CkptError,
     ConfigError,
+    Fenced,
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import free_port
@@ -1020,6 +1021,51 @@ def test_a_damaged_file_is_no_part_of_the_next_step(run, remote, adapted, tmp_pa
         assert saved.restore(**adapted) == 1
         save_adapted(saved, adapted, 3)
     assert (run / "step-00000003/states/base.pt").read_bytes() == content
+
+
+def test_a_file_that_is_damaged_in_its_place_is_no_part_of_what_this_process_makes_next(
+    run, remote, adapted, warned
+):
+    def damage(step):
+        with Path(run, f"step-0000000{step}/states/base.pt").open("r+b") as file:
+            file.seek(20_000)
+            file.write(b"?")
+
+    with checkpoints(run, remote=remote) as saved:
+        save_adapted(saved, adapted, 1)
+        damage(1)
+        save_adapted(saved, adapted, 2)
+        assert assert_adapted(2, run) == 2
+        file = Path(run, "step-00000002/states/base.pt")
+        times = file.stat()
+        damage(2)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
+        assert saved.restore(**adapted) == 2
+    assert assert_adapted(2, run) == 2
+
+
+def test_a_shared_object_that_went_from_the_remote_is_sent_again(run, remote, adapted, tmp_path):
+    """By a rule for the age of objects."""
+    with checkpoints(run, remote=remote) as saved:
+        save_adapted(saved, adapted, 1, 2)
+        [shared] = Path(remote, "shared").iterdir()
+        shared.unlink()
+        save_adapted(saved, adapted, 3)
+        assert saved.failure is None
+    assert assert_adapted(3, tmp_path / "new node", remote) == 3
+
+
+def test_a_node_that_was_given_up_removes_no_shared_object(run, remote, adapted, tmp_path):
+    saved = checkpoints(run, remote=remote)
+    with saved, checkpoints(tmp_path / "later", remote=remote) as later:
+        save_adapted(saved, adapted, 1, 2)
+        later.restore(**adapted)
+        adapted["base"]["table"] += 1
+        save_adapted(later, adapted, 3, 4)
+        copied = [*Path(remote, "shared").iterdir()]
+        with pytest.raises(Fenced):
+            saved._steps.remove_shared([])
+    assert [*Path(remote, "shared").iterdir()] == copied
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"?")])

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -172,6 +173,25 @@ def test_a_slow_rank_is_waited_for(tmp_path, ranks):
     assert opened(tmp_path).steps() == [1, 2]
 
 
+def test_of_many_ranks_one_reads_the_notes_of_all(monkeypatch, warned):
+    monkeypatch.setattr(ranks_module, "_PATIENCE", timedelta(seconds=0.2))
+    store = torch.distributed.HashStore()
+    early = [ranks_module.Ranks() for _ in range(3)]
+    for rank, each in enumerate(early):
+        each.rank, each.size, each._store = rank, 4, store
+    with ThreadPoolExecutor() as pool:
+        [*pool.map(lambda each: each.meet("save(1)"), early)]
+    [line] = warned
+    assert "save(1): rank 3 has not called it" in line
+
+
+def test_lines_of_a_file_that_was_edited_while_it_ran_say_nothing(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("if rank == 0:\n    save()\n")
+    assert ranks_module._lines(str(file)) == []
+    assert ranks_module._lines(__file__)[:1] != []
+
+
 IF_ELSE = """
 def train():
     if rank == 0:
@@ -213,6 +233,8 @@ def test_a_condition_that_only_rank_0_passes_is_found(line, condition):
     for line_of_else in (4, 6):
         assert ranks_module._lone_condition(IF_ELSE, line_of_else) == 0
     assert ranks_module._lone_condition(source.replace("save", "class"), 4) == 0  # no Python
+    returns = source.replace("    saved.save(2)", "        return\n    saved.save(2)")
+    assert ranks_module._lone_condition(returns, 4) == 0  # the others may save below
 
 
 # epochs without set_epoch ------------------------------------------------------------------------

@@ -68,6 +68,7 @@ from datatrove_ckpt.torch import (
 )
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from tests.patience import Patience, until
+from tests.processes import is_alive
 from tests.real import train as script
 from tests.real.loops import Full, steps_in
 from tests.training_rows import rows_of
@@ -1461,7 +1462,7 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         assert len(began) > ranks * (1 + workers)
         patience = Patience(20)  # torchrun kills after 30
         kill(reversed(began), number)
-        until(lambda: not any(Path(f"/proc/{each}/fd").exists() for each in began[1:]))
+        until(lambda: not any(map(is_alive, began[1:])))
         assert not patience.over()
         _, said = process.communicate(timeout=60)
         assert f"is saved ({number.name})" in said

@@ -275,6 +275,26 @@ def test_epochs_are_counted_where_set_epoch_is_forgotten(tmp_path, documents, wo
         assert seen | loop(documents, folder, workers, seed) == expected, stop
 
 
+def test_a_loop_that_sets_its_epoch_once_goes_on_after_several_passes(tmp_path, documents):
+    seen = []
+    for stop in (2 * ROWS // BATCH + 1, 2 * ROWS // BATCH + 3):
+        dataset = ReaderDataset(JsonlReader(documents)).shuffle(seed=1).batch(BATCH)
+        loader = StatefulDataLoader(dataset, batch_size=None)
+        with opened(tmp_path) as saved:
+            step = saved.restore(loader=loader) or 0
+            dataset.set_epoch(saved.epoch)
+            while step < stop:
+                for batch in loader:
+                    seen.append(batch["id"])
+                    step += 1
+                    saved.maybe_save(step, loader=loader)
+                    if step == stop:
+                        break
+    passes = [seen[start : start + 5] for start in (0, 5, 10)]
+    assert passes[0] == passes[1]
+    assert passes[2] == passes[0][:3]
+
+
 # restores that come too late ---------------------------------------------------------------------
 
 

@@ -266,6 +266,10 @@ class Steps:
                 return torch.load(
                     path, map_location="cpu", weights_only=self._only_plain, mmap=mapped
                 )
+            except RuntimeError:
+                if not mapped:
+                    raise
+                return self.load(name, file)  # a file system that maps no files
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."

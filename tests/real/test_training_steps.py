@@ -75,6 +75,21 @@ def test_each_kept_step_is_listed_and_restored_from_folder_and_remote(
     assert config == {"lr": 0.1, "layers": [1, 2]}
 
 
+def test_a_step_is_restored_from_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
+    load = torch.load
+
+    def unmapped(path, mmap, **options):
+        if mmap:
+            raise RuntimeError("unable to mmap 16 bytes: No such device (19)")
+        return load(path, **options)
+
+    filled(tmp_path)
+    monkeypatch.setattr(torch, "load", unmapped)
+    model = model_of(0)
+    assert opened(tmp_path).restore(model=model) == 50
+    assert weight(model) == 50
+
+
 def test_what_follows_an_older_step_is_newer_than_all_steps_and_listed_once(tmp_path):
     filled(tmp_path)
     with opened(tmp_path, keep=Last(9)) as saved:

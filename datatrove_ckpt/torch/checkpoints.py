@@ -1157,9 +1157,11 @@ class _Task:
     def start(self, call: Callable[..., None], *arguments: object) -> None:
         if self._asynchronous:
             self._thread = threading.Thread(target=call, args=arguments, daemon=True)
-            self._thread.start()
-        else:
-            call(*arguments)
+            with suppress(RuntimeError):  # a process that ends may start no threads
+                self._thread.start()
+                return
+            self._thread = None
+        call(*arguments)
 
     def join(self, seconds: float | None = None) -> bool:
         if self._thread is not None:

@@ -153,8 +153,10 @@ class Steps:
             contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
+        hashed: Iterator[Entry] = map(size_and_hash, map(blocks, paths))
         with ThreadPoolExecutor() as pool:
-            hashed = pool.map(size_and_hash, map(blocks, paths))  # beside the sync
+            with suppress(RuntimeError):  # a process that ends starts no threads
+                hashed = pool.map(size_and_hash, map(blocks, paths))  # beside the sync
             for path in paths:
                 files.disk.sync(path)
             for path, entry in zip(paths, hashed, strict=True):

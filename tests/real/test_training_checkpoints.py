@@ -697,10 +697,14 @@ def test_a_remote_that_cannot_be_listed_or_used_is_named(tmp_path, warned, run):
         checkpoints(run, remote="nothing://x")
 
 
-def test_the_last_save_is_there_without_a_with_block(run, remote):
+@pytest.mark.parametrize("parts", ["", "; fully_shard(model)"])
+def test_the_last_save_is_there_without_a_with_block(run, remote, parts):
     code = (
         "import sys, torch; from datatrove_ckpt.torch import TrainingCheckpoints as Saved;"
-        "Saved(sys.argv[1], remote=sys.argv[2]).save(1, model=torch.nn.Linear(6000, 6000))"
+        "from torch.distributed.fsdp import fully_shard; store = torch.distributed.HashStore();"
+        "torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1);"
+        f"model = torch.nn.Linear(6000, 6000){parts};"
+        "Saved(sys.argv[1], remote=sys.argv[2]).save(1, model=model)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, run, remote], capture_output=True, text=True, check=True

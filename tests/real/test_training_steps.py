@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,6 +89,13 @@ def test_a_step_is_restored_from_a_file_system_that_maps_no_files(tmp_path, monk
     model = model_of(0)
     assert opened(tmp_path).restore(model=model) == 50
     assert weight(model) == 50
+
+
+def test_a_process_that_starts_no_threads_any_more_saves_and_copies(tmp_path, monkeypatch):
+    """At the end of one, in Python 3.12."""
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("at shutdown")))
+    filled(tmp_path / "run", asynchronous=True, remote=str(tmp_path / "remote"))
+    assert opened(tmp_path / "new", remote=str(tmp_path / "remote")).restore() == 50
 
 
 def test_what_follows_an_older_step_is_newer_than_all_steps_and_listed_once(tmp_path):

@@ -192,6 +192,7 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
+        self._signing = _Task(asynchronous)  # a shared folder may be busy, or away
         self._curve_at = time.monotonic()
         self._snapshot = sharded.StateSnapshot()
         self._damaged = set[StepName]()
@@ -311,9 +312,10 @@ class TrainingCheckpoints:
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
-        if self._has_claimed and now >= self._sign_at:
+        if self._has_claimed and now >= self._sign_at and not self._signing.is_running:
             self._sign_at = now + _SIGN_SECONDS
-            give_sign(self._steps.folder, self._ranks.rank, self._ranks.size, step)
+            ranks = self._ranks
+            self._signing.start(give_sign, self._steps.folder, ranks.rank, ranks.size, step)
         stops = 0.0
         self._look_after -= 1
         if self._look_after <= 0:

@@ -460,6 +460,19 @@ def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
     assert [(sign["rank"], sign["step"]) for sign in signs] == [(0, 55), (1, 43)]
 
 
+def test_no_step_waits_for_the_sign_in_a_folder_that_is_busy(tmp_path, monkeypatch):
+    is_free = threading.Event()
+    signs = []
+    monkeypatch.setattr(module, "_SIGN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "give_sign", lambda *sign: signs.append(sign) or is_free.wait(300))
+    with opened(tmp_path, asynchronous=True, save=EverySteps(100)) as saved:
+        saved.save(1)
+        for step in (2, 3):
+            saved.maybe_save(step)
+        is_free.set()
+    assert [sign[-1] for sign in signs] == [2]
+
+
 def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
     with opened(tmp_path, keep=Last(2)) as saved:
         for step in (1, 2):

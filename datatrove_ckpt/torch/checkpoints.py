@@ -192,6 +192,7 @@ class TrainingCheckpoints:
         self._not_copied: Exception | None = None
         self._writing = _Task(asynchronous)
         self._uploading = _Task(asynchronous)
+        self._signing = _Task(asynchronous)  # a shared folder may be busy, or away
         self._curve_at = time.monotonic()
         self._snapshot = sharded.StateSnapshot()
         self._damaged = set[StepName]()
@@ -311,9 +312,10 @@ class TrainingCheckpoints:
         now = time.monotonic()
         self._longest_step = max(self._longest_step, now - self._stepped_at)
         self._stepped_at = now
-        if self._has_claimed and now >= self._sign_at:
+        if self._has_claimed and now >= self._sign_at and not self._signing.is_running:
             self._sign_at = now + _SIGN_SECONDS
-            give_sign(self._steps.folder, self._ranks.rank, self._ranks.size, step)
+            ranks = self._ranks
+            self._signing.start(give_sign, self._steps.folder, ranks.rank, ranks.size, step)
         stops = 0.0
         self._look_after -= 1
         if self._look_after <= 0:
@@ -1157,9 +1159,11 @@ class _Task:
     def start(self, call: Callable[..., None], *arguments: object) -> None:
         if self._asynchronous:
             self._thread = threading.Thread(target=call, args=arguments, daemon=True)
-            self._thread.start()
-        else:
-            call(*arguments)
+            with suppress(RuntimeError):  # a process that ends may start no threads
+                self._thread.start()
+                return
+            self._thread = None
+        call(*arguments)
 
     def join(self, seconds: float | None = None) -> bool:
         if self._thread is not None:

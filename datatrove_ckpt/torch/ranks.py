@@ -6,6 +6,7 @@ import ast
 import itertools
 import linecache
 import re
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ _T = TypeVar("_T")
 
 _PATIENCE = timedelta(seconds=20)
 _numbers = itertools.count()
+_STARTED = time.time()
 # What only rank 0 is. Each rank may have the tp_rank or local_rank 0.
 _ALONE = re.compile(
     r"((^|\W|global_|world_|get_)rank\W{0,4} == 0|(^| and )(not ([\w.]*\.)?rank|([\w.]*\.)?"
@@ -41,11 +43,11 @@ class Ranks:
 
     They use a group of their own on the CPU, so that nothing waits for the GPUs.
 
-    A call begins with ``meet``: each rank notes its call in the store of torch.distributed, and
-    waits for the others. After 20 seconds it reads their notes. It is an error if another rank
-    makes another call, if an ``if rank == 0:`` of the user's code leads to this call, so that the
-    others never come, or if a rank has ended and closed its connections. Without such evidence they
-    may be slow: a warning names them, and the rank goes on waiting.
+    A call begins with ``meet``: each rank notes its call in the store of torch.distributed, and the
+    first one waits for the others. After 20 seconds it reads their notes. It is an error if another
+    rank makes another call, if an ``if rank == 0:`` of the user's code leads to this call, so that
+    the others never come, or if a rank has ended and closed its connections. Without such evidence
+    they may be slow: a warning names them, and the rank goes on waiting.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class Ranks:
             self.writing = _new_group()
 
     def meet(self, call: str) -> None:
-        """Waits for a while until all ranks make the call.
+        """Notes the call. The first rank waits for a while until all ranks make it.
 
         Raises:
             ConfigError: another rank does not make it.
@@ -81,10 +83,13 @@ class Ranks:
         self._place = f"{self._meetings} {call}"
         with _unless_ended():
             self._store.set(f"at {self.rank}", self._place)
-            if self._store.add(self._place, 1) == self.size:
+            come = self._store.add(self._place, 1)
+            if come == self.size:
                 self._store.set(f"met {self._place}", "")
                 self._store.delete_key(last)
                 self._store.delete_key(f"met {last}")
+            if come > 1:  # of a thousand ranks, one reads the notes of all
+                return
             try:
                 self._store.wait([f"met {self._place}"], _PATIENCE)
             except RuntimeError:  # the time is over; of a store that has gone, the next call raises
@@ -107,9 +112,9 @@ class Ranks:
             return
         who = f"{call}: rank {', '.join(missing)}"
         for frame, line in traceback.walk_stack(None):
-            lines = linecache.getlines(frame.f_code.co_filename)
+            lines = _lines(frame.f_code.co_filename)
             condition = _lone_condition("".join(lines), line)
-            if condition:
+            if condition and len(missing) == self.size - 1:  # else several ranks pass it
                 raise ConfigError(
                     f"{who} cannot come, because of `{lines[condition - 1].strip()}` in "
                     f"{frame.f_code.co_filename}, line {condition}. All ranks save and restore "
@@ -187,11 +192,23 @@ def _unless_ended() -> Iterator[None]:
         ) from error
 
 
+def _lines(file: str) -> list[str]:
+    """Returns the lines of a file; none of one that was edited while it ran."""
+    with suppress(OSError):
+        if Path(file).stat().st_ctime > _STARTED:
+            return []
+    return linecache.getlines(file)
+
+
 def _lone_condition(source: str, line: int) -> int:
-    """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none."""
+    """Returns the line of the ``if`` that lets rank 0 alone reach a line; 0: there is none, or what
+    follows a ``return`` in it may be an ``else``.
+    """
     with suppress(SyntaxError):
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.If) and not node.orelse and node.lineno <= line:
+            if not isinstance(node, ast.If) or isinstance(node.body[-1], ast.Return):
+                continue
+            if not node.orelse and node.lineno <= line:
                 test = ast.unparse(node.test)
                 if line <= (node.end_lineno or 0) and _ALONE.search(test) and " or " not in test:
                     return node.lineno

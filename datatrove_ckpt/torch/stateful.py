@@ -97,8 +97,8 @@ class Shared:
         self._numbers[_AGAIN] = count
 
     def note_pass(self, worker: int | None) -> None:
-        """Counts a pass that begins after the end of another one."""
-        if not worker and self._is_marked(_PASSED, worker):
+        """Counts a pass that begins after the end of another one, without ``set_epoch``."""
+        if not (worker or self.epoch_was_set) and self._is_marked(_PASSED, worker):
             self._numbers[_cell(_PASSED, worker)] = 0
             self.again += 1
 

@@ -76,8 +76,9 @@ class Steps:
         """Identifies the training."""
         self.back_to: int | None = None
         """The step to which the last rollback went, if steps follow it."""
-        self._before = dict[tuple[int | str, ...], Path]()
-        """The large files of the last step that was whole, by size and hash."""
+        self._before = dict[tuple[int | str, ...], str]()
+        """The large files of ``_step``, the last one that was whole, by size and hash."""
+        self._step = folder
         self._owner = ""
         self._unlock: weakref.finalize[[files.Lock, int], object] | None = None
         self.store: ObjectStore | None = None
@@ -152,8 +153,10 @@ class Steps:
             contents = {**contents, CONFIG: iter([self._config])}
         entries = dict[str, Entry]()
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
+        hashed: Iterator[Entry] = map(size_and_hash, map(blocks, paths))
         with ThreadPoolExecutor() as pool:
-            hashed = pool.map(size_and_hash, map(blocks, paths))  # beside the sync
+            with suppress(RuntimeError):  # a process that ends starts no threads
+                hashed = pool.map(size_and_hash, map(blocks, paths))  # beside the sync
             for path in paths:
                 files.disk.sync(path)
             for path, entry in zip(paths, hashed, strict=True):
@@ -176,10 +179,13 @@ class Steps:
 
     def _share(self, path: Path, entry: Entry) -> bool:
         """Returns whether the file is now that of an older step with the same bytes."""
-        before = self._before.get(tuple(entry))
-        if before is not None:
+        file = self._before.get(tuple(entry))
+        if file is not None:
+            before = self._step / file
             linked = path.with_name(f"{path.name}.linked")
-            with suppress(StorageFailed):  # no hard links
+            with suppress(OSError, StorageFailed):  # no hard links
+                if before.stat().st_mtime_ns > (self._step / MANIFEST).stat().st_mtime_ns:
+                    return False  # it was changed since
                 files.disk.link(before, linked)
                 files.disk.rename(linked, path)
                 return True
@@ -199,8 +205,9 @@ class Steps:
         self._note_whole(name)
 
     def _note_whole(self, name: StepName) -> None:
+        self._step = self.folder / str(name)
         self._before = {
-            tuple(entry): self.folder / str(name) / file
+            tuple(entry): file
             for file, entry in self.manifest(name)["files"].items()
             if is_large(entry)
         }
@@ -236,6 +243,7 @@ class Steps:
             check_files(self.folder, name)
             self.check_training(self.manifest(name), str(self.folder / str(name)))
         except CheckpointCorrupt as error:
+            self._before = {}  # it may have the damaged file
             return str(error)
         self._note_whole(name)
         return ""
@@ -260,6 +268,10 @@ class Steps:
                 return torch.load(
                     path, map_location="cpu", weights_only=self._only_plain, mmap=mapped
                 )
+            except RuntimeError:
+                if not mapped:
+                    raise
+                return self.load(name, file)  # a file system that maps no files
             except pickle.UnpicklingError as error:
                 raise ConfigError(
                     f"{path} holds more than plain values and tensors: set only_plain=False."
@@ -282,10 +294,11 @@ class Steps:
         if not sources.keys().isdisjoint(map(tuple, manifest["files"].values())):
             manifest["format"] = SHARED
         sent = dict[Path, tuple[str, Entry]]()
+        shared = self._remote.names("shared")  # others may remove old objects
         for file, (place, entry) in places_of(name, manifest).items():
             path = self.folder / str(name) / file
             source = sources.get(tuple(entry))
-            is_there = place in stored
+            is_there = place in stored and entry[1] in shared
             if source is not None and not is_there:
                 is_there = self._copy_there(source, place, entry, path)
             if not is_there:
@@ -383,7 +396,9 @@ class Steps:
         """
         manifests = [*staying, *self.manifests().values()]
         needed = {entry[1] for manifest in manifests for entry in manifest["files"].values()}
-        for digest in self._remote.names("shared").keys() - needed:
+        unused = self._remote.names("shared").keys() - needed
+        self.own_remote()  # what a later process copies from now on stays
+        for digest in unused:
             self._remote.delete(f"shared/{digest}")
 
 

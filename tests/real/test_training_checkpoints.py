@@ -46,6 +46,7 @@ from datatrove_ckpt.errors import (
     CheckpointLocked,
     CkptError,
     ConfigError,
+    Fenced,
     StorageFailed,
 )
 from datatrove_ckpt.inference.servers.server import free_port
@@ -67,6 +68,7 @@ from datatrove_ckpt.torch import (
 )
 from datatrove_ckpt.torch.sharded import _known_classes, _Metadata
 from tests.patience import Patience, until
+from tests.processes import is_alive
 from tests.real import train as script
 from tests.real.loops import Full, steps_in
 from tests.training_rows import rows_of
@@ -695,10 +697,14 @@ def test_a_remote_that_cannot_be_listed_or_used_is_named(tmp_path, warned, run):
         checkpoints(run, remote="nothing://x")
 
 
-def test_the_last_save_is_there_without_a_with_block(run, remote):
+@pytest.mark.parametrize("parts", ["", "; fully_shard(model)"])
+def test_the_last_save_is_there_without_a_with_block(run, remote, parts):
     code = (
         "import sys, torch; from datatrove_ckpt.torch import TrainingCheckpoints as Saved;"
-        "Saved(sys.argv[1], remote=sys.argv[2]).save(1, model=torch.nn.Linear(6000, 6000))"
+        "from torch.distributed.fsdp import fully_shard; store = torch.distributed.HashStore();"
+        "torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1);"
+        f"model = torch.nn.Linear(6000, 6000){parts};"
+        "Saved(sys.argv[1], remote=sys.argv[2]).save(1, model=model)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, run, remote], capture_output=True, text=True, check=True
@@ -1020,6 +1026,51 @@ def test_a_damaged_file_is_no_part_of_the_next_step(run, remote, adapted, tmp_pa
         assert saved.restore(**adapted) == 1
         save_adapted(saved, adapted, 3)
     assert (run / "step-00000003/states/base.pt").read_bytes() == content
+
+
+def test_a_file_that_is_damaged_in_its_place_is_no_part_of_what_this_process_makes_next(
+    run, remote, adapted, warned
+):
+    def damage(step):
+        with Path(run, f"step-0000000{step}/states/base.pt").open("r+b") as file:
+            file.seek(20_000)
+            file.write(b"?")
+
+    with checkpoints(run, remote=remote) as saved:
+        save_adapted(saved, adapted, 1)
+        damage(1)
+        save_adapted(saved, adapted, 2)
+        assert assert_adapted(2, run) == 2
+        file = Path(run, "step-00000002/states/base.pt")
+        times = file.stat()
+        damage(2)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it
+        assert saved.restore(**adapted) == 2
+    assert assert_adapted(2, run) == 2
+
+
+def test_a_shared_object_that_went_from_the_remote_is_sent_again(run, remote, adapted, tmp_path):
+    """By a rule for the age of objects."""
+    with checkpoints(run, remote=remote) as saved:
+        save_adapted(saved, adapted, 1, 2)
+        [shared] = Path(remote, "shared").iterdir()
+        shared.unlink()
+        save_adapted(saved, adapted, 3)
+        assert saved.failure is None
+    assert assert_adapted(3, tmp_path / "new node", remote) == 3
+
+
+def test_a_node_that_was_given_up_removes_no_shared_object(run, remote, adapted, tmp_path):
+    saved = checkpoints(run, remote=remote)
+    with saved, checkpoints(tmp_path / "later", remote=remote) as later:
+        save_adapted(saved, adapted, 1, 2)
+        later.restore(**adapted)
+        adapted["base"]["table"] += 1
+        save_adapted(later, adapted, 3, 4)
+        copied = [*Path(remote, "shared").iterdir()]
+        with pytest.raises(Fenced):
+            saved._steps.remove_shared([])
+    assert [*Path(remote, "shared").iterdir()] == copied
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"?")])
@@ -1415,7 +1466,7 @@ def test_a_signal_to_all_processes_saves_and_ends_soon(
         assert len(began) > ranks * (1 + workers)
         patience = Patience(20)  # torchrun kills after 30
         kill(reversed(began), number)
-        until(lambda: not any(Path(f"/proc/{each}/fd").exists() for each in began[1:]))
+        until(lambda: not any(map(is_alive, began[1:])))
         assert not patience.over()
         _, said = process.communicate(timeout=60)
         assert f"is saved ({number.name})" in said

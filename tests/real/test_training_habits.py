@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -172,6 +173,34 @@ def test_a_slow_rank_is_waited_for(tmp_path, ranks):
     assert opened(tmp_path).steps() == [1, 2]
 
 
+def test_of_many_ranks_one_reads_the_notes_of_all(monkeypatch, warned):
+    monkeypatch.setattr(ranks_module, "_PATIENCE", timedelta(seconds=0.2))
+    store = torch.distributed.HashStore()
+    early = [ranks_module.Ranks() for _ in range(3)]
+    for rank, each in enumerate(early):
+        each.rank, each.size, each._store = rank, 4, store
+    is_main = True  # in each rank: the name means something else
+
+    def save(rank):
+        rank.meet("save(1)")
+
+    def maybe_save(rank):
+        if is_main:
+            save(rank)
+
+    with ThreadPoolExecutor() as pool:
+        [*pool.map(maybe_save, early)]
+    [line] = warned
+    assert "save(1): rank 3 has not called it" in line
+
+
+def test_lines_of_a_file_that_was_edited_while_it_ran_say_nothing(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("if rank == 0:\n    save()\n")
+    assert ranks_module._lines(str(file)) == []
+    assert ranks_module._lines(__file__)[:1] != []
+
+
 IF_ELSE = """
 def train():
     if rank == 0:
@@ -213,6 +242,8 @@ def test_a_condition_that_only_rank_0_passes_is_found(line, condition):
     for line_of_else in (4, 6):
         assert ranks_module._lone_condition(IF_ELSE, line_of_else) == 0
     assert ranks_module._lone_condition(source.replace("save", "class"), 4) == 0  # no Python
+    returns = source.replace("    saved.save(2)", "        return\n    saved.save(2)")
+    assert ranks_module._lone_condition(returns, 4) == 0  # the others may save below
 
 
 # epochs without set_epoch ------------------------------------------------------------------------
@@ -251,6 +282,26 @@ def test_epochs_are_counted_where_set_epoch_is_forgotten(tmp_path, documents, wo
         if stop in (3, 8):
             seen |= loop(documents, folder, workers, seed, stop + 4)  # the second stop
         assert seen | loop(documents, folder, workers, seed) == expected, stop
+
+
+def test_a_loop_that_sets_its_epoch_once_goes_on_after_several_passes(tmp_path, documents):
+    seen = []
+    for stop in (2 * ROWS // BATCH + 1, 2 * ROWS // BATCH + 3):
+        dataset = ReaderDataset(JsonlReader(documents)).shuffle(seed=1).batch(BATCH)
+        loader = StatefulDataLoader(dataset, batch_size=None)
+        with opened(tmp_path) as saved:
+            step = saved.restore(loader=loader) or 0
+            dataset.set_epoch(saved.epoch)
+            while step < stop:
+                for batch in loader:
+                    seen.append(batch["id"])
+                    step += 1
+                    saved.maybe_save(step, loader=loader)
+                    if step == stop:
+                        break
+    passes = [seen[start : start + 5] for start in (0, 5, 10)]
+    assert passes[0] == passes[1]
+    assert passes[2] == passes[0][:3]
 
 
 # restores that come too late ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -73,6 +74,28 @@ def test_each_kept_step_is_listed_and_restored_from_folder_and_remote(
         assert saved.metrics == {"loss": LOSSES[found]}
     assert weight(model) == found
     assert config == {"lr": 0.1, "layers": [1, 2]}
+
+
+def test_a_step_is_restored_from_a_file_system_that_maps_no_files(tmp_path, monkeypatch):
+    load = torch.load
+
+    def unmapped(path, mmap, **options):
+        if mmap:
+            raise RuntimeError("unable to mmap 16 bytes: No such device (19)")
+        return load(path, **options)
+
+    filled(tmp_path)
+    monkeypatch.setattr(torch, "load", unmapped)
+    model = model_of(0)
+    assert opened(tmp_path).restore(model=model) == 50
+    assert weight(model) == 50
+
+
+def test_a_process_that_starts_no_threads_any_more_saves_and_copies(tmp_path, monkeypatch):
+    """At the end of one, in Python 3.12."""
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("at shutdown")))
+    filled(tmp_path / "run", asynchronous=True, remote=str(tmp_path / "remote"))
+    assert opened(tmp_path / "new", remote=str(tmp_path / "remote")).restore() == 50
 
 
 def test_what_follows_an_older_step_is_newer_than_all_steps_and_listed_once(tmp_path):
@@ -435,6 +458,19 @@ def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
     assert "NCCL       NCCL_DEBUG=INFO NCCL_DEBUG=WARN TORCH_NCCL_AUTH_TOKEN=***" in shown
     signs = json.loads(command("status", str(folder), "--json").out)["ranks"]
     assert [(sign["rank"], sign["step"]) for sign in signs] == [(0, 55), (1, 43)]
+
+
+def test_no_step_waits_for_the_sign_in_a_folder_that_is_busy(tmp_path, monkeypatch):
+    is_free = threading.Event()
+    signs = []
+    monkeypatch.setattr(module, "_SIGN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "give_sign", lambda *sign: signs.append(sign) or is_free.wait(300))
+    with opened(tmp_path, asynchronous=True, save=EverySteps(100)) as saved:
+        saved.save(1)
+        for step in (2, 3):
+            saved.maybe_save(step)
+        is_free.set()
+    assert [sign[-1] for sign in signs] == [2]
 
 
 def test_a_step_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):

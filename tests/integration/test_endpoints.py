@@ -346,10 +346,11 @@ WRONG = {
     r"endpoints\[0\]: .*argument 'api_key'" : {"endpoints": [{**URL, "api_key": "sk-secret"}]},
     "takes the name of an environment variable": {"endpoints": [{**URL, "api_key_env": "sk-key"}]},
     "requests_per_minute: 0 is not": {"endpoints": [{**URL, "requests_per_minute": 0}]},
-    "prices.prompt: -1 is not": {"endpoints": [{**URL, "prices": {"prompt": -1}}]},
+    r"endpoints\[0\]: prices.prompt: -1 is not": {"endpoints": [{**URL, "prices": {"prompt": -1}}]},
     "endpoints: either all have a weight, or none": {"endpoints": [URL, {**URL, "weight": 1}]},
     "endpoint_url: must be set": {"endpoints": []},
-    r"endpoints\[0\]: .*mapping": {"endpoints": ["http://e"]},
+    r"endpoints\[0\]: .* is not a mapping such as {url: \.\.\.}\.": {"endpoints": ["http://e"]},
+    r"is not a list, each item a mapping such as {url: \.\.\.}\.": {"endpoints": URL},
 }  # fmt: skip
 
 

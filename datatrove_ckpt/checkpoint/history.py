@@ -265,6 +265,7 @@ class Progress(_Record):
 _COUNTERS = {
     "tier": "tiers",
     "by": "endpoints",
+    "paid": "endpoint_costs",
     "call": "calls",
     "failed": "failed_calls",
     "ms": "call_milliseconds",

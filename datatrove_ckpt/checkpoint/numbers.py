@@ -469,8 +469,11 @@ class RunNumbers(Added):
                 "reasoning"
             )
         said += [f"{plural(count, 'answer')} in tier {name}" for name, count in work.tiers.items()]
-        ends = sorted(work.endpoints.items())
-        said += [f"{plural(count, 'answer')} of {name}" for name, count in ends]
+        for name, count in sorted(work.endpoints.items()):
+            cost = ""
+            if name in work.endpoint_costs:
+                cost = f" for {work.endpoint_costs[name] / 1e9:.6g}"
+            said.append(f"{plural(count, 'answer')} of {name}{cost}")
         if work.cost:
             said.append(f"cost {work.cost / 1e9:.6g}")
         if not said:

@@ -33,6 +33,7 @@ import os
 import re
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -195,17 +196,19 @@ def opened(data: bytes | None, where: str, name: StepName) -> Manifest:
 
 
 def config_file(config: object) -> bytes:
-    """Returns what ``config.json`` holds of a dict or dataclass: all of it but secrets.
+    """Returns what ``config.json`` holds of a dict, dataclass or Namespace: all but secrets.
 
     Raises ConfigError if JSON cannot hold it.
     """
     plain = _plain(config, "config")
     if not isinstance(plain, dict):
-        raise ConfigError(f"config is {plain!r:.60}. Give a dict or a dataclass.")
+        raise ConfigError(f"config is {plain!r:.60}. Give a dict, a dataclass or a Namespace.")
     return json.dumps(plain, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _plain(value: object, place: str) -> object:
+    if isinstance(value, Namespace):
+        value = vars(value)
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

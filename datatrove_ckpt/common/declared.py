@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
@@ -219,8 +219,12 @@ def in_words(kinds: Sequence[object]) -> str:
     words = _choices(kinds)
     if len(words) > 1:
         words = [f"one of {', '.join(words)}"]
+    # Of lists of several kinds, the first one.
+    others = {origin(kind): kind for kind in reversed(kinds)}
     words = words + [
-        _word(kind) for kind in kinds if kind is not type(None) and origin(kind) is not Literal
+        _word(kind)
+        for outer, kind in reversed(others.items())
+        if outer is not type(None) and outer is not Literal
     ]
     return ", ".join(words[:-1]) + (" or " if len(words) > 1 else "") + words[-1]
 
@@ -239,6 +243,11 @@ def _word(kind: Any) -> str:
         return f"{_word(origin(kind))} {kind.__metadata__[0].rule}"
     if is_callable(kind):
         return "a function, such as my_module.my_function"
+    if is_dataclass(kind):
+        return f"a mapping such as {{{fields(kind)[0].name}: ...}}"
+    for item in typing.get_args(kind):
+        if is_dataclass(item):
+            return f"a list, each item {_word(item)}"
     if origin(kind) in _PLAIN:
         return _PLAIN[origin(kind)][1]
     name = getattr(origin(kind), "__name__", str(kind))

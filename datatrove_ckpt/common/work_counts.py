@@ -73,7 +73,8 @@ class WorkCounts(Added):
         reasoning_tokens: those among the completion tokens.
         cost: of the answers, in billionths, at the ``prices`` of the config.
         tiers: answers by the ``service_tier`` that the server names.
-        endpoints: answers by the endpoint that gave them, if the config has ``endpoints``.
+        endpoints, endpoint_costs: answers by the endpoint that gave them, if the config has
+            ``endpoints``, and their cost.
         calls, failed_calls, call_milliseconds: of ``generate.once``, by name.
     """
 
@@ -93,6 +94,7 @@ class WorkCounts(Added):
     errors: Counter[str] = field(default_factory=Counter, kw_only=True)
     tiers: Counter[str] = field(default_factory=Counter, kw_only=True)
     endpoints: Counter[str] = field(default_factory=Counter, kw_only=True)
+    endpoint_costs: Counter[str] = field(default_factory=Counter, kw_only=True)
     calls: Counter[str] = field(default_factory=Counter, kw_only=True)
     failed_calls: Counter[str] = field(default_factory=Counter, kw_only=True)
     call_milliseconds: Counter[str] = field(default_factory=Counter, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -54,12 +55,19 @@ class EndpointConfig:
         check_variable(self.api_key_env)
 
     @classmethod
-    def made_of(cls, given: Any, place: str) -> EndpointConfig:
-        """Returns the endpoint of a mapping. ``place``: for messages."""
-        if isinstance(given, EndpointConfig):
-            return given
+    def made_of(cls, given: Any, place: str, model: str) -> EndpointConfig:
+        """Returns the endpoint of a mapping, with the file of its prices read.
+
+        Args:
+            place: for messages.
+            model: the name of the run's model.
+        """
         try:
-            return cls(**given)
+            if not isinstance(given, Mapping):
+                check_value("", EndpointConfig, given)
+                given = vars(given)
+            one = cls(**given)
+            return replace(one, prices=read_prices(one.prices, one.model or model))
         except (TypeError, ConfigError) as error:
             raise ConfigError(f"{place}: {error}") from None
 

@@ -295,14 +295,15 @@ class InferenceConfig:
             return
         for name in ("endpoint_url", "api_key", "api_key_env"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"{name}: is set beside endpoints, which have their own.")
+                raise ConfigError(
+                    f"{name}: is set beside endpoints, which have their own. Remove it."
+                )
         if self.server_type != "endpoint":
             raise ConfigError('needs server_type "endpoint".', setting="endpoints")
         found = []
         for index, given in enumerate(self.endpoints):
-            one = EndpointConfig.made_of(given, f"endpoints[{index}]")
-            model = one.model or self.model_name_or_path
-            found.append(replace(one, prices=read_prices(one.prices, model)))
+            place = f"endpoints[{index}]"
+            found.append(EndpointConfig.made_of(given, place, self.model_name_or_path))
         if len({one.weight is None for one in found}) > 1:
             raise ConfigError("either all have a weight, or none.", setting="endpoints")
         self.endpoints = found

@@ -145,7 +145,10 @@ class RankReporter:
         if answer.endpoint:
             self.own.endpoints[answer.endpoint] += 1
         if config.prices_at(answer.endpoint):
-            self.own.cost += config.cost(tokens, tier, answer.endpoint)
+            cost = config.cost(tokens, tier, answer.endpoint)
+            self.own.cost += cost
+            if answer.endpoint:
+                self.own.endpoint_costs[answer.endpoint] += cost
         return tokens[:2]
 
     def example(self, fault: str, document: str, text: str) -> None:

@@ -36,15 +36,18 @@ SAME_EVENT = 1.0
 
 
 def check_signals(names: Sequence[str], setting: str = "drain_signals") -> tuple[str, ...]:
-    """Returns the names unchanged.
+    """Returns the names; a text is one of them.
 
     Raises:
         ConfigError: a name is not a signal.
     """
+    if isinstance(names, str):
+        names = [names]
     for name in names:
-        if name not in signal.Signals.__members__:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
             raise ConfigError(
-                f"{setting}: {name!r} is no signal of this system; give names such as SIGTERM."
+                f"{setting}: {name!r} is no signal that a process here can catch; give names such "
+                "as SIGTERM."
             )
     return tuple(names)
 

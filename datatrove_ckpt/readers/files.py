@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
+from os import PathLike, fspath
 from pathlib import PurePosixPath
 
 from datatrove_ckpt.errors import ConfigError
@@ -25,8 +26,14 @@ _READERS: dict[str, type[FilesReader]] = {
 }
 
 
-def folder_reader(folder: str, glob_pattern: str | None) -> FilesReader:
+def folder_reader(folder: str | PathLike[str], glob_pattern: str | None) -> FilesReader:
+    folder = fspath(folder)
     names = list_input(JsonlReader(folder, glob_pattern=glob_pattern)).names
+    if not any(names):  # a file has one, which is empty
+        raise ConfigError(
+            f"{folder!r} is no folder with files. Give a folder, and glob_pattern for some of its "
+            "files."
+        )
     if "state.json" in names:  # of save_to_disk, whose map() leaves cache-*.arrow behind
         return IpcReader(folder, glob_pattern="data-*.arrow")
     ending = _ending(names, folder)

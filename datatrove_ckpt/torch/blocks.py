@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 import datatrove_ckpt.readers.jsonl as jsonl
+from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import BlockFile, FileIndex, Rows, check_columns
 from datatrove_ckpt.readers.files import FilesReader
@@ -172,7 +173,7 @@ class BlockInput:
             if None not in known:
                 return [index for index in known if index is not None]
             logger.info(
-                f"One process counts the rows of {known.count(None)} files in "
+                f"One process counts the rows of {plural(known.count(None), 'file')} in "
                 f"{self._inputs.folder.path}, once."
             )
             with counts.counting():

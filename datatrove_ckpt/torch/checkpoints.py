@@ -106,6 +106,13 @@ _REMOVED = {
 """Arguments of 0.2, and what replaces them."""
 
 
+def _check_arguments(save: object, keep: object, on_failure: object) -> None:
+    policies.check_policy("save", save, policies.SavePolicy, "EverySteps(500)")
+    policies.check_policy("keep", keep, policies.KeepPolicy, "Last(3)")
+    if not (on_failure is None or callable(on_failure)):
+        raise ConfigError(f"{on_failure!r} is not a function.", setting="on_failure")
+
+
 class TrainingCheckpoints:
     """The checkpoints of one training. Use it in a ``with`` block, so that signals save and that
     the end waits.
@@ -125,8 +132,8 @@ class TrainingCheckpoints:
         on_failure: called with the error of a save that failed, in the rank where it happened: in
             its loop, at the latest in the next ``maybe_save`` or at the end. What it raises ends
             the training. None: the training continues.
-        config: the settings of the training, a dict or dataclass of what JSON holds: each step has
-            them in ``config.json``, without secrets.
+        config: the settings of the training, a dict, dataclass or ``argparse.Namespace`` of what
+            JSON holds: each step has them in ``config.json``, without secrets.
         signals: names of the signals after which the training saves and ends.
 
     Attributes:
@@ -152,6 +159,7 @@ class TrainingCheckpoints:
         **removed: object,
     ) -> None:
         refuse(removed, _REMOVED)
+        _check_arguments(save, keep, on_failure)
         self._save_policy = save or policies.EverySeconds("auto")
         self._keep = keep or policies.Last(3) | policies.Best("loss")
         parts = self._keep.parts

@@ -250,6 +250,7 @@ _OF_DATASETS = {
     "fn_kwargs": "functools.partial(function, ...)",
     "num_proc": "num_workers= of the loader",
     "streaming": "nothing: rows are always read as a stream",
+    "drop_last": "drop_last_batch=",
 }
 """Arguments of the methods of ``datasets`` that these have under another name, or not at all."""
 
@@ -274,6 +275,12 @@ class ReaderDataset(StatefulIterable):
     def __init__(self, reader: SeekingReader, *removed: object, **others: object) -> None:
         super().__init__()
         refuse([*list(_REMOVED)[: len(removed)], *others], _REMOVED)
+        if isinstance(reader, str | PathLike):
+            raise ConfigError(
+                f"{str(reader)!r} is not a reader. Write ReaderDataset.from_folder(...) or "
+                "from_hub(...).",
+                setting="reader",
+            )
         if not isinstance(reader, FilesReader):
             raise ConfigError(
                 f"The rows of this {type(reader).__name__} cannot be counted. Use a JsonlReader, "
@@ -297,14 +304,14 @@ class ReaderDataset(StatefulIterable):
         self._index = Index(self._reader)
 
     @classmethod
-    def from_folder(cls, folder: str, glob_pattern: str | None = None) -> Self:
+    def from_folder(cls, folder: str | PathLike[str], glob_pattern: str | None = None) -> Self:
         """Reads the Parquet, Arrow or JSON Lines files of a folder, also at s3:// or hf://.
 
         Args:
             glob_pattern: of the files, from the folder on; None: all of their kind.
 
         Raises:
-            ConfigError: the files are of several kinds, or of another.
+            ConfigError: there are no files, or they are of several kinds, or of another.
         """
         return cls(folder_reader(folder, glob_pattern))
 

@@ -102,6 +102,21 @@ class AnyOf(SavePolicy, KeepPolicy):
         return set[StepName]().union(*(part.kept(metrics) for part in self._parts))
 
 
+def check_policy(
+    setting: str, given: object, kind: type[SavePolicy] | type[KeepPolicy], example: str
+) -> None:
+    """Raises ConfigError if an argument, or a part of it, is not a policy of this kind."""
+    parts: tuple[object, ...] = (given,)
+    if isinstance(given, Policy):
+        parts = given.parts
+    for part in parts:
+        if part is not None and not isinstance(part, kind):
+            raise ConfigError(
+                f"{part!r} is not a policy. Write {setting}={example}, or several with |.",
+                setting=setting,
+            )
+
+
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
     """Saves at multiples of ``steps``, or at the first step after one that the loop skips."""

@@ -222,6 +222,11 @@ MISTAKES = (
     "--concurrency=8",
     "--max-completion-tokens=8",
     "--base-url=http://x",
+    "--endpoints '[{url: http://x}]'",
+    "--endpoint null --endpoints '[http://x]'",
+    "--endpoint null --endpoints '{url: http://x}'",
+    "--endpoint null --endpoints '[]'",
+    "--endpoint null --model null --endpoints '[{url: http://x}]'",
     "--tensor-parallel-size=4",
     "--json-schema=@nowhere.json",
     "--json-schema=@documents/a.jsonl",
@@ -415,6 +420,9 @@ def test_slurm_gets_a_task_for_each_file(capsys, log):
     assert main(["run", "job.yaml", "--dry-run"]) == 0
     assert "#SBATCH --signal=USR1@180" in capsys.readouterr().out
     assert "workers is 40, but there is work for 4" in "".join(log)
+    ends = expanded(endpoint=None, endpoints=[{"url": "http://e"}], slurm={"partition": "gpu"})
+    assert "gpus_per_task" not in ends
+    assert expanded(endpoint=None, model="o/m", slurm={"partition": "gpu"})["gpus_per_task"] == 1
 
 
 def test_a_job_on_the_command_line_runs_resumes_and_keeps_its_tasks(capfd):

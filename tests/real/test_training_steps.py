@@ -9,6 +9,7 @@ import math
 import re
 import threading
 import time
+from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,7 +237,7 @@ CONFIG = {
 
 
 def test_each_step_has_the_config_as_json(tmp_path):
-    settings = {"remote": str(tmp_path / "remote"), "config": {"model": Settings(), "seed": 7}}
+    settings = {"remote": str(tmp_path / "remote"), "config": Namespace(model=Settings(), seed=7)}
     folder = filled(tmp_path / "run", {10: 1.0, 20: 2.0}, **settings)
     with opened(folder, **settings) as saved:
         saved.rollback(to=10, model=model_of(0))
@@ -256,7 +257,7 @@ def test_each_step_has_the_config_as_json(tmp_path):
         ),
         ({"folder": Path("/data")}, r"config.folder is PosixPath\('/data'\), which JSON"),
         (Settings, "config is <class '.*Settings'>, which JSON cannot hold"),
-        ("seed=7", "config is 'seed=7'. Give a dict or a dataclass"),
+        ("seed=7", "config is 'seed=7'. Give a dict, a dataclass or"),
     ],
 )
 def test_a_config_that_json_cannot_hold_is_refused_before_the_training(tmp_path, config, message):

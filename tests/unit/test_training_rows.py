@@ -300,6 +300,8 @@ def test_what_cannot_work_is_named(parquet):
         (lambda: ReaderDataset(parquet, transform=dict), r"transform: .*map\("),
         (lambda: rows.shuffle(1, buffer_size=9), "buffer_size: .*window="),
         (lambda: rows.map(dict, batched=True), r"batched: .*batch\(batch_size\)\.map"),
+        (lambda: rows.batch(2, drop_last=True), "drop_last: .*drop_last_batch="),
+        (lambda: ReaderDataset("rows"), r"'rows' is not a reader. Write .*from_folder\("),
     ):
         with pytest.raises(ConfigError, match=message):
             call()
@@ -464,14 +466,18 @@ def test_a_row_that_cannot_be_packed_is_named(tmp_path):
 def test_a_folder_is_read_by_the_kind_of_its_files(tmp_path):
     for kind in ("parquet", "jsonl.gz", "arrow"):
         write(tmp_path / kind, kind)
-        rows = ReaderDataset.from_folder(str(tmp_path / kind))
+        rows = ReaderDataset.from_folder(tmp_path / kind)
         assert [row["n"] for row in rows] == [row["n"] for row in ROWS]
     (tmp_path / "arrow" / "state.json").write_text("{}")  # of save_to_disk
     (tmp_path / "arrow" / "0.arrow").rename(tmp_path / "arrow" / "data-0.arrow")
     assert len(ReaderDataset.from_folder(str(tmp_path / "arrow"))) == SIZES[0]
     assert len(ReaderDataset.from_folder(str(tmp_path), "parquet/[01].parquet")) == sum(SIZES[:2])
-    for place, found in ((tmp_path, r"\.arrow and \.jsonl and \.parquet"), (tmp_path / "no", "no")):
-        with pytest.raises(ConfigError, match=f"has {found} files to read"):
+    for place, message in (
+        (tmp_path, r"has \.arrow and \.jsonl and \.parquet files to read"),
+        (tmp_path / "no", "is no folder with files"),
+        (tmp_path / "parquet/0.parquet", "is no folder with files.*glob_pattern"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             ReaderDataset.from_folder(str(place))
 
 

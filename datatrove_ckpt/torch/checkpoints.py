@@ -170,8 +170,7 @@ class TrainingCheckpoints:
         self._asynchronous = asynchronous
         self._only_plain = only_plain
         self._on_failure = on_failure
-        self._failures = SimpleQueue[Exception]()
-        """Of this rank, for ``on_failure``."""
+        self._failures = SimpleQueue[Exception]()  # of this rank, for on_failure
         self._ranks = Ranks()
         # Else ranks would wait for each other at different steps.
         timed = (policies.EverySteps, policies.EverySeconds, policies.EveryEpoch)

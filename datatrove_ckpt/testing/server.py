@@ -141,10 +141,7 @@ class FakeServer:
             {"index": index, **choice}
             for index in range(min(payload.get("n", 1), self.most_choices))
         ]
-        prompt = len(question.split())
-        completion = len(text.split())
-        usage = {"prompt_tokens": prompt, "completion_tokens": completion}
-        usage["total_tokens"] = prompt + completion  # clients of agents require it
+        usage = {"prompt_tokens": len(question.split()), "completion_tokens": len(text.split())}
         answer = {"id": "fake", "created": 0, "choices": choices, "usage": self.usage or usage}
         answer["object"] = "chat.completion" if "messages" in payload else "text_completion"
         if "service_tier" in payload:

@@ -69,6 +69,7 @@ class Model:
     def __init__(self):
         self.left = 0
         self.server = FakeServer(self.answer, self.status)
+        self.server.usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
     def status(self, payload, times):
         self.left -= 1

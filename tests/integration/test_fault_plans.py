@@ -70,8 +70,16 @@ class Provider:
         self._level = self.bucket
         self._filled_at = 0.0
         self._outages = 0
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        self._port = self._socket.getsockname()[1]
+        self._sockets = []
+        self._port = self._listen(0).getsockname()[1]
+
+    def _listen(self, port):
+        self._sockets.append(socket.create_server(("127.0.0.1", port), backlog=2048))
+        return self._sockets[-1]
+
+    def close(self):
+        for one in self._sockets:
+            one.close()
 
     @property
     def name(self):
@@ -121,7 +129,7 @@ class Provider:
     async def start(self):
         self._loop = asyncio.get_running_loop()
         self._web = web.Server(self._answered, access_log=None)
-        self._server = await self._loop.create_server(self._web, sock=self._socket)
+        self._server = await self._loop.create_server(self._web, sock=self._sockets[0])
         for kind, begin, end in self.faults:
             if kind == "down" and begin:
                 self._loop.call_later(begin, self._go_down)
@@ -137,7 +145,7 @@ class Provider:
             connection.transport.abort()
 
     def _come_back(self):
-        opened = self._loop.create_server(self._web, "127.0.0.1", self._port, backlog=2048)
+        opened = self._loop.create_server(self._web, sock=self._listen(self._port))
         self._back = self._loop.create_task(opened)
 
     async def _answered(self, request):
@@ -251,12 +259,19 @@ async def asks(document, generate):
     return await generate({"messages": [{"role": "user", "content": document.text}]})
 
 
+@pytest.fixture
+def providers(plan):
+    made = [Provider(number=number, **settings) for number, settings in enumerate(PLANS[plan])]
+    yield made
+    for provider in made:
+        provider.close()
+
+
 @pytest.mark.matrix("plan", PLANS)
 def test_a_run_over_several_endpoints_gets_nine_tenths_of_the_ideal_and_knows_its_bill(
-    tmp_path, monkeypatch, plan
+    tmp_path, monkeypatch, plan, providers
 ):
     monkeypatch.setattr(time, "monotonic", time.monotonic)  # it becomes the virtual time's
-    providers = [Provider(number=number, **settings) for number, settings in enumerate(PLANS[plan])]
     for provider in providers:
         monkeypatch.setenv(f"KEY_{provider.number}", f"key-{provider.number}")
 

@@ -28,9 +28,6 @@ class MockServer:
     def reset(self, latency):
         self._get(f"/reset?latency-ms={latency * 1000}")
 
-    def restarted(self):
-        self._get("/restarted")
-
     def counts(self):
         return self._get("/count")
 

@@ -12,7 +12,6 @@ ask.
     POST /v1/chat/completions              an answer, after the latency
     GET /count                             what was counted
     GET /reset?latency-ms=200              counts from zero, with another latency
-    GET /restarted                         the next request is the first; the counts go on
 
 Times are ``time.monotonic()``, which all processes of a machine share. uvloop is used where it is
 installed.
@@ -71,7 +70,6 @@ class Counts:
         self.latency = latency
         self.asked = Counter()
         self.first = self.last = 0.0
-        self.in_flight = 0
         self.answered = 0
 
     def ask(self, body):
@@ -79,18 +77,15 @@ class Counts:
             self.last = time.monotonic()
             self.first = self.first or self.last
             self.asked[int(number[1])] += 1
-        self.in_flight += 1
 
     def to_json(self):
         times = Counter(self.asked.values())
         return json.dumps(
             {
                 "requests": self.asked.total(),
-                "documents": len(self.asked),
                 "by_times_asked": times,
                 "first": self.first,
                 "last": self.last,
-                "in_flight": self.in_flight,
             }
         ).encode()
 
@@ -133,12 +128,9 @@ class Server(asyncio.Protocol):
             return
         if path.startswith(b"/reset"):
             Server.counts = Counts(float(path.partition(b"=")[2] or 0) / 1000)
-        if path == b"/restarted":
-            Server.counts.first = 0.0
         self._send(_MODELS if path == b"/v1/models" else _response(Server.counts.to_json()), close)
 
     def _answer(self, counts, close):
-        counts.in_flight -= 1
         counts.answered += 1
         self._send(b"%b%08d%b" % (_BEFORE, counts.answered, _AFTER), close)
 

@@ -6,9 +6,6 @@ cost on stdout.
     datatrove            datatrove's own InferenceRunner
     bare, bare-uvloop    aiohttp + orjson in a loop, without documents, output or checkpoint: the
                          practical limit
-    ray                  Ray Data with its CheckpointConfig, and aiohttp in an async actor (of
-                         ``peers`` only)
-    curator              bespokelabs-curator's LLM, and its cache (of ``peers`` only)
 
 A run begins after all imports, and ends when the runner returns. CPU and memory are of this process
 alone.
@@ -17,10 +14,7 @@ alone.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import logging
-import os
 import resource
 import sys
 import time
@@ -142,103 +136,10 @@ async def _ask_all(run):
         await asyncio.gather(*(work(session) for _ in range(run.concurrency)))
 
 
-def run_ray(run):
-    import aiohttp
-    import ray
-
-    at_once = 4  # batches; the default of Ray's async actors
-
-    class Ask:
-        session = None
-
-        async def __call__(self, batch):
-            self.session = self.session or aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0)
-            )
-            return {**batch, "answer": await asyncio.gather(*map(self.ask, batch["text"]))}
-
-        async def ask(self, text):
-            payload = {
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": 64,
-                "model": MODEL,
-            }
-            assert self.session is not None
-            async with self.session.post(
-                f"{run.url}/v1/chat/completions", json=payload
-            ) as response:
-                return str((await response.json())["choices"][0]["message"]["content"])
-
-    def work():
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        context.checkpoint_config = ray.data.checkpoint.CheckpointConfig("id", run.checkpoints)
-        # What a checkpoint holds is a block: of as many documents as a chunk.
-        documents = ray.data.read_json(
-            run.source, override_num_blocks=max(1, _lines(run.source) // run.chunk)
-        )
-        actors = ray.data.ActorPoolStrategy(size=1)
-        # It takes no CPU slot: on two cores, this actor and that of the checkpoint would leave none
-        # for reading.
-        asked = documents.map_batches(
-            Ask, batch_size=run.concurrency // at_once, compute=actors, num_cpus=0
-        )
-        asked.write_json(f"{run.folder}/output")
-
-    return work
-
-
-def _lines(source):
-    with next(Path(source).iterdir()).open("rb") as file:
-        return sum(1 for _ in file)
-
-
-def run_curator(run):
-    # tiktoken's vocabulary and the prices are in litellm's wheel; no network is needed.
-    litellm = Path(str(importlib.util.find_spec("litellm").origin)).parent  # type: ignore[union-attr]
-    os.environ |= {
-        "HOME": run.folder,
-        "TELEMETRY_ENABLED": "false",
-        "CURATOR_DISABLE_RICH_DISPLAY": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "true",
-        "TIKTOKEN_CACHE_DIR": str(litellm / "litellm_core_utils/tokenizers"),
-    }
-    from bespokelabs import curator
-    from datasets import load_dataset
-
-    class Ask(curator.LLM):
-        def prompt(self, row):
-            return str(row["text"])
-
-        def parse(self, row, answer):
-            return {**row, "answer": answer}
-
-    def work():
-        no_limit = {"max_requests_per_minute": 10**9, "max_tokens_per_minute": 10**12}
-        at_once = {"max_concurrent_requests": run.concurrency}
-        server = {"base_url": f"{run.url}/v1", "api_key": "none"}
-        ask = Ask(MODEL, backend="openai", generation_params={"max_tokens": 64},
-                  backend_params={**server, **no_limit, **at_once})  # fmt: skip
-        answers = ask(
-            load_dataset("json", data_dir=run.source, split="train"), working_dir=run.checkpoints
-        )
-        answers.dataset.to_json(f"{run.folder}/output/answers.jsonl")
-
-    return work
-
-
 SYSTEMS = {
     "ours": run_ours,
     "datatrove": run_datatrove,
     "bare": run_bare,
-    "ray": run_ray,
-    "curator": run_curator,
 }
 
 

@@ -44,8 +44,6 @@ class Provider:
         requests, tokens: the limits for each minute.
         declared: the limit of requests that the run is told.
         says_when: its answers 429 have a Retry-After.
-        bucket: so many requests may come at once; it fills with ``requests`` a minute, and each
-            answer shows it. 0: any ``requests`` in a minute may come.
         billed: answers by question.
         tokens_billed: prompt and completion tokens of the bill.
         most: requests that it has accepted in a minute.
@@ -57,7 +55,6 @@ class Provider:
     tokens: int = 200_000
     latency: float = LATENCY
     says_when: bool = True
-    bucket: int = 0
     number: int = 0
 
     def __post_init__(self):
@@ -67,8 +64,6 @@ class Provider:
         self.most = 0
         self.last = 0.0
         self._accepted = deque()
-        self._level = self.bucket
-        self._filled_at = 0.0
         self._outages = 0
         self._sockets = []
         self._port = self._listen(0).getsockname()[1]
@@ -118,13 +113,8 @@ class Provider:
                 continue
             answered = now + self.latency
             if not any(kind == "down" and now < begin < answered for kind, begin, _ in self.faults):
-                yield from [answered] * self._at_once(now)
-            now += MINUTE / (self.requests if self.bucket else 1)
-
-    def _at_once(self, now):
-        if self.bucket:
-            return 1 if now else self.bucket
-        return min(self.requests, self.declared, self.tokens // TOKENS)
+                yield from [answered] * min(self.requests, self.declared, self.tokens // TOKENS)
+            now += MINUTE
 
     async def start(self):
         self._loop = asyncio.get_running_loop()
@@ -169,7 +159,6 @@ class Provider:
             await asyncio.sleep(self.latency)
             return self._refusal(503)
         outages = self._outages
-        headers = self._shown()
         await asyncio.sleep(self.latency)
         if outages == self._outages:
             self.billed[question] += 1
@@ -180,38 +169,19 @@ class Provider:
         usage["total_tokens"] = sum(used.values())
         message = {"role": "assistant", "content": f"answer to {question}"}
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        return web.json_response({"id": "a", "choices": [choice], "usage": usage}, headers=headers)
+        return web.json_response({"id": "a", "choices": [choice], "usage": usage})
 
     def _accepts(self, now, tokens):
         while self._accepted and self._accepted[0][0] + MINUTE <= now:
             self._accepted.popleft()
-        filled = (now - self._filled_at) * self.requests / MINUTE
-        self._level = min(self.bucket, self._level + filled)
-        self._filled_at = now
         used = sum(number for _, number in self._accepted)
-        is_empty = len(self._accepted) >= self.requests
-        if self.bucket:
-            is_empty = self._level < 1
-        if is_empty or used + tokens > self.tokens:
+        if len(self._accepted) >= self.requests or used + tokens > self.tokens:
             return False
-        self._level -= 1
         self._accepted.append((now, tokens))
         self.most = max(self.most, len(self._accepted))
         return True
 
-    def _shown(self):
-        if not self.bucket:
-            return {}
-        quota = {
-            "limit": str(self.bucket),
-            "remaining": str(int(self._level)),
-            "reset": f"{(self.bucket - self._level) * MINUTE / self.requests:.3f}s",
-        }
-        return {f"x-ratelimit-{name}-requests": value for name, value in quota.items()}
-
     def _wait(self, now):
-        if self.bucket:
-            return MINUTE / self.requests
         ends = [end for kind, begin, end in self.faults if kind == "storm" and begin <= now < end]
         return max([*ends, *(sent + MINUTE for sent, _ in list(self._accepted)[:1])]) - now
 
@@ -230,26 +200,19 @@ def ideal_seconds(providers):
 
 STORM = (("storm", 60.0, 70.0),)
 PLANS = {
-    "two": [{}, {"says_when": False}],
     "three": [{}, {}, {"says_when": False}],
     "down from the start": [{"faults": (("down", 0.0, FOREVER),)}, {}, {}],
     "down half way": [{"faults": (("down", HALF_WAY, FOREVER),)}, {}, {}],
     "down for a while": [{"faults": (("down", 50.0, 200.0),)}, {}, {}],
+    "fails half way": [{"faults": (("fail", HALF_WAY, FOREVER),)}, {}, {}],
     "answers nothing for a while": [{"faults": (("hang", 50.0, 200.0),)}, {}, {}],
     "slow": [{"latency": 10 * LATENCY}, {}, {}],
     "a lower limit": [{"requests": 30}, {}, {}],
     "a lower limit, no Retry-After": [{"requests": 30, "says_when": False}, {}, {}],
     "a higher limit": [{"requests": 120}, {}, {}],
     "few tokens a minute": [{"tokens": 6_000}, {}, {}],
-    "buckets": [{"bucket": 10}, {"bucket": 10}, {"bucket": 10, "says_when": False}],
-    "buckets, and one fails": [
-        {"bucket": 10},
-        {"bucket": 10},
-        {"faults": (("fail", 50, FOREVER),)},
-    ],
     "key refused from the start": [{"faults": (("key", 0.0, FOREVER),)}, {}, {}],
     "key refused half way": [{"faults": (("key", HALF_WAY, FOREVER),)}, {}, {}],
-    "a storm at one": [{"faults": STORM}, {}, {}],
     "a storm at all": [{"faults": STORM}, {"faults": STORM, "says_when": False}, {"faults": STORM}],
 }
 """What differs from a provider with 60 requests a minute."""

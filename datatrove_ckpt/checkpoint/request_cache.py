@@ -389,7 +389,11 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=NORMAL")
-        _check_schema(connection)
+        found = set(connection.execute("SELECT type, name FROM sqlite_schema"))
+        columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({_TABLE})")]
+        # A kill may have come before the table was made.
+        if not found <= _OBJECTS or (columns and sorted(columns) != sorted(_COLUMNS.split(", "))):
+            raise NotOurs("it has another schema than a request cache")
         connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
     except BaseException as error:
         _close(connection)
@@ -397,14 +401,6 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise NotOurs("its schema is damaged") from error
         raise
     return connection
-
-
-def _check_schema(connection: sqlite3.Connection) -> None:
-    found = set(connection.execute("SELECT type, name FROM sqlite_schema"))
-    columns = [row[1] for row in connection.execute(f"PRAGMA table_xinfo({_TABLE})")]
-    # A kill may have come before the table was made.
-    if not found <= _OBJECTS or (columns and sorted(columns) != sorted(_COLUMNS.split(", "))):
-        raise NotOurs("it has another schema than a request cache")
 
 
 def _rename_aside(path: Path) -> Path:

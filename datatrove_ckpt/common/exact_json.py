@@ -24,7 +24,12 @@ def loads(line: bytes) -> Any:
         data = orjson.loads(line)
     except orjson.JSONDecodeError as error:
         try:
-            return _tolerant(line.decode())
+            text = line.decode()
+            data = json.loads(text)
+            if "\\u" not in text:
+                return data
+            whole = json.dumps(data, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            return json.loads(whole.decode("utf-16", "replace"))
         except (ValueError, RecursionError):
             raise error from None
     if _may_be_inexact(data):
@@ -33,14 +38,6 @@ def loads(line: bytes) -> Any:
         if b"0" * 20 in zeros or b"-" + b"0" * 19 in zeros:
             return json.loads(line)
     return data
-
-
-def _tolerant(text: str) -> Any:
-    data = json.loads(text)
-    if "\\u" not in text:
-        return data
-    whole = json.dumps(data, ensure_ascii=False).encode("utf-16", "surrogatepass")
-    return json.loads(whole.decode("utf-16", "replace"))
 
 
 def _may_be_inexact(value: object) -> bool:

@@ -59,7 +59,11 @@ class RunReader:
             # Many tasks that start together share a look.
             if is_due or (anew and self._began_at < asked):
                 self._began_at = time.monotonic()
-                self._look()
+                found: dict[str, RunTotals] = {}
+                for reader in self._readers:
+                    for name, totals in reader.read().items():
+                        found[name] = totals.or_more(found.get(name, NO_TOTALS))
+                self._found = found
                 ended = time.monotonic()
                 self._interval.took(ended - self._began_at)
                 self._next_look = ended + self._interval.seconds
@@ -69,13 +73,6 @@ class RunReader:
             if name != without:
                 sums = sums.plus(totals)
         return sums
-
-    def _look(self) -> None:
-        found: dict[str, RunTotals] = {}
-        for reader in self._readers:
-            for name, totals in reader.read().items():
-                found[name] = totals.or_more(found.get(name, NO_TOTALS))
-        self._found = found
 
 
 class MirrorTotals(TotalsReader):

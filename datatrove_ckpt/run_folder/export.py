@@ -175,7 +175,8 @@ def _write_lines(place: Place, path: Path, output: str | None) -> int:
             known = format_of_file(name)
             if known is not JSONL:  # not by pandas, which rounds numbers
                 for row in read_rows(folder, name, with_media=True):
-                    target.write(_json(row) + b"\n")
+                    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+                    target.write(orjson.dumps(for_orjson(row), default=str, option=options))
                     count += 1
                 continue
             with known.open(folder, name) as file:
@@ -288,7 +289,3 @@ def _batches(place: Place, output: str | None) -> Iterator[list[Json]]:
     rows = _rows(output_files(place, output))
     while batch := list(islice(rows, _ROWS)):
         yield batch
-
-
-def _json(value: object) -> bytes:
-    return orjson.dumps(for_orjson(value), default=str, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -393,7 +393,11 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
             markers = [f"completions/{number:05d}" for number in plan.markers]
             remove_output(get_datafolder(str(plan.logging_dir)), markers)
         for redo in plan.redo:
-            _blank_letters(redo)
+            # Letters after the last to keep are cut off later, or, after a crash, by the next run.
+            path = redo.rank.dead_letters_file
+            between = [place for place in redo.letters if place[0] < redo.letters_end]
+            if between and path.exists():
+                files.disk.replace(path, _blanked(redo.rank, between, path.stat().st_size))
         names = [
             file.path for redo in plan.redo for commit in redo.commits for file in commit.files
         ]
@@ -405,14 +409,6 @@ def carry_out(plan: RepairPlan, report: Report) -> None:
 
 def _claim(rank: RankLedger) -> RunClaim:
     return RunClaim(rank.folder, RunIdentity(rank.settings))
-
-
-def _blank_letters(redo: Redo) -> None:
-    # Letters after the last to keep are cut off later, or, after a crash, by the next run.
-    path = redo.rank.dead_letters_file
-    between = [place for place in redo.letters if place[0] < redo.letters_end]
-    if between and path.exists():
-        files.disk.replace(path, _blanked(redo.rank, between, path.stat().st_size))
 
 
 def _blanked(rank: RankLedger, ranges: list[tuple[int, int]], size: int) -> Iterator[bytes]:

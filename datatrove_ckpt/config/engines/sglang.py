@@ -84,15 +84,9 @@ class SGLang(Engine):
 
     def form_fields(self, kind: str, value: FormValue) -> JsonObject | str:
         if kind == "choice":
-            return {"regex": "(" + "|".join(_literal(one) for one in value) + ")"}
+            # ``re.escape`` also escapes blanks, which engines need not know.
+            literals = [re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", one) for one in value]
+            return {"regex": "(" + "|".join(literals) + ")"}
         if kind == "regex":
             return {"regex": value}
         return super().form_fields(kind, value)
-
-
-def _literal(text: str) -> str:
-    """Returns a literal in a regular expression.
-
-    ``re.escape`` also escapes blanks, which engines need not know.
-    """
-    return re.sub(r"([.^$*+?{}\[\]\\|()])", r"\\\1", text)

@@ -34,7 +34,6 @@ class Provider(FakeServer):
         settings.setdefault("status", lambda payload, times: self.refuses or None)
         super().__init__(**settings)
         self.billed = []
-        self.headers = {}
         self.paths = {"/v1/embeddings": self._vectors}
 
     async def _models(self, request):
@@ -46,7 +45,6 @@ class Provider(FakeServer):
         if self._wrong_key(request):
             return web.json_response({}, status=401)
         answer = await super()._answered(request)
-        answer.headers.update(self.headers)
         if answer.status == 200:
             self.billed.append(_question(orjson.loads(await request.read())))
         return answer
@@ -207,15 +205,6 @@ def refuses_later(status):
     return change
 
 
-def is_limited(first, second):
-    first.refuses = 429
-    first.headers = {"Retry-After": "100"}
-
-
-def fails(first, second):
-    first.refuses = 500
-
-
 def is_down(first, second):
     first._port = 1
 
@@ -224,9 +213,6 @@ FAULTS = {
     "its key is refused later": (refuses_later(401), "other endpoints get its requests"),
     "its key is refused at the start": (refuses_at_the_start, "refuse"),
     "403 for some time": (refuses_later(403), "other endpoints get its requests"),
-    "no credit": (refuses_later(402), "other endpoints get its requests"),
-    "500 that lasts": (fails, ""),
-    "429 that lasts": (is_limited, ""),
     "nothing listens": (is_down, "1 of 2 endpoints do not answer"),
 }
 
@@ -242,7 +228,7 @@ def test_an_endpoint_that_fails_leaves_its_requests_to_the_others(
     step(tmp_path, ends(*two), config={"max_concurrent_generations": 3}).run(documents(10))
     assert all(check_bills(tmp_path, 10, *two).values())
     warnings = [line for line in log if line.startswith("WARNING") and two[0].url in line]
-    assert not said or sum(said in line for line in warnings) == 1
+    assert sum(said in line for line in warnings) == 1
 
 
 def test_a_run_whose_endpoints_all_refuse_the_key_stops(tmp_path, two):
@@ -333,10 +319,6 @@ async def of_each_kind(document, generate):
     return {"text": found.text, "who": found.endpoint, "vectors": vectors.tolist()}
 
 
-async def of_text(document, generate):
-    return await generate({"prompt": document.text})
-
-
 @pytest.mark.matrix("texts", [4, 1])
 def test_each_kind_of_request_has_the_endpoints_name_of_the_model(tmp_path, two, texts):
     config = {"max_concurrent_generations": 3, "texts_per_request": texts}
@@ -353,20 +335,11 @@ def test_each_kind_of_request_has_the_endpoints_name_of_the_model(tmp_path, two,
         assert result["who"] in told(tmp_path)[row["text"]]
 
 
-def test_completions_spill_too(tmp_path, two):
-    config = {"use_chat": False, "max_concurrent_generations": 3}
-    step(tmp_path, ends(*two), of_text, config=config).run(documents(9))
-    assert all(check_bills(tmp_path, 9, *two).values())
-    assert {payload["model"] for payload in two[1].payloads} == {"m-1"}
-
-
 # settings ----------------------------------------------------------------------------------------
 
 URL = {"url": "http://e"}
 WRONG = {
     "endpoint_url: is set beside endpoints": {"endpoint_url": "http://e"},
-    "api_key: is set beside endpoints": {"api_key": "k"},
-    "api_key_env: is set beside endpoints": {"api_key_env": "K"},
     'needs server_type "endpoint"': {"server_type": "vllm"},
     "provider_batches: needs": {"provider_batches": True},
     r"endpoints\[1\]: .*url: must start with http": {"endpoints": [URL, {"url": "e"}]},

@@ -5,9 +5,9 @@ turn, each time in a process of its own. Rows a second are those of the second e
 time, system time included; memory is the peak above that of the imports and the opened input. A
 resume is exact if a new process with the saved state gives the rest of the rows, of 36,000 at least
 (``STOP``). ``pip install
-grain litdata mosaicml-streaming webdataset``; without a library its row is empty.
+grain litdata webdataset``; without a library its row is empty.
 
-Rows become numpy arrays and texts, except with "(arrow)". litdata, MosaicML and webdataset read
+Rows become numpy arrays and texts, except with "(arrow)". litdata and webdataset read
 files of their own, made before. torchdata.nodes reads the stream of ``datasets``.
 """
 
@@ -66,15 +66,6 @@ def make(folder, rows):
             )
 
 
-def write_mosaic(folder, rows):
-    from streaming import MDSWriter
-
-    columns = {"input_ids": "ndarray:int32", "text": "str", "label": "int"}
-    with MDSWriter(out=str(folder / "mosaic"), columns=columns) as writer:
-        for row in rows:
-            writer.write(row)
-
-
 def write_litdata(folder, rows):
     from litdata.streaming.writer import BinaryWriter
 
@@ -95,7 +86,7 @@ def write_webdataset(folder, rows):
             writer.write({"__key__": str(number)} | files)
 
 
-COPIES = {"streaming": write_mosaic, "litdata": write_litdata, "webdataset": write_webdataset}
+COPIES = {"litdata": write_litdata, "webdataset": write_webdataset}
 
 
 class Ours:
@@ -187,26 +178,6 @@ class Grain:
         self.then = state
 
 
-class Mosaic:
-    def __init__(self, folder, shuffled):
-        from streaming import StreamingDataset
-
-        options = {"shuffle": shuffled, "shuffle_block_size": WINDOW, "batch_size": BATCH}
-        self.input = StreamingDataset(local=str(folder / "mosaic"), **options)
-
-    def epoch(self, _):
-        self.given = 0
-        for batch in batched(iter(self.input)):
-            self.given += len(batch["label"])
-            yield batch
-
-    def state(self):
-        return self.input.state_dict(self.given, from_beginning=False)
-
-    def load(self, state):
-        self.input.load_state_dict(state)
-
-
 class LitData:
     def __init__(self, folder, shuffled):
         from litdata import StreamingDataset
@@ -270,7 +241,6 @@ WAYS = {
     "(arrow)": partial(HuggingFace, kind="arrow"),
     "grain": Grain,
     "litdata": LitData,
-    "MosaicML": Mosaic,
     "torchdata.nodes": Nodes,
     "webdataset": WebDataset,
 }

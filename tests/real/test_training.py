@@ -185,17 +185,6 @@ def test_another_number_of_workers_is_refused_in_our_words(folder):
             list(other)
 
 
-def test_a_state_for_running_workers_is_refused(folder):
-    mine = dataset(folder)
-    one = DataLoader(mine, batch_size=4, num_workers=1, persistent_workers=True)
-    state = mine.state_dict()
-    list(one)
-    mine.load_state_dict(state)
-    mine.set_epoch(0)
-    with pytest.raises(ConfigError, match="after the loader had started its workers"):
-        list(one)
-
-
 def test_a_plain_loader_with_workers_gives_no_state(folder):
     """Its dataset does not know how far the workers are: a state would repeat what they have
     read.

@@ -301,14 +301,6 @@ def test_a_state_that_grows_is_saved_as_it_is(tmp_path):
     assert found["mean"] == 1
 
 
-def test_a_loop_that_skips_numbers_saves_at_the_first_one_after_a_multiple(tmp_path):
-    model = nn.Linear(2, 2)
-    with opened(tmp_path, save=EverySteps(500), keep=Last(9)) as saved:
-        for step in range(0, 2200, 8):
-            saved.maybe_save(step, model=model)
-    assert saved.steps() == [504, 1000, 1504, 2000]
-
-
 def test_a_metric_of_best_that_is_only_logged_is_missed(tmp_path, warned):
     with opened(tmp_path) as saved:
         saved.log(1, loss=1.0)

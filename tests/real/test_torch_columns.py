@@ -38,11 +38,6 @@ def test_several_stops_give_the_rows_of_a_run_without_stops(reader, workers, bat
     assert assert_resume_is_exact(make, [(1, 5), 25], epochs=2) == [97, 97]
 
 
-def test_a_function_gets_rows(reader):
-    names = list(ReaderDataset(reader).select_columns("name").map(lambda row: row["name"]))
-    assert names[:2] == ["row 0", "row 1"]
-
-
 def test_what_cannot_work_is_refused(reader):
     with pytest.raises(ConfigError, match="has no column 'tokens'"):
         list(ReaderDataset(reader).select_columns(["tokens"]))

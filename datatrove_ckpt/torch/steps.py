@@ -323,12 +323,8 @@ class Steps:
 
     def _compare(self, copy: str, entry: Entry, path: Path) -> None:
         told = self._remote.md5(copy)
-        if len(told) == 32:  # of parts, or encrypted, S3 tells another hash
-            digest = hashlib.md5(usedforsecurity=False)
-            for block in blocks(path):
-                digest.update(block)
-            if told == digest.hexdigest():
-                return
+        if len(told) == 32 and told == _md5(path):  # of parts, or encrypted, S3 tells another hash
+            return
         if size_and_hash(self._remote.blocks(copy)) != entry:
             raise CheckpointCorrupt(f"{self.url}/{copy} has not the bytes that were copied.")
 
@@ -404,6 +400,13 @@ class Steps:
         self.own_remote()  # what a later process copies from now on stays
         for digest in unused:
             self._remote.delete(f"shared/{digest}")
+
+
+def _md5(path: Path) -> str:
+    digest = hashlib.md5(usedforsecurity=False)
+    for block in blocks(path):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _release(lock: files.Lock, pid: int) -> None:

@@ -208,7 +208,7 @@ PLANS = {
     "answers nothing for a while": [{"faults": (("hang", 50.0, 200.0),)}, {}, {}],
     "slow": [{"latency": 10 * LATENCY}, {}, {}],
     "a lower limit": [{"requests": 30}, {}, {}],
-    "a lower limit, no Retry-After": [{"requests": 30, "says_when": False}, {}, {}],
+    "lower limits, no Retry-After": [{"requests": 30, "says_when": False}] * 2 + [{}],
     "a higher limit": [{"requests": 120}, {}, {}],
     "few tokens a minute": [{"tokens": 6_000}, {}, {}],
     "key refused from the start": [{"faults": (("key", 0.0, FOREVER),)}, {}, {}],

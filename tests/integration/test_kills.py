@@ -62,7 +62,7 @@ async def rollout(document, generate):
     text = document.text
     found = {}
     said = []
-    if kind in ("calls", "agents"):
+    if kind == "agents":
         found = await generate.once("look", look, "look at " + text)
     first = await generate({"messages": [{"role": "user", "content": text}], "temperature": 1})
     if kind == "agents":
@@ -110,10 +110,8 @@ def asked_of(kind, task, ordinal):
     """Returns what is asked of the model and the tool for a document, each with its number."""
     text = f"document {task} {ordinal}"
     asked = Counter([text, f"{text} again"])
-    if kind in ("calls", "agents"):
-        asked[f"look at {text}"] = 1
     if kind == "agents":
-        asked |= {f"{text} agent": 1, f"{text} equal": 2}
+        asked |= {f"look at {text}": 1, f"{text} agent": 1, f"{text} equal": 2}
     return asked
 
 
@@ -331,8 +329,6 @@ def undisturbed(tmp_path_factory):
     ("kind", "number", "tasks"),
     [
         ("plain", signal.SIGKILL, 1),
-        pytest.param("calls", signal.SIGKILL, 1, marks=pytest.mark.slow),
-        pytest.param("calls", signal.SIGTERM, 1, marks=pytest.mark.slow),
         pytest.param("plain", signal.SIGKILL, 2, marks=pytest.mark.slow),
         pytest.param("gzip", signal.SIGKILL, 1, marks=pytest.mark.slow),
         pytest.param("parquet", signal.SIGKILL, 1, marks=pytest.mark.slow),
@@ -387,9 +383,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
         assert history.last_attempt == read_run(folder / "run.json")["owner"]["fence"]
         assert [attempt.end.why for attempt in history.attempts if attempt.end][-1] == "done"
         done = history.last.documents
-        calls = history.last.total.calls["look"]
         assert (done.read, done.requests) == (DOCUMENTS, QUESTIONS)
-        assert (calls > 0) == (kind == "calls")
     # What is asked to stop waits for its answers.
     most = tasks * LOST if number == signal.SIGKILL else 0
     assert max(job.asked_again()) <= most

@@ -401,13 +401,6 @@ def test_workers_draw_other_numbers_in_each_rank_and_for_each_seed_and_step(docu
     assert len(found) == 4
 
 
-def test_a_new_process_rolls_back_at_once(tmp_path, run, remote):
-    save(run, 4, 8, remote=remote)
-    with checkpoints(run, remote=remote) as saved:
-        assert saved.rollback(to=4, model=LAYER) == 4
-    assert restored(tmp_path / "new node", remote=remote) == 4
-
-
 def test_conjugate_views_are_saved_as_they_are(tmp_path):
     value = torch.tensor([1 + 2j])
     with checkpoints(tmp_path, asynchronous=True) as saved:

@@ -214,8 +214,10 @@ PLANS = {
     "key refused from the start": [{"faults": (("key", 0.0, FOREVER),)}, {}, {}],
     "key refused half way": [{"faults": (("key", HALF_WAY, FOREVER),)}, {}, {}],
     "a storm at all": [{"faults": STORM}, {"faults": STORM, "says_when": False}, {"faults": STORM}],
+    "tasks in turn": [{}, {}, {"says_when": False}],
 }
 """What differs from a provider with 60 requests a minute."""
+TASKS = {"tasks in turn": 20}
 
 
 async def asks(document, generate):
@@ -238,21 +240,28 @@ def test_a_run_over_several_endpoints_gets_nine_tenths_of_the_ideal_and_knows_it
     for provider in providers:
         monkeypatch.setenv(f"KEY_{provider.number}", f"key-{provider.number}")
 
+    clock = SimpleNamespace(now=0.0)
+
     def new_event_loop():
+        nonlocal clock
         loop = virtual_loop()
+        loop.now = clock.now
+        clock = loop
         for provider in providers:
             loop.run_until_complete(provider.start())
         return loop
 
     monkeypatch.setitem(sys.modules, "uvloop", SimpleNamespace(new_event_loop=new_event_loop))
     endpoints = [provider.settings for provider in providers]
-    InferenceRunner(
-        asks,
-        InferenceConfig("endpoint", "m", endpoints=endpoints, request_timeout=TIMEOUT),
-        writer(tmp_path),
-        checkpoints_local_dir=str(tmp_path / "checkpoints"),
-        records_per_chunk=100,
-    ).run(documents(DOCUMENTS))
+    tasks = TASKS.get(plan, 1)
+    for rank in range(tasks):
+        InferenceRunner(
+            asks,
+            InferenceConfig("endpoint", "m", endpoints=endpoints, request_timeout=TIMEOUT),
+            writer(tmp_path),
+            checkpoints_local_dir=str(tmp_path / "checkpoints"),
+            records_per_chunk=100,
+        ).run(documents(DOCUMENTS)[rank::tasks], rank, tasks)
 
     seconds = max(provider.last for provider in providers)
     ideal = ideal_seconds(providers)
@@ -266,6 +275,9 @@ def test_a_run_over_several_endpoints_gets_nine_tenths_of_the_ideal_and_knows_it
         assert provider.billed == Counter(texts)
         assert provider.most <= provider.declared
     assert sum(map(len, given.values())) == DOCUMENTS
-    total = read_history(tmp_path / "checkpoints" / "00000" / "history.jsonl").last.total
-    assert total.cost == sum(provider.cost for provider in providers)
+    histories = (tmp_path / "checkpoints").glob("*/history.jsonl")
+    costs = [read_history(history).last.total.cost for history in histories]
+    assert sum(costs) == sum(provider.cost for provider in providers)
+    refused = sum(provider.statuses[429] for provider in providers)
+    assert tasks == 1 or not refused
     assert ideal / seconds >= 0.9

@@ -574,13 +574,14 @@ class CompletionClient:
                     raise MustDivide from None
                 continue
             except (RequestRejected, ServerRefused) as error:
-                work.errors["refused" if error.status is None else f"HTTP {error.status}"] += 1
+                kind = "refused" if error.status is None else f"HTTP {error.status}"
+                self.sender.count_error(kind, target.name)
                 if isinstance(error, RequestRejected):
                     raise
                 self._leave(target, error)
                 continue
             except RetryableError as error:
-                work.errors[error.kind] += 1
+                self.sender.count_error(error.kind, target.name)
                 work.sent -= error.unsent
                 # A cluster stops our servers together with us.
                 if request.may_not_be_sent:

@@ -126,6 +126,12 @@ class Sender:
     on_change: Callable[[], None] | None = None
     may_grow: bool = False
 
+    def count_error(self, kind: str, endpoint: str) -> None:
+        """``endpoint``: "" if there is one."""
+        self.work.errors[kind] += 1
+        if endpoint:
+            self.work.endpoint_errors[endpoint] += 1
+
     @property
     def most_at_fault(self) -> int:
         """How many documents may be at fault for requests that fail.

@@ -210,6 +210,7 @@ PLANS = {
     "a lower limit": [{"requests": 30}, {}, {}],
     "lower limits, no Retry-After": [{"requests": 30, "says_when": False}] * 2 + [{}],
     "a higher limit": [{"requests": 120}, {}, {}],
+    "a limit that is not declared": [{"declared": 10_000, "says_when": False}, {}, {}],
     "few tokens a minute": [{"tokens": 6_000}, {}, {}],
     "key refused from the start": [{"faults": (("key", 0.0, FOREVER),)}, {}, {}],
     "key refused half way": [{"faults": (("key", HALF_WAY, FOREVER),)}, {}, {}],
@@ -234,7 +235,7 @@ def providers(plan):
 
 @pytest.mark.matrix("plan", PLANS)
 def test_a_run_over_several_endpoints_gets_nine_tenths_of_the_ideal_and_knows_its_bill(
-    tmp_path, monkeypatch, plan, providers
+    tmp_path, monkeypatch, plan, providers, log
 ):
     monkeypatch.setattr(time, "monotonic", time.monotonic)  # it becomes the virtual time's
     for provider in providers:
@@ -273,6 +274,7 @@ def test_a_run_over_several_endpoints_gets_nine_tenths_of_the_ideal_and_knows_it
         given[row["metadata"]["rollout_results_endpoint"]].add(row["text"])
     for provider, texts in zip(providers, given.values(), strict=True):
         assert provider.billed == Counter(texts)
+        assert sum(f"{provider.settings['url']} has failed" in line for line in log) <= 1
         assert provider.most <= provider.declared
     assert sum(map(len, given.values())) == DOCUMENTS
     histories = (tmp_path / "checkpoints").glob("*/history.jsonl")

@@ -116,6 +116,7 @@ _MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
+_SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
 _SHOWN_CAUSE = 300
 _BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
@@ -784,11 +785,15 @@ class CompletionClient:
             return
         if failure.refusal is not None and target.fails and self._router.has_other(target):
             self._leave(target, failure.refusal)
-        elif not target.is_said:
+        elif not target.is_said and now - target.said_at >= _SAY_FAILS_AGAIN:
             target.is_said = True
+            target.said_at = now
+            advice = ""
+            if failure.server_is_limited and self._config.endpoints and target.limits is None:
+                advice = " If it limits requests, give the limits in endpoints."
             logger.warning(
                 f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets a request now and "
-                "then, and the other servers the rest."
+                f"then, and the other servers the rest.{advice}"
             )
 
     def _check_reason(self, answer: Completion, target: Target) -> None:

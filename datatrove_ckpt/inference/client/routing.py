@@ -272,6 +272,7 @@ class Target:
         failures: since its last answer.
         failing_since: when the first of them was.
         is_said: the log says that it fails.
+        said_at: when the log said so last.
         alive_at: when the server last worked, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: an answer had a finish_reason.
@@ -301,6 +302,7 @@ class Target:
     failures: int = 0
     failing_since: float = 0.0
     is_said: bool = False
+    said_at: float = -math.inf
     reserved: bool = False
     alive_at: float = 0.0
     accepted_at: float = 0.0

@@ -178,12 +178,13 @@ class Outage:
         self._since = self._next_line_at = math.inf
         self._is_shown = False
 
-    def look(self, busy: float, timeout: float) -> None:
+    def look(self, busy: float, timeout: float, name: str = "The server") -> None:
         """Warns of an unusual silence. A slow endpoint looks the same, and may be paid, so nothing
         is sent again.
 
         Args:
             busy: seconds for which the oldest request has been in flight; 0 without one.
+            name: of the servers that have requests.
         """
         now = self.clock()
         if self.answers > self._seen:
@@ -200,7 +201,7 @@ class Outage:
             if not had_hung:
                 self._log(
                     "WARNING",
-                    f"The server has not answered for {self.hangs:.0f} s, and its requests took "
+                    f"{name} has not answered for {self.hangs:.0f} s, and its requests took "
                     f"{self._longest:.0f} s at most. They wait for {timeout:g} s each "
                     "(request_timeout), because they may be paid for. If it hangs, stop the run, "
                     "and run the same command again, perhaps with a shorter request_timeout.",
@@ -463,7 +464,10 @@ class ModelServers:
     def look(self) -> None:
         """Looks for a silent endpoint. Servers of ours are watched by their ``servers/host.py``."""
         if self.config.server_type == "endpoint":
-            self.outage.look(self.oldest_in_flight(), self.timeout)
+            name = "The server"
+            if len(self.router.targets) > 1:
+                name = ", ".join(str(one.url) for one in self.router.targets if one.attempts)
+            self.outage.look(self.oldest_in_flight(), self.timeout, name)
 
     def oldest_in_flight(self) -> float:
         """Returns seconds; 0 without requests in flight."""

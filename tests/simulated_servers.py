@@ -190,7 +190,8 @@ class SimulatedProvider:
         costs = {"requests": 1, "tokens": self._each}
         minutes = self._loop.time() / 60 + 1
         if self._window:
-            minutes = math.ceil(self._loop.time() / 60)
+            # The clock is a moment late, which begins no further minute.
+            minutes = math.ceil(round(self._loop.time(), 3) / 60)
         return min(self._limits[kind] * minutes / (cost or 1) for kind, cost in costs.items())
 
     def ask(self, payload, answer):

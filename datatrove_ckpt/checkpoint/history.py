@@ -266,6 +266,7 @@ _COUNTERS = {
     "tier": "tiers",
     "by": "endpoints",
     "paid": "endpoint_costs",
+    "err_by": "endpoint_errors",
     "call": "calls",
     "failed": "failed_calls",
     "ms": "call_milliseconds",

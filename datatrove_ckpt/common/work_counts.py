@@ -75,6 +75,7 @@ class WorkCounts(Added):
         tiers: answers by the ``service_tier`` that the server names.
         endpoints, endpoint_costs: answers by the endpoint that gave them, if the config has
             ``endpoints``, and their cost.
+        endpoint_errors: the errors by the endpoint, likewise.
         calls, failed_calls, call_milliseconds: of ``generate.once``, by name.
     """
 
@@ -95,6 +96,7 @@ class WorkCounts(Added):
     tiers: Counter[str] = field(default_factory=Counter, kw_only=True)
     endpoints: Counter[str] = field(default_factory=Counter, kw_only=True)
     endpoint_costs: Counter[str] = field(default_factory=Counter, kw_only=True)
+    endpoint_errors: Counter[str] = field(default_factory=Counter, kw_only=True)
     calls: Counter[str] = field(default_factory=Counter, kw_only=True)
     failed_calls: Counter[str] = field(default_factory=Counter, kw_only=True)
     call_milliseconds: Counter[str] = field(default_factory=Counter, kw_only=True)

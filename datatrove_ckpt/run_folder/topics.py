@@ -264,7 +264,9 @@ def _troubles_of_requests(totals: Totals, ago: str) -> Iterator[tuple[str, str]]
     if work.restarts:
         yield "servers", counted(work.restarts, "restart")
     if work.errors:
-        yield "errors", _named_counts(work.errors) + ago
+        said = [_named_counts(work.errors)]
+        said += [f"{count:,} at {name}" for name, count in work.endpoint_errors.most_common()]
+        yield "errors", "; ".join(said) + ago
     if work.calls:
         said = []
         for name, number in work.calls.most_common():

@@ -219,7 +219,7 @@ FAULTS = {
 
 @pytest.mark.matrix("fault", FAULTS)
 def test_an_endpoint_that_fails_leaves_its_requests_to_the_others(
-    tmp_path, two, fault, log, monkeypatch
+    tmp_path, two, fault, log, command, monkeypatch
 ):
     change, said = FAULTS[fault]
     if "403" in fault:
@@ -229,6 +229,9 @@ def test_an_endpoint_that_fails_leaves_its_requests_to_the_others(
     assert all(check_bills(tmp_path, 10, *two).values())
     warnings = [line for line in log if line.startswith("WARNING") and two[0].url in line]
     assert not said or sum(said in line for line in warnings) == 1
+    text = re.search("errors .*", command("status", str(tmp_path / "checkpoints")))[0]
+    assert f" at {two[0].url}" in text
+    assert two[1].url not in text
 
 
 def test_a_run_whose_endpoints_all_refuse_the_key_stops(tmp_path, two):

@@ -3,8 +3,10 @@ never ends a run, and nobody's sys.exit ends a rank in success.
 """
 
 import asyncio
+import re
 import threading
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from datatrove.executor import LocalPipelineExecutor
@@ -118,7 +120,10 @@ def test_an_endpoint_that_goes_away_is_waited_for(tmp_path):
     assert ids(tmp_path) == all_of(8)
 
 
-def test_an_endpoint_that_hangs_is_in_the_log_and_in_the_history(tmp_path, log, monkeypatch):
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_endpoint_that_hangs_is_in_the_log_and_in_the_history(
+    tmp_path, log, monkeypatch, number
+):
     monkeypatch.setattr(client, "hang_after", lambda longest: 0.1)
     path = tmp_path / "checkpoints/00000/history.jsonl"
 
@@ -132,9 +137,12 @@ def test_an_endpoint_that_hangs_is_in_the_log_and_in_the_history(tmp_path, log, 
         return "hi"
 
     with FakeServer(answer) as server:
-        run_job(tmp_path, server, 4, config={"max_concurrent_generations": 1})
+        urls = [server.url, f"{server.url}/v1"][:number]
+        endpoints = SimpleNamespace(url=urls)
+        run_job(tmp_path, endpoints, 4, config={"max_concurrent_generations": 1})
         assert server.asked.total() == 4
-    assert "The server has not answered for " in "".join(log)
+    name = "The server" if number == 1 else server.url
+    assert re.search(rf"{name}(/v1)? has not answered for ", "".join(log))
     assert ids(tmp_path) == all_of(4)
 
 

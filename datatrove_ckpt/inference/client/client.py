@@ -116,6 +116,7 @@ _MAX_UNREAD = 3
 _OTHERS = 50  # requests that a server must have answered while it failed at one
 _SAY_AFTER = 3.0  # a reset connection or one 503 is everyday life
 _SAY_AGAIN = 60.0
+_SAY_FAILS_AGAIN = 600.0  # an endpoint with a limit fails each minute
 _SHOWN_CAUSE = 300
 _BUSY_FACTOR = 10
 _DIVIDED_AFTER = 2  # failures of a shared request while others are answered
@@ -177,12 +178,13 @@ class Outage:
         self._since = self._next_line_at = math.inf
         self._is_shown = False
 
-    def look(self, busy: float, timeout: float) -> None:
+    def look(self, busy: float, timeout: float, name: str = "The server") -> None:
         """Warns of an unusual silence. A slow endpoint looks the same, and may be paid, so nothing
         is sent again.
 
         Args:
             busy: seconds for which the oldest request has been in flight; 0 without one.
+            name: of the servers that have requests.
         """
         now = self.clock()
         if self.answers > self._seen:
@@ -199,7 +201,7 @@ class Outage:
             if not had_hung:
                 self._log(
                     "WARNING",
-                    f"The server has not answered for {self.hangs:.0f} s, and its requests took "
+                    f"{name} has not answered for {self.hangs:.0f} s, and its requests took "
                     f"{self._longest:.0f} s at most. They wait for {timeout:g} s each "
                     "(request_timeout), because they may be paid for. If it hangs, stop the run, "
                     "and run the same command again, perhaps with a shorter request_timeout.",
@@ -462,7 +464,10 @@ class ModelServers:
     def look(self) -> None:
         """Looks for a silent endpoint. Servers of ours are watched by their ``servers/host.py``."""
         if self.config.server_type == "endpoint":
-            self.outage.look(self.oldest_in_flight(), self.timeout)
+            name = "The server"
+            if len(self.router.targets) > 1:
+                name = ", ".join(str(one.url) for one in self.router.targets if one.attempts)
+            self.outage.look(self.oldest_in_flight(), self.timeout, name)
 
     def oldest_in_flight(self) -> float:
         """Returns seconds; 0 without requests in flight."""
@@ -574,13 +579,14 @@ class CompletionClient:
                     raise MustDivide from None
                 continue
             except (RequestRejected, ServerRefused) as error:
-                work.errors["refused" if error.status is None else f"HTTP {error.status}"] += 1
+                kind = "refused" if error.status is None else f"HTTP {error.status}"
+                self.sender.count_error(kind, target.name)
                 if isinstance(error, RequestRejected):
                     raise
                 self._leave(target, error)
                 continue
             except RetryableError as error:
-                work.errors[error.kind] += 1
+                self.sender.count_error(error.kind, target.name)
                 work.sent -= error.unsent
                 # A cluster stops our servers together with us.
                 if request.may_not_be_sent:
@@ -783,11 +789,15 @@ class CompletionClient:
             return
         if failure.refusal is not None and target.fails and self._router.has_other(target):
             self._leave(target, failure.refusal)
-        elif not target.is_said:
+        elif not target.is_said and now - target.said_at >= _SAY_FAILS_AGAIN:
             target.is_said = True
+            target.said_at = now
+            advice = ""
+            if failure.server_is_limited and self._config.endpoints and target.limits is None:
+                advice = " If it limits requests, give the limits in endpoints."
             logger.warning(
                 f"{target.url} has failed for {lasts:.0f} s ({failure}). It gets a request now and "
-                "then, and the other servers the rest."
+                f"then, and the other servers the rest.{advice}"
             )
 
     def _check_reason(self, answer: Completion, target: Target) -> None:

@@ -126,6 +126,12 @@ class Sender:
     on_change: Callable[[], None] | None = None
     may_grow: bool = False
 
+    def count_error(self, kind: str, endpoint: str) -> None:
+        """``endpoint``: "" if there is one."""
+        self.work.errors[kind] += 1
+        if endpoint:
+            self.work.endpoint_errors[endpoint] += 1
+
     @property
     def most_at_fault(self) -> int:
         """How many documents may be at fault for requests that fail.
@@ -266,6 +272,7 @@ class Target:
         failures: since its last answer.
         failing_since: when the first of them was.
         is_said: the log says that it fails.
+        said_at: when the log said so last.
         alive_at: when the server last worked, or got its first request after an idle time.
         accepted_at: start of the youngest attempt that it answered.
         gives_reasons: an answer had a finish_reason.
@@ -295,6 +302,7 @@ class Target:
     failures: int = 0
     failing_since: float = 0.0
     is_said: bool = False
+    said_at: float = -math.inf
     reserved: bool = False
     alive_at: float = 0.0
     accepted_at: float = 0.0

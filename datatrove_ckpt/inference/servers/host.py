@@ -322,6 +322,10 @@ async def running(
             on_outage(endpoints.outage)
             await endpoints.start()
             servers.add_endpoints(endpoints.endpoints)
+            if config.endpoints is not None:
+                open_ones = {one.name for one in endpoints.endpoints}
+                for name in config.endpoints_by_name.keys() - open_ones:
+                    servers.router.senders[0].count_error("left out at the start", name)
             for index, one in enumerate(endpoints.endpoints):
                 servers.tell("ready", config.server_name(index), str(one.url), "")
             if config.max_concurrent_generations == "auto":

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.config.endpoints import EndpointConfig
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, ServerRefused
 from datatrove_ckpt.inference.client import client, minute_limits
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.testing import FakeServer
@@ -245,6 +245,12 @@ def test_a_minute_that_is_full_beside_an_endpoint_that_fails_is_no_outage(
     step(tmp_path, ends(*two, requests_per_minute=1)).run(documents(2))
     assert two[1].payloads
     assert "gives no answers" not in "".join(log)
+
+
+def test_the_error_of_a_request_that_is_rejected_names_the_endpoint(tmp_path, two):
+    two[1].refuses = 400
+    with pytest.raises(DocumentFailed, match=rf"\({two[1].url}: BadRequestError: HTTP 400\)"):
+        step(tmp_path, ends(*two), config={"max_concurrent_generations": 3}).run(documents(10))
 
 
 # who gets a request ------------------------------------------------------------------------------

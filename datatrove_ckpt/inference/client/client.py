@@ -76,6 +76,7 @@ from datatrove_ckpt.errors import (
     RequestRejected,
     ServerRefused,
     ServerUnavailable,
+    named,
 )
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -576,7 +577,7 @@ class CompletionClient:
             except (RequestRejected, ServerRefused) as error:
                 work.errors["refused" if error.status is None else f"HTTP {error.status}"] += 1
                 if isinstance(error, RequestRejected):
-                    raise
+                    raise named(error, target.name) from None
                 self._leave(target, error)
                 continue
             except RetryableError as error:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -178,6 +179,45 @@ def test_a_run_goes_on_with_other_endpoints_and_no_answer_is_paid_or_told_anew(
     assert len(before) == 5
     step(tmp_path, change(*two)).run(documents(10))
     assert all(check_bills(tmp_path, 10, *two).values())
+
+
+async def without_one(document, generate):
+    if document.id != "id 7":
+        return await ask(document, generate)
+    return {"text": "answer to text 7"}
+
+
+@pytest.mark.matrix("is_lost", [False, True])
+@pytest.mark.matrix("is_several", [False, True])
+def test_all_files_of_a_run_have_the_columns_with_which_it_began(
+    tmp_path, two, is_several, is_lost
+):
+    def run_with(status, **settings):
+        for server in two:
+            server._status = status
+        config = InferenceConfig("endpoint", "org/m", max_concurrent_generations=3, **settings)
+        InferenceRunner(
+            without_one,
+            config,
+            writer(tmp_path),
+            records_per_chunk=2,
+            checkpoints_local_dir=str(tmp_path / "checkpoints"),
+            checkpoints_remote_dir=str(tmp_path / "mirror"),
+        ).run(documents(10))
+
+    budget = Budget()
+    budget.left = 5
+    one = {"endpoint_url": two[0].url}
+    several = {"endpoints": [{"url": server.url} for server in two]}
+    with pytest.raises(ServerRefused):
+        run_with(budget, **(several if is_several else one))
+    if is_lost:
+        shutil.rmtree(tmp_path / "checkpoints")
+    run_with(lambda payload, times: None, **(one if is_several else several))
+    columns = {tuple(row["metadata"]) for row in rows(tmp_path)}
+    names = ["rollout_results_endpoint", "rollout_results"]
+    assert columns == {tuple(names[not is_several :])}
+    assert told(tmp_path)["text 7"] == ("" if is_several else None)
 
 
 def test_a_name_of_the_model_that_is_new_to_the_run_is_refused_and_an_old_one_is_not(tmp_path, two):

@@ -127,7 +127,9 @@ def _message_in(body: str) -> str:
 
 
 def named(error: CkptError, model: str) -> CkptError:
-    """Returns the error; its message begins with the model's name, unless that is ""."""
+    """Returns the error; its message begins with the model's or endpoint's name, unless that is
+    "".
+    """
     if model and not str(error).startswith(f"{model}: "):
         error.args = (f"{model}: {error.args[0] if error.args else ''}", *error.args[1:])
     return error
@@ -360,7 +362,7 @@ class RequestRejected(RequestError):
     it again.
 
     The message starts with ``BadRequestError``, because datatrove's rollouts look for that word.
-    Where there are several models, the name of the one that was asked stands before it.
+    The names of the one of several models, and of ``endpoints``, that was asked stand before it.
     """
 
     def __init__(self, status: int, body: str, remembered: bool = False) -> None:

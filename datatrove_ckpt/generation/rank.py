@@ -164,6 +164,7 @@ class _Run:
                 restore_rank(
                     step.checkpoints_remote_dir, root, rank, retries=step.retry_dead_letters
                 )
+            step.go_on_as_begun()
         if not step.retry_dead_letters:
             self._take_in_passes(self.data, root)
             return

@@ -58,6 +58,8 @@ _CONSTANTS = (str, int, float, bytes, type(None))
 _OTHER_NAME = "an endpoint names a model that is new to the run; set it only if it is the same one"
 CHAT_TEXTS = "rollout_fn.chat_texts"
 """The field of runs that take JSON in ``prompt_column`` for the chat that it is."""
+ENDPOINT_COLUMN = "endpoint_column"
+"""The field of runs that began with ``endpoints``."""
 _SETTING = re.compile(r"(rollout_fn|shared_context)\.(?!.* code$)")
 
 

@@ -33,6 +33,7 @@ from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.errors.names import form
 from datatrove_ckpt.generation.run_identity import (
     CHAT_TEXTS,
+    ENDPOINT_COLUMN,
     CodeIdentity,
     code_identity,
     code_of,
@@ -100,6 +101,7 @@ class Step(PipelineStep):
     steps_before: list[StepRecord] | None = field(default=None, init=False)
     form: str = field(default="", init=False)
     no_wait: bool = field(default=False, init=False)
+    tells_endpoints: bool = field(default=False, init=False)
 
     named_models = Veiled()  # of a ``config`` with names; else there is none
     _code_when_made = Veiled()  # a CodeIdentity: executor.json does not even show its hashes
@@ -138,13 +140,14 @@ class Step(PipelineStep):
             raise ConfigError("rollouts_per_document: must be 1 for a batch file; see n.")
         self._check_names()
         self._check_limits()
+        self.tells_endpoints = any(one.endpoints for one in self.models.values())
         local = self.checkpoints_local_dir
         check_writer(self.output_writer, checkpoints=local is not None)
         if local is None:
             self._check_without_checkpoints()
         else:
             self._check_folders(local)
-            self._go_on_as_begun()
+            self.go_on_as_begun()
 
     def _check_names(self) -> None:
         key = self.metadata_key
@@ -194,13 +197,23 @@ class Step(PipelineStep):
             if Path(other).absolute() == folder:
                 raise ConfigError("is this run's own checkpoints_local_dir.", setting=name)
 
-    def _go_on_as_begun(self) -> None:
-        """Sends the JSON of chats as a run that began before them did."""
-        if isinstance(self.rollout_fn, PromptRollout) and self.rollout_fn.chat_texts:
+    def go_on_as_begun(self) -> None:
+        """Sends the JSON of chats as a run that began before them did, and adds its columns: files
+        with others would not load together.
+        """
+        begun = self._begun()
+        prompt = self.rollout_fn
+        if isinstance(prompt, PromptRollout) and prompt.chat_texts and sent_chats_as_texts(begun):
+            self.rollout_fn = prompt.as_before()
+        if begun:
+            self.tells_endpoints = ENDPOINT_COLUMN in begun
+
+    def _begun(self) -> JsonObject:
+        """Returns the settings with which the run began, if it did."""
+        if self.checkpoints_local_dir is not None:
             with suppress(ConfigError, OSError):  # whoever starts the run says it
-                begun = recorded_settings(self.checkpoints_root)
-                if sent_chats_as_texts(begun):
-                    self.rollout_fn = self.rollout_fn.as_before()
+                return recorded_settings(self.checkpoints_root)
+        return {}
 
     def _check_without_checkpoints(self) -> None:
         given = {
@@ -256,8 +269,8 @@ class Step(PipelineStep):
 
     @property
     def endpoint_columns(self) -> list[str]:
-        """The metadata key for the endpoints that answered, where a model has ``endpoints``."""
-        if any(one.endpoints for one in self.models.values()):
+        """The metadata key for the endpoints that answered, in a run that began with some."""
+        if self.tells_endpoints:
             return [f"{self.answer_column or self.metadata_key}_endpoint"]
         return []
 
@@ -327,12 +340,10 @@ class Step(PipelineStep):
             keys["refusals"] = [*self.refusals]
         if getattr(self.rollout_fn, "chat_texts", None):  # also beside rollout_version
             keys[CHAT_TEXTS] = True
-        begun: JsonObject = {}
-        if self.checkpoints_local_dir is not None:
-            with suppress(ConfigError, OSError):  # whoever starts the run says it
-                begun = recorded_settings(self.checkpoints_root)
+        if self.tells_endpoints:
+            keys[ENDPOINT_COLUMN] = True
         return run_identity(
-            self.code(), self.models, self.output_writer, chunk, keys, world_size, begun
+            self.code(), self.models, self.output_writer, chunk, keys, world_size, self._begun()
         )
 
     def changed(self, **settings: object) -> Self:

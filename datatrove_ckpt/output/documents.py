@@ -301,6 +301,10 @@ def _has_other_nan(value: object) -> bool:
         value = _fields(value)
     if isinstance(value, float | complex):
         return value - value != 0
+    if isinstance(value, np.inexact) or (
+        isinstance(value, np.ndarray) and value.dtype.kind in "fc"
+    ):
+        return not np.isfinite(value).all()
     if isinstance(value, dict):
         return has_nan(list(value.values()))
     return isinstance(value, list | tuple | set | frozenset) and has_nan(list(value))

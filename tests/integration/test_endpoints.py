@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.config.endpoints import EndpointConfig
-from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
+from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, DocumentFailed, ServerRefused
 from datatrove_ckpt.inference.client import client, minute_limits
 from datatrove_ckpt.inference.client.minute_limits import MinuteLimits
 from datatrove_ckpt.testing import FakeServer
@@ -180,6 +181,45 @@ def test_a_run_goes_on_with_other_endpoints_and_no_answer_is_paid_or_told_anew(
     assert all(check_bills(tmp_path, 10, *two).values())
 
 
+async def without_one(document, generate):
+    if document.id != "id 7":
+        return await ask(document, generate)
+    return {"text": "answer to text 7"}
+
+
+@pytest.mark.matrix("is_lost", [False, True])
+@pytest.mark.matrix("is_several", [False, True])
+def test_all_files_of_a_run_have_the_columns_with_which_it_began(
+    tmp_path, two, is_several, is_lost
+):
+    def run_with(status, **settings):
+        for server in two:
+            server._status = status
+        config = InferenceConfig("endpoint", "org/m", max_concurrent_generations=3, **settings)
+        InferenceRunner(
+            without_one,
+            config,
+            writer(tmp_path),
+            records_per_chunk=2,
+            checkpoints_local_dir=str(tmp_path / "checkpoints"),
+            checkpoints_remote_dir=str(tmp_path / "mirror"),
+        ).run(documents(10))
+
+    budget = Budget()
+    budget.left = 5
+    one = {"endpoint_url": two[0].url}
+    several = {"endpoints": [{"url": server.url} for server in two]}
+    with pytest.raises(ServerRefused):
+        run_with(budget, **(several if is_several else one))
+    if is_lost:
+        shutil.rmtree(tmp_path / "checkpoints")
+    run_with(lambda payload, times: None, **(one if is_several else several))
+    columns = {tuple(row["metadata"]) for row in rows(tmp_path)}
+    names = ["rollout_results_endpoint", "rollout_results"]
+    assert columns == {tuple(names[not is_several :])}
+    assert told(tmp_path)["text 7"] == ("" if is_several else None)
+
+
 def test_a_name_of_the_model_that_is_new_to_the_run_is_refused_and_an_old_one_is_not(tmp_path, two):
     stopped(tmp_path, two, 5)
     new = [{"url": two[0].url, "model": "m-0"}, {"url": two[1].url, "model": "other"}]
@@ -248,6 +288,12 @@ def test_a_minute_that_is_full_beside_an_endpoint_that_fails_is_no_outage(
     step(tmp_path, ends(*two, requests_per_minute=1)).run(documents(2))
     assert two[1].payloads
     assert "gives no answers" not in "".join(log)
+
+
+def test_the_error_of_a_request_that_is_rejected_names_the_endpoint(tmp_path, two):
+    two[1].refuses = 400
+    with pytest.raises(DocumentFailed, match=rf"\({two[1].url}: BadRequestError: HTTP 400\)"):
+        step(tmp_path, ends(*two), config={"max_concurrent_generations": 3}).run(documents(10))
 
 
 # who gets a request ------------------------------------------------------------------------------

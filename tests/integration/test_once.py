@@ -7,6 +7,7 @@ import time
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from datatrove_ckpt.common.redaction import remember
@@ -68,6 +69,8 @@ def raises_stop(text):
             r"once\('call'\) cannot save a result that is no JSON.* of bytes",
         ),
         (lambda text: [math.nan], {}, r"once\('call'\) cannot save NaN"),
+        (lambda text: {"x": np.array([math.nan])}, {}, r"once\('call'\) cannot save NaN"),
+        (lambda text: np.float32("nan"), {}, r"once\('call'\) cannot save NaN"),
         (lambda text: "a" * 2000, {}, r"once\('call'\) has a result of .* and the limit is"),
         (raises_stop, {}, "StopIteration"),
         (
@@ -84,6 +87,8 @@ def raises_stop(text):
     ids=[
         "object",
         "NaN",
+        "NaN in an array",
+        "NaN of numpy",
         "size",
         "StopIteration",
         "arguments",

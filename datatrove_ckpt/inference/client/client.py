@@ -76,6 +76,7 @@ from datatrove_ckpt.errors import (
     RequestRejected,
     ServerRefused,
     ServerUnavailable,
+    named,
 )
 from datatrove_ckpt.inference.client.answers import (
     CHAT,
@@ -582,7 +583,7 @@ class CompletionClient:
                 kind = "refused" if error.status is None else f"HTTP {error.status}"
                 self.sender.count_error(kind, target.name)
                 if isinstance(error, RequestRejected):
-                    raise
+                    raise named(error, target.name) from None
                 self._leave(target, error)
                 continue
             except RetryableError as error:

@@ -114,7 +114,7 @@ def crash(number, folder, server, client, counted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("documents", "lost", "counted", "lag", "every"),
+    "documents, lost, counted, lag, every",
     [
         pytest.param(1, True, ("request",), 0, 9, id="node lost, each ninth"),
         pytest.param(3, True, ("request",), 3, 11, id="node lost, lists lag, each eleventh"),

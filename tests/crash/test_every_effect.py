@@ -98,7 +98,7 @@ def answered(folder):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("number", "torn", "counted", "recoveries", "step"),
+    "number, torn, counted, recoveries, step",
     [
         (2, False, OF_FILES, 15, 9),
         pytest.param(2, False, EFFECTS, 4, 1, marks=pytest.mark.slow),
@@ -132,7 +132,7 @@ def test_output_is_the_same_after_a_crash_at_every_effect_of_every_recovery(
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("older", "step"), [(False, 17), (False, 1), (True, 1)])
+@pytest.mark.parametrize("older, step", [(False, 17), (False, 1), (True, 1)])
 def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, step):
     """And a rank of another job is refused as soon as one holds work."""
     with FakeServer() as server:
@@ -162,7 +162,7 @@ def test_ranks_agree_on_their_job_after_a_crash_at_every_effect(folder, older, s
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("step", "number"), [(7, 2), (1, 1), (1, 2)])
+@pytest.mark.parametrize("step, number", [(7, 2), (1, 1), (1, 2)])
 def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step, number):
     with ExitStack() as stack:
         servers = [stack.enter_context(FakeServer(delay=slow_start)) for _ in range(number)]
@@ -188,7 +188,7 @@ def test_what_was_on_disk_as_answered_is_never_asked_for_again(folder, step, num
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("kind", "step"),
+    "kind, step",
     [
         ("parquet", 9),
         ("parquet", 1),
@@ -219,7 +219,7 @@ def test_tables_of_every_kind_are_the_same_after_a_torn_crash_at_every_effect(fo
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("number", "recoveries"),
+    "number, recoveries",
     [
         pytest.param(2, False, marks=pytest.mark.slow),
         pytest.param(3, False, marks=pytest.mark.full),
@@ -239,7 +239,7 @@ def test_output_is_the_same_after_a_power_loss_at_every_effect(folder, number, r
 
 
 @pytest.mark.parametrize(
-    ("code", "number", "step"),
+    "code, number, step",
     [
         (errno.ENOSPC, 1, 9),
         pytest.param(errno.ENOSPC, 3, 1, marks=pytest.mark.slow),

@@ -124,7 +124,7 @@ def of_documents(server, number):
 
 
 @pytest.mark.parametrize(
-    ("after_crash", "torn", "number"),
+    "after_crash, torn, number",
     [
         pytest.param(lose_the_node, False, 3, id="node lost", marks=pytest.mark.full),
         pytest.param(lose_the_node, True, 2, id="node lost, torn puts, each ninth"),
@@ -166,7 +166,7 @@ ALL = (*EFFECTS, *REMOTE_EFFECTS)
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("after_crash", "counted", "step"),
+    "after_crash, counted, step",
     [(keep_the_node, OF_FILES, 9), (keep_the_node, ALL, 1), (lose_the_node, ALL, 1)],
 )
 def test_a_crash_at_every_effect_of_restoring_ends_in_the_same_bytes_and_asks_for_nothing_again(

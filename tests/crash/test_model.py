@@ -606,7 +606,7 @@ def fault(raising=None, answers_left=None):
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("code_described_once")
 @pytest.mark.parametrize(
-    ("examples", "steps"),
+    "examples, steps",
     [
         (2, 20),
         pytest.param(40, 15, marks=pytest.mark.slow),

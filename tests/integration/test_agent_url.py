@@ -206,7 +206,7 @@ def test_a_client_that_hangs_up_and_asks_again_pays_once(tmp_path, is_answered):
 
 
 @pytest.mark.parametrize(
-    ("setting", "settings", "lines"),
+    "setting, settings, lines",
     [
         ({}, {"skip_bad_requests": True}, 1),
         ({"on_refusal": "drop"}, {}, 0),

@@ -247,7 +247,7 @@ def test_answers_that_cannot_be_used_are_refused_before_the_first_request(
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
+    "place, said",
     [
         ("none", "none holds no checkpoint"),
         ("new/checkpoints", "answers_from: is this run's own checkpoints_local_dir"),

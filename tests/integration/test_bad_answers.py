@@ -157,7 +157,7 @@ async def wraps(document, generate):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "written"),
+    "rollout, written",
     [(in_a_group, []), (decides, ["on_loop: the answer is looping."])],
 )
 def test_a_function_may_catch_what_a_dropped_answer_raises(tmp_path, server, rollout, written):
@@ -219,7 +219,7 @@ def test_no_try_is_paid_twice(tmp_path, left):
 
 
 @pytest.mark.parametrize(
-    ("value", "wrong"),
+    "value, wrong",
     [
         ("dropp", 'on_loop: "dropp" is not one of keep, retry, drop, dead_letter'),
         ({"then": "drop"}, "on_loop.retry: null is not a whole number >= 1"),

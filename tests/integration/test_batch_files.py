@@ -132,7 +132,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("bad", "why"), REFUSED, ids=map(str, range(len(REFUSED))))
+@pytest.mark.parametrize("bad, why", REFUSED, ids=map(str, range(len(REFUSED))))
 def test_a_line_that_is_no_request_is_refused_before_anything_is_sent(server, command, bad, why):
     write(request("0"), bad, request("2"))
     said = command(*flags(server, "--model", "fake"), code=2).error

@@ -250,7 +250,7 @@ def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
     assert len(output(job)) == 2
 
 
-@pytest.mark.parametrize(("folder", "lists"), [("completions", False), ("logs", True)])
+@pytest.mark.parametrize("folder, lists", [("completions", False), ("logs", True)])
 def test_a_marker_that_is_written_while_its_folder_is_looked_for(job, monkeypatch, folder, lists):
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")
     list_tree = HfFileSystem._ls_tree

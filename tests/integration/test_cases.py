@@ -89,7 +89,7 @@ def test_lines_are_read_as_json_reads_them(tmp_path, name, suffix):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content, message",
     [
         (b"[" + ROW + b"]", "'a.jsonl' .* holds a JSON array"),
         (b"[\n" + ROW + b",\n" + ROW + b"\n]\n", "'a.jsonl' .* holds a JSON array"),
@@ -153,7 +153,7 @@ def test_csv_is_read_as_pandas_reads_it(tmp_path, server, name, suffix):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content, message",
     [
         (b"id,text,n,n\n1,a,b,c\n", "'a.csv' has several columns named 'n': numbers 3, 4"),
         (b",,text\n1,2,a\n", "'a.csv' has several columns named '': numbers 1, 2"),
@@ -235,7 +235,7 @@ TEXTS = [str(UUID(int=1)), None]
 
 
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    "values, expected",
     [
         (pa.array([Decimal("100"), None], pa.decimal128(5, -2)), [Decimal("100"), None]),
         (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),

@@ -124,7 +124,7 @@ async def asks_sixty_times(document, generate):
 
 
 @pytest.mark.parametrize(
-    ("slow", "limit", "rollout", "per_chunk"),
+    "slow, limit, rollout, per_chunk",
     [
         ((RankFiles, "write"), ("MAX_BACKLOG_BYTES", 3000), ask, 60),
         ((RankFiles, "write"), ("MAX_BACKLOG_BYTES", 3000), asks_sixty_times, 60),
@@ -211,7 +211,7 @@ async def asks_four_times(document, generate):
 
 
 @pytest.mark.parametrize(
-    ("settings", "rollout", "in_flight"),
+    "settings, rollout, in_flight",
     [
         ({"max_concurrent_generations": 8}, ask, 8),
         ({"max_concurrent_documents": 3}, ask, 3),
@@ -233,7 +233,7 @@ async def fails(document, generate):
     raise ValueError("stops the task")
 
 
-@pytest.mark.parametrize(("rollout", "why"), [(ask, ""), (fails, "stops the task")])
+@pytest.mark.parametrize("rollout, why", [(ask, ""), (fails, "stops the task")])
 @pytest.mark.usefixtures("no_collector")
 def test_a_task_that_has_ended_leaves_no_open_file_and_no_thread(tmp_path, server, rollout, why):
     """A worker runs thousands of tasks. A task that fails has not read all its documents."""

@@ -357,7 +357,7 @@ def test_a_damaged_commit_log_is_refused_by_all_and_rebuilt_by_repair(half, serv
 @pytest.mark.matrix(
     "disk_type", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize(("run_first", "step"), [(False, 3), (False, 1), (True, 1)])
+@pytest.mark.parametrize("run_first, step", [(False, 3), (False, 1), (True, 1)])
 def test_a_repair_of_the_log_that_crashes_at_any_effect_does_no_harm(
     half,
     server,
@@ -413,7 +413,7 @@ def rewritten_cache(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "effects"),
+    "damage, effects",
     [(rewritten_cache, {"rename replay.sqlite3"}), (removed_rank, {"remove 00000.txt"})],
 )
 @pytest.mark.parametrize(

@@ -203,7 +203,7 @@ def test_dead_letters_need_a_checkpoint(tmp_path, server):
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("code_described_once")
-@pytest.mark.parametrize(("retrying", "step"), [(False, 9), (False, 1), (True, 1)])
+@pytest.mark.parametrize("retrying, step", [(False, 9), (False, 1), (True, 1)])
 def test_dead_letters_are_each_there_once_after_a_crash_at_every_effect(
     ram, server, retrying, step
 ):

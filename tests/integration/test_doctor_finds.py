@@ -91,7 +91,7 @@ def test_one_dead_endpoint_of_two_is_a_warning(server):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("answer", "state", "says"),
+    "answer, state, says",
     [
         (web.Response(status=401), "problem", "wants a key, and this run sends none: set api_key_env"),
         (web.json_response({"data": [{"id": "fake", "max_model_len": 1024}]}), "problem",
@@ -186,7 +186,7 @@ def test_fit_folders_have_no_problem_and_nothing_is_changed(found, here):
 
 
 @pytest.mark.parametrize(
-    ("override", "check", "expected", "says"),
+    "override, check, expected, says",
     [
         ("output_writer.output_folder=job.yaml", "output, reachable", "problem", "job.yaml is a file"),
         ("output_writer.output_folder=memory://doctor/out", "output, reachable", "ok", ""),

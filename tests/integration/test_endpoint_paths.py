@@ -64,7 +64,7 @@ def gateway(api, lists_models=True, fails=lambda number, path: 0):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("api", "given", "lists_models"),
+    "api, given, lists_models",
     [
         ("/v1", "", True),
         ("/v1", "/v1", True),
@@ -99,9 +99,7 @@ def test_an_endpoint_of_which_it_is_not_known_where_its_api_is_gets_no_requests(
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "says"), [(None, "sends none: set api_key_env"), ("a key", "refuses")]
-)
+@pytest.mark.parametrize("key, says", [(None, "sends none: set api_key_env"), ("a key", "refuses")])
 @pytest.mark.parametrize("refused", ["models", "completions"])
 def test_a_server_that_wants_a_key_says_whether_one_was_sent(tmp_path, key, says, refused):
     def fails(number, path):

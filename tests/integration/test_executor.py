@@ -107,7 +107,7 @@ def test_the_last_of_several_machines_writes_the_statistics_of_all(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("fails", "error"),
+    "fails, error",
     [
         ("error", ValueError),
         ("exit", UnexpectedExit),

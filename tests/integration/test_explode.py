@@ -100,7 +100,7 @@ def test_whole_documents_of_an_old_run_become_rows_and_rows_no_documents(job, gi
     assert "rows do not say what their document was" in said
 
 
-@pytest.mark.parametrize(("before", "after"), [("true", "false"), ("false", "true")])
+@pytest.mark.parametrize("before, after", [("true", "false"), ("false", "true")])
 def test_a_run_that_changed_to_rows_or_back_is_whole(job, command, before, after):
     job(budget=3, code=1, more=f"--explode {before}")
     job(more=f"--explode {after} --accept-changes true")

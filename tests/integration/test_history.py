@@ -84,7 +84,7 @@ def test_each_attempt_says_how_it_started_and_ended_and_the_numbers_are_those_on
     assert [event.what for event in done.servers] == ["ready"]
 
 
-@pytest.mark.parametrize(("has_room", "said"), [(True, ""), (False, "at least ")])
+@pytest.mark.parametrize("has_room, said", [(True, ""), (False, "at least ")])
 def test_a_full_disk_is_named_as_the_end_of_its_attempt_and_no_sum_is_silently_too_low(
     tmp_path, monkeypatch, has_room, said
 ):

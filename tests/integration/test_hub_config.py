@@ -81,7 +81,7 @@ def rows_on_hub(hub, repository):
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
-    ("name", "repository", "logs", "longest"),
+    "name, repository, logs, longest",
     [
         ("hub.yaml", "my-org/my-dataset", "hub_run/faq/logs", 18432),
         ("finephrase.yaml", "my-org/finephrase", "finephrase/faq/logs", 3 * (8192 - 2048 - 64)),

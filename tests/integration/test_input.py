@@ -89,7 +89,7 @@ def kept(folder, rank=0):
 
 @pytest.mark.matrix("reader", ["JsonlReader", ORIGINAL])
 @pytest.mark.parametrize(
-    ("content", "options", "message"),
+    "content, options, message",
     [
         (lines(1), {"text_key": "txt"}, "text_key='txt'. The first row has the keys 'text', 'id'."),
         ("[\n", {}, "JSON array"),

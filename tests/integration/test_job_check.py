@@ -232,7 +232,7 @@ def two_files(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("then", "now", "shown"),
+    "then, now, shown",
     [
         ([drop_odd], [], "then: reader -> drop_odd\n  now: reader\n"),
         ([drop_odd], [Hidden()], "then: reader -> drop_odd\n  now: reader -> tests.Hidden"),

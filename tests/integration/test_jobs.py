@@ -170,7 +170,7 @@ class Ends:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("ranks", "documents", "per_job", "ended", "apart"),
+    "ranks, documents, per_job, ended, apart",
     [(4, 12, 2, {"kill": 1, "evict": 1}, 12), (40, 10, 10, {"kill": 8, "evict": 2}, 30)],
 )
 def test_jobs_that_die_are_started_again_with_what_is_left(
@@ -291,7 +291,7 @@ def test_cancel_with_and_without_jobs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("refused", "code", "started", "why"),
+    "refused, code, started, why",
     [
         # Rank 1 goes on, and rank 0 would fail again.
         ("document 0 0", 400, 1, "task 0: DocumentFailed: "),
@@ -497,7 +497,7 @@ def test_the_short_form_and_datatroves_own_executor(
 
 
 @pytest.mark.parametrize(
-    ("alive", "at_work", "free", "wanted"),
+    "alive, at_work, free, wanted",
     [
         (0, 0, 4, 3),  # at most three
         (0, 0, 2, 2),

@@ -326,7 +326,7 @@ def undisturbed(tmp_path_factory):
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 21))]
 )
 @pytest.mark.parametrize(
-    ("kind", "number", "tasks"),
+    "kind, number, tasks",
     [
         ("plain", signal.SIGKILL, 1),
         pytest.param("plain", signal.SIGKILL, 2, marks=pytest.mark.slow),
@@ -391,7 +391,7 @@ def test_a_job_killed_at_random_moments_ends_with_the_bytes_of_one_that_was_not(
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("kills", "tasks"), [(8, 2), pytest.param(200, 6, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills, tasks", [(8, 2), pytest.param(200, 6, marks=pytest.mark.full)])
 def test_no_call_and_no_answer_of_an_agent_is_paid_twice_but_those_in_flight_at_a_kill(
     ram, undisturbed, kills, tasks
 ):

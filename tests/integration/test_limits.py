@@ -194,7 +194,7 @@ def test_what_depends_on_a_run_that_until_ended_takes_its_output(server, here):
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    "more, why",
     [
         ({"max_cost": 1}, "max_cost: needs the prices of a million tokens. Add "),
         ({"until": 5, "checkpoints_local_dir": None}, "until: needs checkpoints_local_dir"),
@@ -265,7 +265,7 @@ def test_a_retry_of_dead_letters_ends_by_max_cost_too(server, command, here):
     assert written() == TASKS * DOCUMENTS
 
 
-@pytest.mark.parametrize(("name", "value", "code"), [("until", 5, 0), ("max_cost", 10, 4)])
+@pytest.mark.parametrize("name, value, code", [("until", 5, 0), ("max_cost", 10, 4)])
 def test_tasks_of_ray_that_a_limit_ended_have_not_failed(
     server, command, here, monkeypatch, name, value, code
 ):
@@ -416,7 +416,7 @@ class Ledger(FakeServer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "four", "late"])
-@pytest.mark.parametrize(("name", "code"), [("until", 0), ("max_cost", 4)])
+@pytest.mark.parametrize("name, code", [("until", 0), ("max_cost", 4)])
 def test_limits_hold_under_kills(command, here, name, code, kind):
     with Ledger(quiet=name == "max_cost") as server:
         write(server, 6, 3000, 5, executor="    ranks_at_once: 2\n    max_rank_attempts: 99\n")

@@ -177,7 +177,7 @@ def workers(process):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "whole_group"),
+    "number, whole_group",
     [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGINT, True)],
 )
 def test_pool_workers_end_with_a_parent_that_a_signal_ends_and_the_next_run_finds_their_ranks_free(

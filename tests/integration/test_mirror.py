@@ -258,7 +258,7 @@ def restored(job):
 @pytest.mark.matrix
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("places", "every"), [(2, 3), (40, 1), pytest.param(None, 1, marks=pytest.mark.full)]
+    "places, every", [(2, 3), (40, 1), pytest.param(None, 1, marks=pytest.mark.full)]
 )
 def test_no_damage_to_any_one_object_costs_more_than_a_version(
     job, log, monkeypatch, places, every
@@ -675,7 +675,7 @@ def test_a_rank_that_drains_uploads_at_once_and_waits_less_for_the_last_upload(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"checkpoints_remote_dir": "sftp://me:secret@host/path"}, "holds a user or a password"),
         ({"checkpoints_remote_dir": "nonsense://bucket"}, "nonsense://bucket' cannot be used"),

@@ -53,7 +53,7 @@ def attempt(folder, models, seed=None, **changes):
 
 @pytest.mark.parametrize("seed", [None, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("names", "kept"),
+    "names, kept",
     [("judge=b writer=a", True), ("judge=a writer=b", True), ("author=a critic=b", False)],
 )
 def test_an_answer_stays_with_the_name_of_its_model(here, a, b, names, kept, seed, monkeypatch):
@@ -160,7 +160,7 @@ def old(here):
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    "changes, line",
     [
         (REVISION, 'judge.model_kwargs.revision: (not set) -> "v2"'),
         ({"use_chat": False}, "judge.use_chat: true -> "),

@@ -173,7 +173,7 @@ def test_a_name_that_cannot_be_one_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("models", "said"),
+    "models, said",
     [
         ({}, "config: is empty"),
         (

@@ -144,7 +144,7 @@ def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
 
 
 @pytest.mark.parametrize(
-    ("setting", "complaint"),
+    "setting, complaint",
     [
         ("aws", r"takes {'cloud': NAME}, one of aws, gcp, azure, or {'command': \[program, ...\]}"),
         ({"command": ["curl", "http://me:secretword@host/"]}, "holds what looks like a secret"),

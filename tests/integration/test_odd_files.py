@@ -52,7 +52,7 @@ def run(here, command):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "expected"),
+    "pattern, expected",
     [
         (None, VISIBLE),
         (".jsonl", VISIBLE[:3]),
@@ -150,7 +150,7 @@ def test_the_short_form_looks_at_no_hidden_file(tmp_path, run, server):
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    "row, problem",
     [
         (b"two,more", "more cells than columns"),
         (b"two\nand a half", "fewer cells than columns"),

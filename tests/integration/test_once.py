@@ -34,7 +34,7 @@ def in_a_thread(text):
 
 
 @pytest.mark.parametrize(
-    ("function", "kwargs", "expected"),
+    "function, kwargs, expected",
     [
         (doubled, {}, "text 0text 0"),
         (partial(doubled), {}, "text 0text 0"),
@@ -61,7 +61,7 @@ def raises_stop(text):
 
 
 @pytest.mark.parametrize(
-    ("function", "settings", "message"),
+    "function, settings, message",
     [
         (
             lambda text: object(),

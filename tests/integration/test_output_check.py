@@ -291,7 +291,7 @@ def forget_documents(job):
 
 @pytest.mark.matrix("lines", [0, 2])
 @pytest.mark.parametrize(
-    ("forget", "proof"),
+    "forget, proof",
     [
         (forget_last_chunk, "shard.json says that this finished task has read 5."),
         (forget_documents, "last_chunk"),

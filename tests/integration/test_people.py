@@ -24,7 +24,7 @@ def commands():
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("first", "number", "seconds"),
+    "first, number, seconds",
     [(2, 2, 0.0), pytest.param(1000, 10, 90.0, marks=pytest.mark.slow)],
 )
 def test_exit_code_0_means_every_document_is_there_whatever_people_did(

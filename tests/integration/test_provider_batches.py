@@ -284,7 +284,7 @@ def test_a_batch_that_is_refused_as_a_whole_blames_no_document(tmp_path, provide
 
 
 FORMS = pytest.mark.parametrize(
-    ("form", "rollout", "config"),
+    "form, rollout, config",
     [
         (FakeProvider, ask, BATCHES),
         pytest.param(FakeMessages, message, MESSAGES, marks=pytest.mark.slow),
@@ -294,7 +294,7 @@ FORMS = pytest.mark.parametrize(
 
 @FORMS
 @pytest.mark.parametrize(
-    ("hidden", "comes_back"),
+    "hidden, comes_back",
     [
         ("half", True),
         ("half", False),
@@ -507,7 +507,7 @@ def of_the_list(provider):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("ignores_after", "loses", "pages"),
+    "ignores_after, loses, pages",
     [(False, FakeProvider, 3), (True, LosesCreation, 2)],
 )
 def test_a_batch_is_found_in_a_long_list(tmp_path, ignores_after, loses, pages):
@@ -630,7 +630,7 @@ PAID = [
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("set_up", "attempts", "batches"), PAID, ids=[*ODD, "400", "404", *IN_TWO])
+@pytest.mark.parametrize("set_up, attempts, batches", PAID, ids=[*ODD, "400", "404", *IN_TWO])
 def test_what_was_paid_for_is_kept_however_a_batch_is_described_and_ends(
     tmp_path, set_up, attempts, batches, provider
 ):
@@ -654,7 +654,7 @@ def test_answers_in_an_unknown_form_are_paid_for_twice_at_most(tmp_path, provide
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("errors", "cause"),
+    "errors, cause",
     [
         (None, "as a whole: it names no cause"),
         ("no credit", "as a whole: no credit"),
@@ -748,7 +748,7 @@ def test_a_run_goes_on_without_batches_and_uses_what_was_paid(tmp_path, provider
     "kind", [CopyingDisk, pytest.param(CopyingPowerLossDisk, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize(
-    ("form", "rollout", "config"),
+    "form, rollout, config",
     [(FakeProvider, two_in_a_row, BATCHES), (FakeMessages, two_messages, MESSAGES)],
 )
 def test_no_kill_pays_for_an_answer_twice(
@@ -833,7 +833,7 @@ def test_no_wait_ends_with_75_until_the_answers_are_there(here, command, job, pr
 
 
 @pytest.mark.parametrize(
-    ("form", "kind", "rollout", "config"),
+    "form, kind, rollout, config",
     [
         (FakeProvider, BatchProvider, ask, BATCHES),
         pytest.param(FakeMessages, MessageBatches, message, MESSAGES, marks=pytest.mark.slow),

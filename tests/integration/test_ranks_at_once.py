@@ -294,7 +294,7 @@ def opened():
 
 
 @pytest.mark.parametrize(
-    ("changes", "config", "most"),
+    "changes, config, most",
     [
         ({}, {}, 32),
         ({"shared_context": {"a": 1}}, {}, 32),

@@ -87,7 +87,7 @@ def test_killed_after_each_answer_it_ends_the_same_and_nothing_is_asked_twice(
 
 
 @pytest.mark.parametrize(
-    ("column", "settings", "error"),
+    "column, settings, error",
     [
         (
             "v",

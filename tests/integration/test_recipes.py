@@ -159,7 +159,7 @@ def test_a_recipe_that_is_killed_at_each_request_and_call_makes_none_twice(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "error"),
+    "code, error",
     [
         ("a = 1", ""),
         ("assert __name__ != '__main__'", ""),

@@ -207,7 +207,7 @@ def test_a_newer_checkpoint_is_refused_by_name_and_nothing_is_changed(file, tmp_
     assert kept(folder) == before
 
 
-@pytest.mark.parametrize(("what", "known"), [("manifest", "1"), ("run", f"{FORMAT}")])
+@pytest.mark.parametrize("what, known", [("manifest", "1"), ("run", f"{FORMAT}")])
 def test_a_mirror_that_a_newer_version_wrote_to_is_not_restored_from_an_older_version(
     what, known, tmp_path
 ):

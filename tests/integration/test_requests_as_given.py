@@ -113,7 +113,7 @@ def test_texts_share_a_request_only_with_those_of_the_same_extras(tmp_path, serv
     assert found == {str(i): [f"text {n}" for n in range(i, 8, 2)] for i in range(2)}
 
 
-@pytest.mark.parametrize(("is_default", "is_proxied"), [(False, True), (True, False)])
+@pytest.mark.parametrize("is_default, is_proxied", [(False, True), (True, False)])
 def test_extras_are_merged_as_the_client_of_openai_merges_them(
     tmp_path, recording, monkeypatch, is_default, is_proxied
 ):
@@ -228,7 +228,7 @@ UNSENDABLE = [
 ]
 
 
-@pytest.mark.parametrize(("payload", "problem"), UNSENDABLE, ids=map(str, range(len(UNSENDABLE))))
+@pytest.mark.parametrize("payload, problem", UNSENDABLE, ids=map(str, range(len(UNSENDABLE))))
 def test_what_cannot_be_sent_is_refused_by_the_name_of_its_key(tmp_path, server, payload, problem):
     with pytest.raises(DocumentFailed) as raised:
         run_job(tmp_path, server, 1, asking(payload))

@@ -61,7 +61,7 @@ def refused(here, command):
 @pytest.mark.matrix
 @pytest.mark.usefixtures("without_extras")
 @pytest.mark.parametrize(
-    ("replacements", "says"),
+    "replacements, says",
     [
         ([(": documents", ": s3://bucket/in")], f"pipeline[0] JsonlReader: {S3}"),
         ([(": output,", ": s3://bucket/out,")], f"pipeline[1] InferenceRunner.output_writer: {S3}"),
@@ -86,7 +86,7 @@ def test_input_that_cannot_be_decompressed_is_named(refused):
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    "config, says",
     [
         ("{server_type: llamacpp, model_name_or_path: no.gguf}", "model_name_or_path: there is no file no.gguf"),
         ("{server_type: endpoint, endpoint_url: 'http://e', model_name_or_path: m, api_key_env: NO_SUCH_KEY}",
@@ -111,7 +111,7 @@ def test_a_key_in_the_place_of_its_variable_is_refused_and_not_shown(refused, ke
 
 
 @pytest.mark.parametrize(
-    ("params", "says"),
+    "params, says",
     [
         ({"max_tokens": 0}, ".max_tokens: 0 is not a whole number >= 1."),
         ({"top_p": 1.5}, ".top_p: 1.5 is not a number from 0 to 1."),

@@ -89,7 +89,7 @@ def test_a_named_index_is_a_column(server):
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    "rows, message",
     [
         ({"text": ["a"]}, "it is dict"),
         (datasets.DatasetDict({"train": datasets.Dataset(TABLE)}), r"one split.*DatasetDict"),

@@ -46,7 +46,7 @@ async def until_journaled(folder, number):
 # chunks ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "chunks"), [(0, []), (3, [2, 1]), (4, [2, 2])])
+@pytest.mark.parametrize("number, chunks", [(0, []), (3, [2, 1]), (4, [2, 2])])
 def test_one_file_per_chunk_holds_the_documents_in_input_order(tmp_path, server, number, chunks):
     run_job(tmp_path, server, number)
     assert ids(tmp_path) == [f"id {index}" for index in range(number)]
@@ -98,7 +98,7 @@ def as_manager():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("context", "word"),
+    "context, word",
     [
         ({"word": "from a dict"}, "from a dict"),
         (lambda: {"word": "from a callable"}, "from a callable"),

@@ -195,7 +195,7 @@ def forms():
 @pytest.mark.usefixtures("real_ready_window")
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize(
-    ("act", "user"),
+    "act, user",
     [
         (complete, False),
         (start, True),
@@ -219,7 +219,7 @@ def interrupt(limit):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("end", "kind"),
+    "end, kind",
     [(interrupt, KeyboardInterrupt), (lambda limit: limit.reschedule(0.0), TimeoutError)],
 )
 @pytest.mark.parametrize("user", [False, True])
@@ -245,7 +245,7 @@ async def test_a_proxy_with_a_password_is_not_shown(said, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("where", "said"),
+    "where, said",
     [
         *((where, "use api_key_env") for where in ("http://%s@h:1", "http://%s/x@h", "%s@h/x")),
         ("${URL}me:%s@host", "use api_key_env"),

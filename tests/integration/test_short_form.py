@@ -278,7 +278,7 @@ def test_what_cannot_work_is_one_line(capsys):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings, message",
     [
         ({"prompt": {"text": None}}, "prompt: .* is not a text"),
         ({"input": ["documents/a.jsonl"]}, "input: .* is not a text"),
@@ -534,7 +534,7 @@ def test_a_run_folder_with_the_input_in_it_is_not_to_be_moved_aside(job, command
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("setting", "columns"),
+    "setting, columns",
     [
         ("prompt=Say {txt}", 'text, id, file_path, did you mean "text"?'),
         ("prompt_column=txt", "file_path."),
@@ -627,7 +627,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "flags"),
+    "name, flags",
     [
         ("sheet.csv", ["--prompt={question}"]),
         ("sheet.csv", ["--prompt={question}", "--text-key=question"]),
@@ -806,7 +806,7 @@ class Far(MemoryFileSystem):
 
 
 @pytest.mark.parametrize(
-    ("error", "looks", "said"),
+    "error, looks, said",
     [
         (ConnectionResetError("no route"), range(5, 20), "no route"),
         (PermissionError("closed"), range(1, 9), "closed"),
@@ -867,7 +867,7 @@ _REQUESTED = (
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("words", "prompt", "asked"),
+    "words, prompt, asked",
     [
         (_REQUESTED, 17, 2040),
         ("This model's maximum context length is 2048 tokens", 1, 9000),
@@ -1010,7 +1010,7 @@ _OF_SCHEMA = """{"type": "object", "properties": {"tags": {"type": "array"}}}"""
 
 
 @pytest.mark.parametrize(
-    ("flags", "column", "value"),
+    "flags, column, value",
     [
         ([f"--json-schema={_OF_SCHEMA}"], "answer", {"tags": ["a", 'b"']}),
         (["--rollouts-per-document=3"], "answer", ['{"tags": ["a", "b\\""]}'] * 3),

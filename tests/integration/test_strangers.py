@@ -29,7 +29,7 @@ def test_without_a_checkpoint_it_is_refused_and_files_that_are_overwritten_are_n
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "name, content",
     [
         ("last_chunk/00000.txt", "3"),
         ("last_chunk/00000.txt", ""),

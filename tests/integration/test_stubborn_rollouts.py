@@ -57,7 +57,7 @@ def job(folder, server, rollouts, drain):
 
 
 @pytest.mark.parametrize(
-    ("kind", "number"),
+    "kind, number",
     [("sleeps", signal.SIGINT), *((kind, signal.SIGTERM) for kind in STUBBORN)],
 )
 def test_a_second_signal_ends_a_rank_whatever_its_rollouts_do(tmp_path, server, kind, number):

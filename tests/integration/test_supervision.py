@@ -321,7 +321,7 @@ class MuteVllm:
 
 
 @pytest.mark.usefixtures("idle_vllm")
-@pytest.mark.parametrize(("counted", "restarts"), [(7, 0), (0, 1)])
+@pytest.mark.parametrize("counted, restarts", [(7, 0), (0, 1)])
 async def test_a_server_that_answers_nothing_hangs_unless_it_counts_tokens(
     counted, restarts, clock, monkeypatch
 ):

@@ -142,7 +142,7 @@ def test_a_rank_that_starts_just_before_the_time_limit_starts_nothing_and_requeu
 
 
 @pytest.mark.parametrize(
-    ("first", "now", "stops"),
+    "first, now, stops",
     [
         (0, 0, 550),  # the first rank
         (0, 549, 550),  # a later one has no time of its own, however short

@@ -135,7 +135,7 @@ def test_the_cost_is_the_sum_of_the_servers_bills_over_attempts_and_tiers(here, 
 
 
 @pytest.mark.parametrize(
-    ("usage", "tokens"),
+    "usage, tokens",
     [
         (USAGE, (1000, 50, 900, 0, 30)),
         (

@@ -153,7 +153,7 @@ def test_columns_inside_the_metadata_have_their_types(tmp_path, server):
 
 
 @pytest.mark.parametrize(
-    ("first", "value", "later", "later_value", "together"),
+    "first, value, later, later_value, together",
     [
         (pa.int32(), 3, pa.int64(), 3, pa.int64()),
         (pa.int32(), 3, pa.float64(), 3, pa.float64()),
@@ -322,7 +322,7 @@ def test_json_lines_hold_what_json_lacks_as_text_and_seconds(tmp_path, server):
 
 
 @pytest.mark.parametrize(
-    ("kept", "value"),
+    "kept, value",
     [
         (Decimal(1), Decimal(10) ** 80),
         (Decimal(1), Decimal("NaN")),
@@ -390,7 +390,7 @@ BIG = 2**53 + 1
 
 
 @pytest.mark.parametrize(
-    ("kind", "values"),
+    "kind, values",
     [
         ("bool", {2: None, 0.5: None, float("nan"): None, 0.0: False, "1": True, "true": True}),
         ("float32", {"1e300": None, 1e300: None, 1e-300: None, str(2**24 + 1): None, 0.5: 0.5}),

@@ -452,7 +452,7 @@ def crashes(repair, folder, disk_type, points):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("disk_type", "run_first", "every"),
+    "disk_type, run_first, every",
     [(CopyingDisk, False, 5), (CopyingDisk, False, 1), (CopyingPowerLossDisk, True, 1)],
 )
 def test_a_repair_that_crashes_at_any_effect_does_no_harm_and_is_repaired(
@@ -562,7 +562,7 @@ def move_letters(job):
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    "damage, says",
     [
         (move_letters, "task 0: cannot be redone: its dead letters are damaged in"),
         (

@@ -157,7 +157,7 @@ def change_environment():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("change", "is_other"),
+    "change, is_other",
     [
         (lambda: {"model_kwargs": {"server_script": "engine.py", "seed": 1}}, True),
         (change_environment, True),

@@ -31,7 +31,7 @@ def test_the_command_names_the_line_of_a_rollout_and_the_log_with_the_traceback(
 
 
 @pytest.mark.parametrize(
-    ("line", "code", "said"),
+    "line, code, said",
     [
         ("answer.text", 0, "0 dead letters), for 3 requests "),
         (

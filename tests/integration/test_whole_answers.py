@@ -125,7 +125,7 @@ def _with_choices(*choices):
 
 
 @pytest.mark.parametrize(
-    ("choices", "error"),
+    "choices, error",
     [
         ([{"index": 1}, {"index": 0}], None),
         ([{"index": 0}, {"index": 0}], "indices"),
@@ -186,7 +186,7 @@ CALLED = {"id": "c", "type": "custom", "custom": {"name": "look", "input": ""}}
 
 
 @pytest.mark.parametrize(
-    ("choice", "payload", "wrong"),
+    "choice, payload, wrong",
     [
         ({"message": {"content": None}, **ENDED}, {}, "has no tool_calls"),
         (

@@ -36,7 +36,7 @@ def all_of(number):
 
 
 @pytest.mark.parametrize(
-    ("before", "patience", "at_terminal", "ends"),
+    "before, patience, at_terminal, ends",
     [
         ("nothing", 600, True, "0.1 s:\n.*: Connection refused\n.*server_patience_seconds: 1800"),
         ("nothing", 600, False, "0.5 s:"),  # a job's server may start later
@@ -79,7 +79,7 @@ async def gives_up(document, generate):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("rollout", "status"), [(gives_up, 503), (ask, 429), (swallows_and_tries_again, 500)]
+    "rollout, status", [(gives_up, 503), (ask, 429), (swallows_and_tries_again, 500)]
 )
 def test_an_outage_makes_no_dead_letters_and_the_same_command_resumes(tmp_path, rollout, status):
     settings = {"on_document_error": "dead_letter", "skip_bad_requests": True, "config": STOPS_SOON}
@@ -270,9 +270,7 @@ def exits(name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("name", "rollouts"), [*((name, 1) for name in EXITS), ("CancelledError", 2)]
-)
+@pytest.mark.parametrize("name, rollouts", [*((name, 1) for name in EXITS), ("CancelledError", 2)])
 def test_a_rollout_that_exits_fails_its_document(tmp_path, server, name, rollouts):
     config = {"rollouts_per_document": rollouts}
     with pytest.raises(

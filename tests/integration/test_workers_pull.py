@@ -280,7 +280,7 @@ def test_settings_of_another_run_end_a_worker_with_2(server, left):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words, said",
     [
         (["--worker", "--retry-dead-letters"], "--retry-dead-letters"),
         (["--worker", "--executor.logging_dir=hf://datasets/a/b/logs"], "hf://buckets/a/b/logs"),

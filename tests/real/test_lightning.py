@@ -109,7 +109,7 @@ def fabric(rows, folder, stop, workers):
     return batches, body.state_dict()
 
 
-@pytest.mark.parametrize(("train", "workers"), [(lightning, 0), (lightning, 1), (fabric, 0)])
+@pytest.mark.parametrize("train, workers", [(lightning, 0), (lightning, 1), (fabric, 0)])
 def test_a_training_that_stops_in_any_epoch_is_that_of_no_stop(rows, tmp_path, train, workers):
     whole, weights = train(rows, tmp_path / "whole", None, workers)
     epochs = [whole[first : first + STEPS] for first in range(0, len(whole), STEPS)]

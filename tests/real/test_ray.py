@@ -40,7 +40,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("case", "runs", "at_most"),
+    "case, runs, at_most",
     [
         ("plain run of 2", 1, 0),
         ("kill -9 of the actor", 1, IN_FLIGHT),  # Ray starts the rank again by itself

@@ -126,7 +126,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("steps", [0, 2, 12])
-@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("before, after", CHANGES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_and_each_sample_comes_once(folder, before, after, steps, kind):
     make, whole = partial(KINDS[kind][0], folder), KINDS[kind][1]
@@ -163,7 +163,7 @@ def test_without_pad_each_packer_drops_less_than_a_sample(folder):
     assert sum(LONG) - len(found) < 3 * 16
 
 
-@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("before, after", CHANGES)
 def test_a_mix_that_stops_gives_no_sample_twice(folder, before, after):
     def make(place):
         sources = [rows(folder, place, name) for name in ("a", "b")]
@@ -176,7 +176,7 @@ def test_a_mix_that_stops_gives_no_sample_twice(folder, before, after):
 
 
 @pytest.mark.parametrize("steps", [1, 6, 10])
-@pytest.mark.parametrize(("before", "after"), CHANGES)
+@pytest.mark.parametrize("before, after", CHANGES)
 def test_a_mix_that_repeats_leaves_no_sample_out(folder, before, after, steps):
     """Workers may be in different passes of a short source: it goes on in the first that is not
     over for all.

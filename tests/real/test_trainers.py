@@ -114,7 +114,7 @@ def accelerator():
 
 
 @pytest.mark.parametrize(
-    ("workers", "samples"), [(0, "tokens"), (0, "default"), (0, "columns"), (2, "default")]
+    "workers, samples", [(0, "tokens"), (0, "default"), (0, "columns"), (2, "default")]
 )
 def test_accelerate_resumes_in_every_epoch(folder, accelerator, workers, samples):
     options = {

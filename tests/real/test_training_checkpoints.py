@@ -206,7 +206,7 @@ def crashes(folder, begin, attempt, torn=False, every=1):
 
 
 @pytest.mark.parametrize(
-    ("remote", "torn", "every"),
+    "remote, torn, every",
     [
         (False, True, 4),
         (True, False, 4),
@@ -300,7 +300,7 @@ NAMES = ["a/b", "..", "../model", "", ".metadata"]
 
 
 @pytest.mark.parametrize(
-    ("call", "given", "states", "message"),
+    "call, given, states, message",
     [
         ("save", 4, {}, "step 4 comes after step 8"),
         ("save", 9.5, {}, "as an integer"),
@@ -555,7 +555,7 @@ def steps_saved(rank, run, documents, policy):
     Path(f"{run}-{rank}.json").write_text(json.dumps(saved_steps))
 
 
-@pytest.mark.parametrize(("policy", "steps"), [(EveryEpoch(), [5, 6, 10]), (FailsOnOne(), None)])
+@pytest.mark.parametrize("policy, steps", [(EveryEpoch(), [5, 6, 10]), (FailsOnOne(), None)])
 def test_ranks_save_together_where_one_of_them_is_to(documents, ranks, run, policy, steps):
     ranks.call(steps_saved, 2, str(run), documents, policy)
     found = [json.loads(Path(f"{run}-{rank}.json").read_text()) for rank in (0, 1)]
@@ -1101,7 +1101,7 @@ def test_a_release_that_knows_no_shared_files_refuses_such_a_step(
 
 
 @pytest.mark.parametrize(
-    ("torn", "every"),
+    "torn, every",
     [(False, 15), *(pytest.param(torn, 1, marks=pytest.mark.full) for torn in (False, True))],
 )
 def test_a_crash_at_every_effect_leaves_steps_that_share_files_whole(
@@ -1306,7 +1306,7 @@ def ranks():
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps", "width"),
+    "kills, steps, width",
     [
         (4, 200, "64"),
         pytest.param(50, 1000, "64", marks=pytest.mark.full),
@@ -1420,7 +1420,7 @@ def test_a_signal_is_answered_within_few_steps_when_fast_ones_become_slow(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("ranks", "workers", "number", "start"),
+    "ranks, workers, number, start",
     [
         (1, 1, signal.SIGTERM, "fork"),
         (2, 4, signal.SIGTERM, "fork"),
@@ -1534,7 +1534,7 @@ def assert_near(one, other):
     assert (one[0], one[2]["param_groups"]) == (other[0], other[2]["param_groups"])
 
 
-@pytest.mark.parametrize(("size", "shard"), [(2, True), (1, True), (3, True), (1, False)])
+@pytest.mark.parametrize("size, shard", [(2, True), (1, True), (3, True), (1, False)])
 def test_a_model_of_fsdp_goes_on_with_any_number_of_ranks(tmp_path, ranks, size, shard, run):
     expected = fsdp(ranks, 1, tmp_path / "whole", 7, shard=False)
     fsdp(ranks, 2, run, 4)

@@ -124,7 +124,7 @@ def of_call(rank, folder, target):
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
+    "target, message",
     [
         (constructs, r"TrainingCheckpoints\(\): rank 1 cannot come.*`if rank == 0:`.*`opened\(fo"),
         (saves, r"save\(1\): rank 1 cannot come.*habits.py, line \d+.*`saved.save\(1, model=L"),
@@ -211,7 +211,7 @@ def train():
 
 
 @pytest.mark.parametrize(
-    ("line", "condition"),
+    "line, condition",
     [
         ("if rank == 0:", 3),
         ('if int(os.environ["RANK"]) == 0:', 3),
@@ -271,7 +271,7 @@ def loop(documents, folder, workers, seed, stop=0):
     return seen
 
 
-@pytest.mark.parametrize(("workers", "seed"), [(0, 1), (0, None), (2, 1)])
+@pytest.mark.parametrize("workers, seed", [(0, 1), (0, None), (2, 1)])
 def test_epochs_are_counted_where_set_epoch_is_forgotten(tmp_path, documents, workers, seed):
     expected = loop(documents, tmp_path / "whole", workers, seed)
     assert len(expected) == 3 * ROWS // BATCH
@@ -343,7 +343,7 @@ def test_workers_that_loaded_a_state_do_not_begin_again_unseen(documents, kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    "name, settings",
     [("SIGUSR2", {}), ("SIGRTMIN", {"signals": ["SIGRTMIN", "SIGTERM"]})],
 )
 def test_a_signal_of_ones_choice_saves_within_an_evaluation(tmp_path, name, settings):
@@ -379,7 +379,7 @@ def test_workers_outlive_the_signals_of_ones_choice(tmp_path, documents):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings, message",
     [
         ({"signals": ["USR2"]}, "signals: 'USR2' is no signal"),
         ({"signals": "USR2"}, "signals: 'USR2' is no signal"),
@@ -401,7 +401,7 @@ def test_arguments_of_another_kind_are_named(tmp_path, settings, message):
 
 
 @pytest.mark.parametrize(
-    ("method", "step", "why"),
+    "method, step, why",
     [
         ("damage", "latest", None),
         ("damage", 1, r"there is no step 1; there are \[2\]"),

@@ -157,7 +157,7 @@ def weights_of(run):
 
 
 @pytest.mark.parametrize(
-    ("target", "sizes"),
+    "target, sizes",
     [
         (mesh_rank, [((2, 2), 4), ((1, 4), 4), ((2, 1), 2)]),
         (stage_rank, [(4, 4), (2, 2)]),

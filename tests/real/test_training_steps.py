@@ -58,7 +58,7 @@ def weight(model):
 
 
 @pytest.mark.parametrize(
-    ("step", "found"), [("latest", 50), ("best", 20), (30, 30)], ids=["latest", "best", "number"]
+    "step, found", [("latest", 50), ("best", 20), (30, 30)], ids=["latest", "best", "number"]
 )
 @pytest.mark.parametrize("is_gone", [False, True], ids=["folder", "remote"])
 def test_each_kept_step_is_listed_and_restored_from_folder_and_remote(
@@ -248,7 +248,7 @@ def test_each_step_has_the_config_as_json(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    "config, message",
     [
         ({"lr": [1.0, math.nan]}, "config.lr.1 is nan, which JSON cannot hold"),
         (

@@ -76,7 +76,7 @@ def test_the_limit_does_not_run_away_where_few_requests_want_to_be_in_flight(req
 
 
 @pytest.mark.parametrize(
-    ("seen", "limit"),
+    "seen, limit",
     [
         ([(Metrics(16, 0, 100), 16)] * 50, 32),  # no work since the last sample changes nothing
         # What has not arrived is not sent twice.
@@ -296,9 +296,7 @@ async def test_documents_that_wait_for_each_other_before_they_ask_are_started(mo
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("rollout", "fewest", "most"), [(plain, 16, 32), (with_other_work, 60, 170)]
-)
+@pytest.mark.parametrize("rollout, fewest, most", [(plain, 16, 32), (with_other_work, 60, 170)])
 async def test_documents_keep_the_requests_in_flight_and_are_not_many_more(rollout, fewest, most):
     work = Work(config(max_concurrent_generations="auto"), rollout)
     await work.run(500)
@@ -318,7 +316,7 @@ async def test_a_server_that_runs_nothing_more_gets_no_more_documents():
 
 
 @pytest.mark.parametrize(
-    ("settings", "documents"),
+    "settings, documents",
     [
         ({"max_concurrent_generations": 7, "rollouts_per_document": 2}, 3),
         ({"max_concurrent_generations": 7, "max_concurrent_documents": 9}, 9),

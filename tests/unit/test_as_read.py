@@ -89,7 +89,7 @@ FINGERPRINTS = {
 }
 
 
-@pytest.mark.parametrize(("value", "expected"), FINGERPRINTS.values(), ids=FINGERPRINTS.keys())
+@pytest.mark.parametrize("value, expected", FINGERPRINTS.values(), ids=FINGERPRINTS.keys())
 def test_what_could_be_kept_always_has_the_fingerprint_that_it_always_had(value, expected):
     assert digest(value) == expected
     assert as_read(document(value)).data == encode(document(value))

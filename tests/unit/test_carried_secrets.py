@@ -145,7 +145,7 @@ def test_a_rollout_that_holds_a_secret_is_refused_before_a_file_is_opened(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("context", "place"),
+    "context, place",
     [
         ({"clients": [{"api_key": "objapikey123456"}]}, r": shared_context.clients.api_key. "),
         ({"header": "x-quite-ordinary-text"}, "the environment variable SOME_SERVICE_API_KEY"),

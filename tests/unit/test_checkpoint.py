@@ -155,7 +155,7 @@ def commit(chunk_index, read=2):
 
 
 @pytest.mark.parametrize(
-    ("tail", "is_torn"),
+    "tail, is_torn",
     [
         (b"", True),
         (b'{"xxh":"0123', True),  # a kill

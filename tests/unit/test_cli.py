@@ -64,7 +64,7 @@ def run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("end", "code", "said"),
+    "end, code, said",
     [
         ("done", 0, ""),
         ("disk", 1, "error: [Errno 2] No such file or directory: 'missing/file'\n"),
@@ -87,7 +87,7 @@ PROMPT = "--pipeline.2.rollout_fn.prompt="
 
 
 @pytest.mark.parametrize(
-    ("override", "value"),
+    "override, value",
     [
         (PROMPT + "# {text}", "# {text}"),
         (PROMPT + "'{text}'", "{text}"),
@@ -175,7 +175,7 @@ _COMMAND = "from datatrove_ckpt.cli.main import main\ntry: main({})\nexcept Syst
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("code", "later"),
+    "code, later",
     [
         (_COMMAND.format(["--version"]), _SLOW | _OF_OTHERS),
         (_COMMAND.format(["run", "--help"]), _SLOW | _OF_OTHERS),
@@ -252,7 +252,7 @@ def test_tasks_of_ray_that_failed_without_a_word_are_1(run, capsys, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("line", "found"),
+    "line, found",
     [
         ("datatrove-ckpt rep", "repair report"),
         (
@@ -282,7 +282,7 @@ def test_a_bug_keeps_its_traceback_but_shows_no_values_of_variables(run, capsys)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    "arguments, code, says",
     [
         (["--version"], 0, "datatrove-ckpt 0."),
         (["--help"], 0, "show how far a run is, and which tasks need attention"),

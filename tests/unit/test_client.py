@@ -232,7 +232,7 @@ NULL_ACCEPTED = {"accept_null_finish_reason": True, **KINDS["endpoint"]}
 
 
 @pytest.mark.parametrize(
-    ("body", "settings", "result"),
+    "body, settings, result",
     [
         (None, {}, HI),  # in chunks
         (chat("hello", "length", reasoning_content="because"), {}, replace(HI, text="hello", finish_reason="length",
@@ -274,7 +274,7 @@ BEYOND = "1" + "0" * 30
 
 
 @pytest.mark.parametrize(
-    ("usage", "kept"),
+    "usage, kept",
     [
         (
             '{"prompt_tokens": 3, "completion_tokens": 4.0}',
@@ -386,7 +386,7 @@ NOTHING = answer(http(200, chat("", None)))
 
 
 @pytest.mark.parametrize(
-    ("replies", "settings"),
+    "replies, settings",
     [
         ([NO_REASON] * 4, {"request_max_attempts": 1, **KINDS["endpoint"]}),
         ([NO_REASON] * 3, {"server_type": "vllm"}),
@@ -564,7 +564,7 @@ async def test_a_server_that_has_given_a_finish_reason_and_gives_none_has_cut_th
 
 
 @pytest.mark.parametrize(
-    ("status", "patience"), [(500, 100), (504, 100), (429, 1000), (498, 1000), (503, 1000)]
+    "status, patience", [(500, 100), (504, 100), (429, 1000), (498, 1000), (503, 1000)]
 )
 @pytest.mark.parametrize("header", ["", "Retry-After: 3600"])
 async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
@@ -585,7 +585,7 @@ async def test_a_request_that_fails_while_others_are_answered_is_given_up_alone(
         assert patience <= sum(sleeps) <= patience + 60
 
 
-@pytest.mark.parametrize(("others", "attempts"), [(25, 3), (24, 4)])
+@pytest.mark.parametrize("others, attempts", [(25, 3), (24, 4)])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -640,7 +640,7 @@ async def test_failures_of_a_sick_server_are_no_mark_while_another_one_answers()
 
 
 @pytest.mark.parametrize(
-    ("finished", "at_fault", "may_blame"),
+    "finished, at_fault, may_blame",
     [
         (0, [], True),
         (199, [7], False),
@@ -690,7 +690,7 @@ def test_an_answer_that_never_comes_is_given_up(reply, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("header", "low", "high"),
+    "header, low, high",
     [
         ("Retry-After: 7", 7, 7),
         ("Retry-After: 9999", 120, 120),
@@ -855,7 +855,7 @@ def by_the_second(number):
 
 
 @pytest.mark.parametrize(
-    ("answer", "asked"), [(by_the_second, 9), (lambda number: numbered("yes"), 10)]
+    "answer, asked", [(by_the_second, 9), (lambda number: numbered("yes"), 10)]
 )
 async def test_equal_answers_whose_ids_are_equal_by_chance_or_always_are_answers(
     answer, asked, log

@@ -87,7 +87,7 @@ def project(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("kind", "seen", "harmless"),
+    "kind, seen, harmless",
     [
         ("dict", ["--prompt=Sing"], "--tasks=9"),
         (
@@ -138,7 +138,7 @@ def notebook(monkeypatch):
 
 @pytest.mark.parametrize("pattern", ["<ipython-input-{0}-abc>", "/tmp/ipykernel_12/{0}.py"])
 @pytest.mark.parametrize(
-    ("cell", "old", "new"),
+    "cell, old, new",
     [
         (0, "Say", "Sing"),
         (1, "PROMPT + text", "text + PROMPT"),

@@ -108,7 +108,7 @@ NAIVE = datetime.datetime(2026, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "one, other",
     [
         (NAIVE, NAIVE.date()),
         (NAIVE, NAIVE.replace(tzinfo=datetime.UTC)),

@@ -98,7 +98,7 @@ def test_documents_and_resumes_are_those_of_datatrove(kind, streaming, tmp_path)
                 )
 
 
-@pytest.mark.parametrize(("sizes", "tasks"), [((50,), 3), (SIZES, 4)])
+@pytest.mark.parametrize("sizes, tasks", [((50,), 3), (SIZES, 4)])
 def test_ranks_share_a_single_file_by_its_rows_and_one_beyond_the_shards_has_no_documents(
     tmp_path, sizes, tasks
 ):

@@ -196,7 +196,7 @@ def test_a_schema_of_the_rollout_or_the_requests_keeps_blanks_out_of_json():
 
 
 @pytest.mark.parametrize(
-    ("rank", "hosts", "expected"),
+    "rank, hosts, expected",
     [
         ("1", "10.0.0.1,10.0.0.2", Nodes(1, ("10.0.0.1", "10.0.0.2"))),
         # A Slurm job of several nodes, each with tasks of its own.
@@ -256,7 +256,7 @@ def test_secrets_in_flags_are_not_shown():
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "log", "words", "permanent"),
+    "exit_code, log, words, permanent",
     [
         (
             1,

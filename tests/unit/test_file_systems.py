@@ -19,7 +19,7 @@ tmpfs /scratch/inner tmpfs rw 0 0
 
 
 @pytest.mark.parametrize(
-    ("path", "point", "kind"),
+    "path, point, kind",
     [
         ("/", "/", "ext4"),
         ("/scratch2", "/", "ext4"),
@@ -44,7 +44,7 @@ def of(kind, options="rw", source="somewhere"):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "says"),
+    "kind, options, says",
     [
         ("tmpfs", "rw", "It is lost when the machine or container stops."),
         ("overlay", "rw", "It is lost when the container is removed: mount a volume."),

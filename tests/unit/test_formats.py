@@ -64,7 +64,7 @@ def test_the_page_of_the_short_form_names_it(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "suffix"),
+    "name, suffix",
     [
         ("00000.jsonl.gz", ".jsonl"),
         ("a.jsonl/0.parquet", ".parquet"),

@@ -22,7 +22,7 @@ from datatrove_ckpt.output.stoppable import given_up
 
 
 @pytest.mark.parametrize(
-    ("url", "folder"),
+    "url, folder",
     [
         ("hf://datasets/org/name@v1/a@b/c", HubFolder("dataset", "org/name", "v1", "a@b/c")),
         ("hf://datasets/org/name@refs/pr/3/a", HubFolder("dataset", "org/name", "refs/pr/3", "a")),
@@ -60,7 +60,7 @@ def answer(status, text="", url="https://hub/api/x", **headers):
 
 
 @pytest.mark.parametrize(
-    ("error", "final"),
+    "error, final",
     [
         *((answer(status), True) for status in (400, 401, 403, 404, 422)),
         *((answer(status), False) for status in (409, 412, 429, 500, 504)),

@@ -103,7 +103,7 @@ def tree_hash(source):
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "one, other",
     [
         ("x = 1", "x = '1'"),
         ("x = 0.0", "x = -0.0"),

@@ -59,7 +59,7 @@ def resumed(reader, read):
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "message"),
+    "content, options, message",
     [
         (
             b'{"text": "caf\xe9"}\n' * 9,
@@ -132,7 +132,7 @@ def test_an_array_beside_good_files_is_an_error_and_a_list_without_objects_a_dam
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    "line, why",
     [
         (
             b'{"text": 5, "id": "five"}\n',

@@ -10,7 +10,7 @@ TUNING = Tuning(share=0.02, shortest=0.1, longest=30.0, first=1.0)
 
 
 @pytest.mark.parametrize(
-    ("durations", "seconds"),
+    "durations, seconds",
     [
         ([], 1.0),
         ([0.01, 0.03], 1.0),

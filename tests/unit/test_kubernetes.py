@@ -252,7 +252,7 @@ def test_a_hub_that_is_away_before_a_worker_starts_does_not_fail_the_job(command
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    "error, code",
     [
         (errors.ConfigError("found by the worker"), 2),
         (errors.VersionMismatch("newer"), 2),

@@ -120,7 +120,7 @@ def test_a_listing_that_fails_for_now_is_tried_again(files, tmp_path, policy, mo
 
 
 @pytest.mark.parametrize(
-    ("error", "advice"),
+    "error, advice",
     [
         (PermissionError("Access Denied."), "Access Denied. Check the credentials"),
         (
@@ -220,7 +220,7 @@ def by_s3(kind, code, status):
 
 
 @pytest.mark.parametrize(
-    ("error", "permanent"),
+    "error, permanent",
     [
         (by_s3(PermissionError, "AccessDenied", 403), True),
         (by_s3(FileNotFoundError, "NoSuchBucket", 404), True),
@@ -311,7 +311,7 @@ def test_after_a_good_end_no_open_uploads_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("refused", "message"),
+    "refused, message",
     [
         ("create_multipart_upload", "s3://bucket/output cannot be written to: PermissionError"),
         ("list_multipart_uploads", "s3:ListBucketMultipartUploads"),
@@ -329,7 +329,7 @@ def test_a_user_who_may_not_write_or_not_abort_gets_an_error_at_once(
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    "options, named",
     [
         ({"key": "AKIA", "secret": "hunter2"}, "'key'"),
         ({"client_kwargs": {"aws_secret_access_key": "hunter2"}}, "'aws_secret_access_key'"),

@@ -81,7 +81,7 @@ ALL = ("quotas", "wait")
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("made", "minutes", "share", "refused"),
+    "made, minutes, share, refused",
     [
         ({"requests": 60, "shows": ALL}, 3, 0.95, 0),
         ({"requests": 60, "shows": ALL, "window": True}, 10, 0.95, 0),
@@ -147,7 +147,7 @@ def test_a_server_that_fails_at_everything_takes_little_of_another_ones_time(
 
 
 @pytest.mark.parametrize(
-    ("fields", "shown"),
+    "fields, shown",
     [
         (
             {
@@ -227,7 +227,7 @@ def test_two_clients_of_an_endpoint_that_shows_metrics_take_no_longer_than_one(i
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    "settings, said",
     [
         ({"server_type": "vllm"}, "auto: as the engine's queue and KV cache allow"),
         (

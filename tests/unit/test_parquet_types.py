@@ -56,7 +56,7 @@ def rows(files):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "kind", "read"),
+    "chunk, kind, read",
     [
         ([..., "a"], "string", [None, "a"]),
         ([None, None], "string", None),
@@ -178,7 +178,7 @@ FIXED, ANY = "fixed_size_list<item: float>[2]", "list<item: float>"
 
 
 @pytest.mark.parametrize(
-    ("chunk", "kind"),
+    "chunk, kind",
     [
         ([None, vector(0.1, 2), ..., vector(3, 4)], FIXED),
         ([vector(0.1, 2), vector()], ANY),

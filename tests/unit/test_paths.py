@@ -49,7 +49,7 @@ def odd_names(folder):
 
 
 @pytest.mark.parametrize(
-    ("places", "message"),
+    "places, message",
     [
         ({"data": "$SCRATCH/in"}, "/$SCRATCH/in' contains $SCRATCH"),
         ({"output": "${SCRATCH}/out"}, "/${SCRATCH}/out' contains ${SCRATCH}"),

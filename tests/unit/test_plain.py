@@ -34,7 +34,7 @@ async def transport_to(*replies, **settings):
 
 
 @pytest.mark.parametrize(
-    ("url", "host"), [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")]
+    "url, host", [("http://a.b/x", "a.b"), ("http://[::1]:81/x?y=%20z", "[::1]:81")]
 )
 async def test_the_host_and_the_path_are_written_as_rfc_9112_says(url, host):
     head = Transport(HiddenUrl(url), None, 1.0)._head.split(b"\r\n")

@@ -75,7 +75,7 @@ def packed(nodes):
 
 
 @pytest.mark.parametrize(
-    ("is_packed", "code", "plain"),
+    "is_packed, code, plain",
     [
         (nested_conditional, "a if b else c if d else e", "a if b else c"),
         (nested_comprehension, "[[x for x in y if x] for y in z]", "[[x for x in y] for y in z]"),

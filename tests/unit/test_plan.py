@@ -30,7 +30,7 @@ def test_dalys_interval_is_the_most_efficient(cost):
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
+    "text, seconds",
     [("6h", 21600), ("90m", 5400), ("90min", 5400), ("1.5d", 129600), ("30 s", 30), ("140", 140)],
 )
 def test_times_have_units(text, seconds):
@@ -73,7 +73,7 @@ def test_a_history_tells_what_a_training_costs_and_flags_go_before_it(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "words, says",
     [
         ("", "--save-cost is missing"),
         ("--save-cost 5s", "--mtbf is missing"),

@@ -93,7 +93,7 @@ def test_rows_that_share_a_text_and_are_apart_are_said_with_their_distance():
 
 
 @pytest.mark.parametrize(
-    ("places", "servers"),
+    "places, servers",
     [
         (sorted([*range(100)] * 2), 1),
         ([*range(50)] * 2, 1),

@@ -349,7 +349,7 @@ def test_a_file_is_a_document(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "name, content",
     [
         ("a.txt", b"other"),
         ("a.txt", None),
@@ -516,7 +516,7 @@ def test_another_order_of_the_same_files_is_refused(six, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "grows"),
+    "kind, grows",
     [*((kind, False) for kind in KINDS), ("parquet", True), ("arrows", True), ("csv", "shrinks")],
 )
 def test_a_current_file_with_other_content_is_refused(tmp_path, kind, grows):
@@ -594,7 +594,7 @@ def test_a_last_line_that_grew_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "old", "new"),
+    'option, old, new',
     [("shuffle_seed", 1, 2), ("shuffle_seed", None, 2), ("skip", 0, 1), ("glob_pattern", None, "f*"),
      ("recursive", True, False), ("compression", "infer", None), ("text_key", "text", "id")],
 )  # fmt: skip
@@ -619,7 +619,7 @@ def test_a_state_of_another_reader_or_rank_is_refused(six):
 
 
 @pytest.mark.parametrize(
-    ("option", "ours", "others"),
+    "option, ours, others",
     [
         ("default_metadata", {"lang": "de"}, {"lang": "fr"}),
         ("types", {"number": "int64"}, {"number": "string"}),

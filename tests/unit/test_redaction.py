@@ -211,7 +211,7 @@ MAYBE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "old", "new"), MAYBE)
+@pytest.mark.parametrize("name, old, new", MAYBE)
 def test_what_may_be_a_secret_is_hidden_and_an_edit_of_it_is_seen(name, old, new):
     kept, edited = (without_secrets(f"shared_context.{name}", value) for value in (old, new))
     assert "hash scrypt-" in str(kept)

@@ -62,7 +62,7 @@ def test_an_os_error_and_an_interrupt_stay_as_they_are(error):
     assert called(error) is error
 
 
-@pytest.mark.parametrize(("status", "permanent"), [(403, True), (503, False)])
+@pytest.mark.parametrize("status, permanent", [(403, True), (503, False)])
 def test_the_cause_of_a_failed_lfs_upload_is_looked_at(status, permanent):
     """huggingface_hub without hf_xet wraps it in a RuntimeError."""
     wrapped = RuntimeError("Error while uploading 'a.parquet' to the Hub.")

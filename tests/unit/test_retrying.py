@@ -19,7 +19,7 @@ def test_an_advised_wait_counts_up_to_a_bound():
 
 
 @pytest.mark.parametrize(
-    ("name", "share"),
+    "name, share",
     [("SERVER", 1.0), ("READING", 0.5), ("OPENING", 0.5), ("STORAGE", 0.5), ("HUB", 0.7)],
 )
 def test_what_failed_for_many_at_once_is_not_tried_again_by_all_at_one_moment(

@@ -81,7 +81,7 @@ AS_FORMAT = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "server_type", "fields"),
+    "settings, server_type, fields",
     [
         ({"json_schema": SCHEMA}, "vllm", {"structured_outputs": {"json": SCHEMA}}),
         ({"json_schema": SCHEMA}, "sglang", AS_FORMAT),
@@ -103,7 +103,7 @@ def test_each_engine_gets_its_own_fields(settings, server_type, fields):
 
 
 @pytest.mark.parametrize(
-    ("settings", "server_type", "error"),
+    "settings, server_type, error",
     [
         (
             {"regex": "a"},
@@ -130,7 +130,7 @@ def test_a_form_that_nobody_can_ask_for_is_refused(settings, server_type, error)
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "text"),
+    "settings, given, text",
     [
         ({"json_schema": SCHEMA}, GOOD, GOOD),
         ({"json_schema": SCHEMA}, f"\n```json\n{GOOD}\n```\n", GOOD),
@@ -144,7 +144,7 @@ def test_a_valid_answer_is_the_result_without_what_surrounds_it(settings, given,
 
 
 @pytest.mark.parametrize(
-    ("settings", "given", "problem"),
+    "settings, given, problem",
     [
         ({"json_schema": SCHEMA}, '{"why": "it', "it is not JSON: "),
         ({"json_schema": SCHEMA}, '{"why": "it rains"}', "$: 'answer' is a required property"),

@@ -173,7 +173,7 @@ LINES = "one two three\nfour five six\nseven eight nine"
 
 
 @pytest.mark.parametrize(
-    ("limit", "kept"),
+    "limit, kept",
     [
         (11, "one two three\nfour five six"),
         (8, "one two three"),
@@ -208,7 +208,7 @@ def test_auto_is_what_the_context_leaves(words):
 
 
 @pytest.mark.parametrize(
-    ("params", "error"),
+    "params, error",
     [
         ({}, "but nothing says how long that may be. Set max_tokens"),
         ({"max_tokens": 90}, "leaves no room for a prompt"),

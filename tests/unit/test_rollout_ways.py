@@ -75,7 +75,7 @@ def only(rollout):
 
 
 @pytest.mark.parametrize(
-    ("settings", "vector"),
+    "settings, vector",
     [
         ({}, [3, 4, 12]),
         ({"dimensions": 2}, [3, 4]),
@@ -122,7 +122,7 @@ def test_a_column_gets_the_vector_and_the_result_says_where_it_is():
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    "settings, found",
     [
         ({}, {"label": "fiction", "score": 0.7, "scores": SCORES}),
         ({"labels": None, "keep": ["1"]}, {"label": "1", "score": 0.7, "scores": {"1": 0.7}}),
@@ -148,7 +148,7 @@ def test_a_score_that_is_equal_to_the_threshold_as_float32_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said", "score"),
+    "settings, said, score",
     [
         ({}, "-1 or 2", -1),
         ({"score_pattern": r"score: (.*)"}, "2 of 5. score: 1\nscore: 3", 3),
@@ -176,7 +176,7 @@ def test_the_score_is_a_number_of_the_answer_and_a_low_one_drops_the_document(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said", "problem"),
+    "settings, said, problem",
     [
         ({}, "Good.", "it has no number"),
         ({}, "<think>3, or 4", "it has no number"),
@@ -244,7 +244,7 @@ def test_the_first_of_several_models_writes_and_another_one_judges():
 
 
 @pytest.mark.parametrize(
-    ("rollout", "params", "refused"),
+    "rollout, params, refused",
     [
         (JudgeRollout("{text}", judge_prompt="{answer}", generation_params={"n": 2}), {}, "generation_params: JudgeR"),
         (JudgeRollout(judge_prompt="{text}", judge_params={"tools": [{}]}), {}, "judge_params: JudgeRollout"),
@@ -273,7 +273,7 @@ def test_canned_answers_have_no_score():
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "error"),
+    "kind, settings, error",
     [
         *(
             (EmbedRollout, {"params": {name: "x"}}, f"params: '{name}' cannot be given here")

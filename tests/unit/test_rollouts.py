@@ -67,7 +67,7 @@ BRACES = "{id} {text.__class__} {} } {"
 
 
 @pytest.mark.parametrize(
-    ("rollout", "text", "prompt"),
+    "rollout, text, prompt",
     [
         (chat, "Rain falls.", "Rain falls."),
         (
@@ -109,7 +109,7 @@ def test_a_name_that_is_not_allowed_is_refused_at_once(kind, written):
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
+    "settings, error",
     [
         ({"prompt": "{text"}, "prompt: the template is broken ("),
         ({"generation_params": {"messages": "x"}}, "generation_params: 'messages' cannot be given here"),
@@ -126,7 +126,7 @@ def test_settings_that_cannot_work_are_refused_at_once(settings, error):
     assert said == error if error.endswith(".") else said.startswith(error)
 
 
-@pytest.mark.parametrize(("parallel", "at_once"), [(True, 3), (False, 1)])
+@pytest.mark.parametrize("parallel, at_once", [(True, 3), (False, 1)])
 def test_a_long_document_is_asked_about_in_parts_and_joined_in_order(parallel, at_once):
     server = Server()
     rollout = ChunkedRollout(
@@ -153,7 +153,7 @@ def test_an_answer_with_a_part_cut_off_is_cut_off_and_when_a_part_fails_the_othe
 
 
 @pytest.mark.parametrize(
-    ("text", "limit", "parts"),
+    "text, limit, parts",
     [
         ("short", 99, ["short"]),
         ("aa\n\nbb\n\ncc", 6, ["aa\n\nbb", "cc"]),
@@ -173,7 +173,7 @@ def test_a_text_is_cut_where_it_hurts_least(text, limit, parts):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    "text, expected",
     [
         ("short", "Say: short. End."),
         ("one line\nand more lines", "Say: one line. End."),

@@ -140,7 +140,7 @@ async def test_a_server_that_others_fill_takes_a_quarter_of_its_requests():
     assert sent == 23  # 23 and three times as many of others fill more than 0.9
 
 
-@pytest.mark.parametrize(("usage_each", "others"), [(1.0, 500), (1.0, 1), (math.inf, 3)])
+@pytest.mark.parametrize("usage_each, others", [(1.0, 500), (1.0, 1), (math.inf, 3)])
 async def test_a_server_without_requests_takes_a_document_whatever_its_metrics_show(
     usage_each, others
 ):

@@ -84,7 +84,7 @@ KILLED = "its last attempt was killed, its node was lost, or its disk was full; 
 
 
 @pytest.mark.parametrize(
-    ("ends", "state", "reason"),
+    "ends, state, reason",
     [
         (
             [failed(T + 5 * MIN, "DiskFull: no room")],
@@ -136,7 +136,7 @@ def test_a_rank_in_which_nothing_is_finished_is_stuck(tmp_path, hold):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "is_stuck", "patience"),
+    "seconds, is_stuck, patience",
     [(28.0, False, 600.0), (31.0, True, 600.0), (590.0, True, 600.0), (130.0, True, 0.0)],
 )
 def test_ranks_whose_requests_all_fail_are_said_at_once_with_no_rate_and_no_time_left(
@@ -178,7 +178,7 @@ def test_attempts_are_counted_with_the_time_of_those_that_saved_nothing(tmp_path
     assert state.totals.working_seconds == 15.0
 
 
-@pytest.mark.parametrize(("uncertain", "said"), [(0, ""), (1, "at least ")])
+@pytest.mark.parametrize("uncertain, said", [(0, ""), (1, "at least ")])
 def test_the_closing_line_says_at_least_where_an_end_made_it_uncertain(uncertain, said):
     sent = WorkCounts(sent=5, retries=1, completion_tokens=9)
     numbers = RunNumbers(number_of_attempts=2, uncertain=uncertain, work=sent)

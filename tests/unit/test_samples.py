@@ -86,7 +86,7 @@ def test_rows_of_json_are_the_same():
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype"),
+    "values, dtype",
     [
         ([1, -(2**63), 2**63 - 1], np.int64),
         ([1.5, 2.0], np.float64),

@@ -9,7 +9,7 @@ OTHER = {"properties": {"score": {"type": "integer"}, "reason": {"type": "string
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "same"),
+    "name, old, new, same",
     [
         ("rollout_fn.generation_params", {"a": 1, "b": [2.5]}, {"b": [2.5], "a": 1.0}, True),
         ("rollout_fn.generation_params", {"ignore_eos": True}, {"ignore_eos": 1}, False),

@@ -56,7 +56,7 @@ async def test_what_finishes_takes_its_time_until_a_signal_comes():
 
 
 @pytest.mark.parametrize(
-    ("change", "in_time"),
+    "change, in_time",
     [(lambda shutdown: None, True), (Shutdown.fast_stop, False)],
     ids=["in time", "fast stop"],
 )
@@ -83,7 +83,7 @@ LONG = 3600.0  # longer than a test may take
 
 
 @pytest.mark.parametrize(
-    ("changes", "running", "draining"),
+    "changes, running, draining",
     [
         ((), 0.0, LONG),
         ((lambda shutdown: shutdown.request("SIGTERM"),), None, 0.05),

@@ -175,7 +175,7 @@ def test_without_sbatch_nothing_is_started_and_one_line_says_so(login_node, caps
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("number", "there"),
+    "number, there",
     [
         ("8", "Already submitted: job 7, without the job that checks"),
         ("7", "Nothing was submitted."),

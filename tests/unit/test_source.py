@@ -36,7 +36,7 @@ async def test_what_was_read_meanwhile_is_taken_at_once():
 
 
 @pytest.mark.parametrize(
-    ("limit", "text", "held"),
+    "limit, text, held",
     [(("_BUFFER_DOCUMENTS", 10), "", 10), (("_BUFFER_BYTES", 1000), "x" * 600, 2)],
 )
 async def test_the_reader_is_ahead_by_what_the_buffer_holds_and_no_further(

@@ -238,7 +238,7 @@ async def leased(configs, without=()):
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("executor", ["LOCAL", "SLURM"])
 @pytest.mark.parametrize(
-    ("models", "shares"),
+    "models, shares",
     [
         ({"writer": {"replicas": 2, "tp": 2}}, {"": ["0,1", "2,3"]}),
         ({"writer": {"tp": 2}, "judge": {}}, {"writer": ["0,1"], "judge": ["2"]}),
@@ -341,7 +341,7 @@ LLAMACPP_METRICS = "llamacpp:requests_processing 4\nllamacpp:requests_deferred 1
 
 
 @pytest.mark.parametrize(
-    ("server_type", "page", "read"),
+    "server_type, page, read",
     [
         ("vllm", VLLM_METRICS, Metrics(running=18.0, waiting=3.0, tokens=2600.0, preemptions=5.0)),
         ("llamacpp", LLAMACPP_METRICS, Metrics(4.0, 1.0, 12.0)),

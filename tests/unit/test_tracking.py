@@ -53,7 +53,7 @@ def test_a_service_that_was_away_gets_the_next_sums(tmp_path, now):
 
 
 @pytest.mark.parametrize(
-    ("ends", "status"),
+    "ends, status",
     [
         ([done, done], "FINISHED"),
         ([done, None], "RUNNING"),

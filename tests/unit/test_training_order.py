@@ -89,7 +89,7 @@ def test_seed_and_epoch_alone_define_the_order():
 FIRST_ROWS = [(3, 16), (7, 35), (7, 57), (5, 40)]
 
 
-@pytest.mark.parametrize(("skip", "limit"), [(0, 0), (3, -1), (3, 4), (5, 100), (100, 5)])
+@pytest.mark.parametrize("skip, limit", [(0, 0), (3, -1), (3, 4), (5, 100), (100, 5)])
 def test_skip_and_limit_count_rows_of_the_whole_input(skip, limit):
     blocks = INPUTS["few files"]
     table = BlockTable(blocks, skip=skip, limit=limit)
@@ -115,9 +115,9 @@ def span_and_neighbours(rows, per_file, files):
     return span, float(near.mean())
 
 
-@pytest.mark.parametrize(("workers", "batch"), [(1, 1), (2, 32)])
+@pytest.mark.parametrize("workers, batch", [(1, 1), (2, 32)])
 @pytest.mark.parametrize(
-    ("window", "streams", "least_span", "most_near"),
+    "window, streams, least_span, most_near",
     [
         (Window(rows=64_000, bytes=None), (), 8.5, 0.08),
         (Window(bytes=2**26), (), 8.5, 0.08),

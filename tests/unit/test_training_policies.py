@@ -23,7 +23,7 @@ from tests.patience import until
 
 
 @pytest.mark.parametrize(
-    ("policy", "moment", "due"),
+    "policy, moment, due",
     [
         (EverySteps(500), Moment(1000), True),
         (EverySteps(500), Moment(1001, 1000), False),
@@ -92,7 +92,7 @@ LOSSES = {100: 3.0, 200: 1.0, 300: math.nan, 400: 2.0, 500: None, 600: 1.0}
 
 
 @pytest.mark.parametrize(
-    ("policy", "kept"),
+    "policy, kept",
     [
         (Last(2), {500, 600}),
         (Last(9), {*LOSSES}),
@@ -116,7 +116,7 @@ def test_steps_after_a_rollback_are_newer():
 
 
 @pytest.mark.parametrize(
-    ("make", "given", "message"),
+    "make, given, message",
     [
         (Last, (0,), "count: 0 is not a whole number >= 1"),
         (EverySteps, (0,), "steps: 0 is not a whole number >= 1"),

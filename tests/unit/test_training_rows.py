@@ -169,7 +169,7 @@ def test_a_state_belongs_to_its_worker(parquet):
 
 
 @pytest.mark.parametrize(
-    ("changes", "other", "message"),
+    "changes, other, message",
     [
         ({"seed": 2}, {}, "shuffle_seed=1, now 2"),
         ({"window": "1MB"}, {}, "window="),
@@ -246,7 +246,7 @@ def write_new(folder, *names):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    "change, named",
     [
         (
             lambda folder: (folder / "3.parquet").unlink(),
@@ -365,7 +365,7 @@ def test_a_window_of_short_rows_is_bounded_by_their_number(tmp_path):
     assert share.rows / len(share._ends) <= 2**20 / 64
 
 
-@pytest.mark.parametrize(("seed", "columns"), [(None, None), (1, None), (1, ["text"])])
+@pytest.mark.parametrize("seed, columns", [(None, None), (1, None), (1, ["text"])])
 def test_texts_that_pyarrow_cannot_take_are_read(tmp_path, seed, columns):
     """Polars writes string views, of which pyarrow takes none."""
     texts = [f"text {number}" * 5 for number in range(60)]

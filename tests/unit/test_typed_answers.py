@@ -60,7 +60,7 @@ def test_vectors_come_in_the_order_of_their_index_bit_for_bit(vector):
 
 
 @pytest.mark.parametrize(
-    ("answer", "expected"),
+    "answer, expected",
     [
         (
             data({"index": 0, "label": "good", "probs": [0.25, 0.75], "num_classes": 2}),
@@ -129,14 +129,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "answer", "count"), WRONG)
+@pytest.mark.parametrize("name, answer, count", WRONG)
 def test_an_answer_of_another_form_is_retried(name, answer, count):
     with pytest.raises(RetryableError):
         kept(name, answer, count)
 
 
 @pytest.mark.parametrize(
-    ("answer", "key"),
+    "answer, key",
     [
         ("<html>key\twith-a-tab", "key\twith-a-tab"),
         ('{"error": "clé-of-a-user"}', "clé-of-a-user"),

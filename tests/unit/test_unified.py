@@ -31,7 +31,7 @@ def read(reader, columns=None):
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize(
-    ("arrays", "unified"),
+    "arrays, unified",
     [
         ([pa.array([1], pa.int64()), pa.array([1.5], pa.float32())], pa.float64()),
         ([pa.array(TEXTS), pa.array(TEXTS).dictionary_encode()], pa.string()),
@@ -69,7 +69,7 @@ def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    "columns, message",
     [
         ([["a"], ["b"], [1]], "'2.parquet' and files before it .*Field x .*shuffle_seed"),
         ([[True], [1]], "Field x .* bool vs int64"),

@@ -163,7 +163,7 @@ def test_of_a_file_that_was_replaced_everything_is_uploaded_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("earlier", "contained"),
+    "earlier, contained",
     [
         ({}, False),
         ({"b": None}, True),
@@ -265,7 +265,7 @@ def check_mirror(one, other):
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "step"),
+    "first, second, step",
     [
         ("b" * 16, "a" * 16, 61),
         pytest.param("a" * 16, "b" * 16, 1, marks=pytest.mark.slow),

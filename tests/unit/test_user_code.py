@@ -50,7 +50,7 @@ class Callable_:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "context"),
+    "rollout, context",
     [
         (ask, None),
         (hands_on, None),
@@ -85,7 +85,7 @@ def yields_plainly(document, generate):
 
 
 @pytest.mark.parametrize(
-    ("rollout", "context", "says"),
+    "rollout, context, says",
     [
         (PromptRollout, None, "PromptRollout is a class; give an object of it: PromptRollout(...)"),
         (

@@ -142,7 +142,7 @@ READER = "class_path: JsonlReader\n        init_args: {data_folder: documents}"
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    "old, new",
     [
         ("documents}", "d, limt: 3}"),
         ("chat", "{class_path: PromptRollout, init_args: {zzz: 1}}"),
@@ -167,7 +167,7 @@ def test_a_mistake_is_one_line_with_its_place(job, old, new):
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "said"),
+    "setting, value, said",
     [
         ("tp", True, "true is not a whole number >= 1"),
         ("tp", 2.5, "2.5 is not a whole number >= 1"),
@@ -185,7 +185,7 @@ def test_python_checks_a_setting_as_yaml_does(setting, value, said):
 
 
 @pytest.mark.parametrize(
-    ("cls", "setting", "value"),
+    "cls, setting, value",
     [
         (EmbedRollout, "params", "dimensions"),
         (PromptRollout, "choice", [1]),
@@ -198,7 +198,7 @@ def test_a_value_of_another_kind_is_refused_before_it_is_used(cls, setting, valu
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"),
+    "setting, value",
     [
         ("endpoint_url", {"url": "http://me:hunter2@host"}),
         ("default_generation_params", [{"extra_headers": {"Authorization": "Bearer hunter2"}}]),
@@ -222,7 +222,7 @@ QUOTES = "Does a text need quotes?"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text, message",
     [
         (
             "executor: {a: 1",

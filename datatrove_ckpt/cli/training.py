@@ -93,10 +93,12 @@ def _ranks(state: TrainingState) -> Iterator[str]:
     if not signs:
         return
     ages = [duration(max(1.0, time.time() - sign["at"])) for sign in signs]
+    oldest = ages[0]
+    newest = ages[-1]
     first = signs[0]
     yield (
-        f"  ranks      {len(signs)} of {first['ranks']}, the last sign {ages[-1]} ago; the oldest "
-        f"{ages[0]} ago at step {first['step']}, rank {first['rank']} on {first['host']}"
+        f"  ranks      {len(signs)} of {first['ranks']}, the last sign {newest} ago; the oldest "
+        f"{oldest} ago at step {first['step']}, rank {first['rank']} on {first['host']}"
     )
     variables = {f"{each}={value}" for sign in signs for each, value in sign["variables"].items()}
     if variables:

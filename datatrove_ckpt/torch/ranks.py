@@ -104,21 +104,24 @@ class Ranks:
             if int(place.split()[0]) < self._meetings:
                 missing.append(str(rank))
             elif place != self._place:
+                other = place.partition(" ")[2]
                 raise ConfigError(
-                    f"Rank {self.rank} calls {call}, and rank {rank} {place.partition(' ')[2]}. "
+                    f"Rank {self.rank} calls {call}, and rank {rank} {other}. "
                     "All ranks make the same calls at the same steps."
                 )
         if not missing:
             return
         who = f"{call}: rank {', '.join(missing)}"
         for frame, line in traceback.walk_stack(None):
-            lines = _lines(frame.f_code.co_filename)
+            file = frame.f_code.co_filename
+            lines = _lines(file)
             condition = _lone_condition("".join(lines), line)
             if condition and len(missing) == self.size - 1:  # else several ranks pass it
+                guard = lines[condition - 1].strip()
+                lone = lines[line - 1].strip()
                 raise ConfigError(
-                    f"{who} cannot come, because of `{lines[condition - 1].strip()}` in "
-                    f"{frame.f_code.co_filename}, line {condition}. All ranks save and restore "
-                    f"together: write `{lines[line - 1].strip()}` (line {line}) without it."
+                    f"{who} cannot come, because of `{guard}` in {file}, line {condition}. All "
+                    f"ranks save and restore together: write `{lone}` (line {line}) without it."
                 )
         logger.warning(
             f"{who} has not called it for {_PATIENCE.seconds} s. Goes on waiting: a rank may be "

@@ -22,6 +22,7 @@ from loguru import logger
 from datatrove_ckpt.checkpoint import files
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CkptError, ConfigError, StorageFailed, WorkerDied
+from datatrove_ckpt.user_code import statements
 
 _T = TypeVar("_T")
 
@@ -208,7 +209,7 @@ def _lone_condition(source: str, line: int) -> int:
     follows a ``return`` in it may be an ``else``.
     """
     with suppress(SyntaxError):
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(statements.parse(source)):
             if not isinstance(node, ast.If) or isinstance(node.body[-1], ast.Return):
                 continue
             if not node.orelse and node.lineno <= line:

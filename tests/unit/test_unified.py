@@ -23,8 +23,8 @@ def written(folder, *tables, kind="parquet"):
 
 def read(reader, columns=None):
     blocks = BlockInput(reader)
-    blocks.unify(columns)
-    found = [blocks.read(block, columns) for block in blocks]
+    unified = blocks.unified(columns)
+    found = [blocks.read(block, columns, unified) for block in blocks]
     assert len({str(table.schema) for table in found}) == 1
     return found
 
@@ -71,7 +71,7 @@ def test_all_columns_in_one_order_with_none_where_a_file_has_none(tmp_path):
 @pytest.mark.parametrize(
     "columns, message",
     [
-        ([["a"], ["b"], [1]], "'2.parquet' and files before it .*Field x .*shuffle_seed"),
+        ([["a"], ["b"], [1]], "'2.parquet' and files before it .*Field x .*shuffle"),
         ([[True], [1]], "Field x .* bool vs int64"),
         (
             [pa.array([1], pa.timestamp("us", zone)) for zone in (None, "UTC")],

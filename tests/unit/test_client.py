@@ -35,7 +35,7 @@ from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
-from datatrove_ckpt.inference.client.urls import HiddenUrl
+from datatrove_ckpt.inference.client.urls import HiddenUrl, beside
 from tests.clients import Sleeps, client_of, turns
 
 UNFINISHED_REASONS = [
@@ -1017,3 +1017,10 @@ async def test_a_whole_answer_is_thrown_away_where_its_server_is_given_up_in_the
         client.servers.mark_up(target, HiddenUrl(second), None)
         assert (await asking).text == "right"
         assert (client.answers, client.sender.work.resent, client.cancelled) == (1, 1, 0)
+
+
+def test_a_header_of_the_request_replaces_the_clients_whatever_its_case():
+    own = {"x-api-key": "a key", "anthropic-version": "2023-06-01"}
+    extras = {"extra_headers": {"Anthropic-version": "2030-01-01"}, "extra_query": {}}
+    _, headers = beside(HiddenUrl("http://host"), own, extras)
+    assert headers == {"x-api-key": "a key", "Anthropic-Version": "2030-01-01"}

@@ -123,9 +123,10 @@ def basic_authorization(url: HiddenUrl) -> str:
 def beside(
     url: HiddenUrl, headers: dict[str, str], extras: Extras
 ) -> tuple[HiddenUrl, dict[str, str]]:
-    """Adds ``extras``, which replace equal names."""
+    """Adds ``extras``, which replace equal names. Names of headers have no case."""
     fields = {name.title(): value for name, value in extras["extra_headers"].items()}
-    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), {**headers, **fields}
+    own = {name: value for name, value in headers.items() if name.title() not in fields}
+    return HiddenUrl(url.reveal().update_query(extras["extra_query"])), {**own, **fields}
 
 
 def proxy_of(url: HiddenUrl) -> HiddenUrl | None:

@@ -326,7 +326,7 @@ class Failures:
     def _stop(self, name: str, cause: str, error: BaseException, document: Document) -> NoReturn:
         if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
             raise error
-        way, *changes = _way_out(error)
+        way, changes = _way_out(error)
         corrected = ""
         if self.are_kept and not self.step.accept_changes:
             corrected = correction(self.step.rollout_fn)
@@ -439,13 +439,13 @@ def offer_skipping(error: BaseException) -> None:
         error.changes = [{"skip_bad_requests": True}, *error.changes]
 
 
-def _way_out(error: BaseException) -> tuple[str, Mapping[str, object]] | tuple[str]:
+def _way_out(error: BaseException) -> tuple[str, list[Mapping[str, object]]]:
     """Returns what to do about a document that failed, and the settings that do it."""
     rejected = next((cause for cause in causes(error) if isinstance(cause, RequestRejected)), None)
-    if rejected is None and any(isinstance(cause, RequestFailed) for cause in causes(error)):
-        return f"{_RUN_AGAIN} {_WITHOUT_SUCH}", _AS_DEAD_LETTERS
     if rejected is None:
-        return (_RUN_AGAIN,)
+        if any(isinstance(cause, RequestFailed) for cause in causes(error)):
+            return f"{_RUN_AGAIN} {_WITHOUT_SUCH}", [_AS_DEAD_LETTERS]
+        return _RUN_AGAIN, []
     way = ""
     payload = getattr(error, "payload", None) or {}
     if too_long := _TOO_LONG.search(rejected.body):
@@ -460,7 +460,7 @@ def _way_out(error: BaseException) -> tuple[str, Mapping[str, object]] | tuple[s
                 f"max_tokens is {asked}, and the model's context, which holds the prompt, too, "
                 f"{context}. To continue, lower it, to {lower} for example, and set accept_changes."
             )
-            return way, {"max_tokens": lower, **_ACCEPTED}
+            return way, [{"max_tokens": lower, **_ACCEPTED}]
         way = (
             "The prompt is longer than the model's context. ChunkedRollout splits long documents. "
         )
@@ -470,12 +470,12 @@ def _way_out(error: BaseException) -> tuple[str, Mapping[str, object]] | tuple[s
             "requires each of its properties, with the type null if it may be missing, and has "
             "additionalProperties: false."
         )
-        return way, _ACCEPTED
+        return way, [_ACCEPTED]
     fault = "If the server was at fault, correct it"
     if rejected.remembered:
         fault = "The server was not asked this time"
     way += f"{fault}; to send the request again, set retry_errors."
-    return way, {"retry_errors": True}
+    return way, [{"retry_errors": True}]
 
 
 def unanswered(doc_id: str, slot: ChunkSlot, error: CkptError, others: int) -> CkptError:

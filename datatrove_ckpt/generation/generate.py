@@ -263,8 +263,9 @@ class Answers:
         requests = self.requests
         tokens = self.tokens
         work = None  # the usual case is a shorter line: see Finished.work
-        if len(requests) > 1 or requests[0] > 1 or self.failed or kept != (outcome == "written"):
-            # Copies, because cancelled rollouts may still count.
+        usual = 1 if outcome == "written" else 0
+        is_usual = len(requests) == 1 and requests[0] <= 1 and not self.failed and kept == usual
+        if not is_usual:  # copies, because cancelled rollouts may still count
             work = Work(kept, self.failed, requests.copy(), tokens.copy())
         return Finished(
             self.slot.ordinal,
@@ -877,7 +878,8 @@ class Requests:
             return
         number = self._rollout_idx
         kept = sum(key.rollout_idx == number for key in await answers.cached())
-        if kept > answers.found[number] < answers.requests[number]:
+        found = answers.found[number]
+        if found < kept and found < answers.requests[number]:
             _warn_once(
                 f"Document {answers.doc_id!r}: its agent has not asked for answers that an earlier "
                 "attempt has saved, and has asked other questions, which were paid for. Are time "

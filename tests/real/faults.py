@@ -24,11 +24,13 @@ class Attempts:
     Args:
         module: what the process runs, with the folder as its argument.
         job: the content of job.json.
+        environment: additions to the environment of the process.
     """
 
-    def __init__(self, folder, module, job):
+    def __init__(self, folder, module, job, environment=None):
         self.folder = folder
         self._module = module
+        self._environment = environment or {}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(json.dumps(job))
 
@@ -36,9 +38,10 @@ class Attempts:
     def process(self):
         command = [sys.executable, "-m", self._module, str(self.folder)]
         root = Path(__file__).parents[2]
+        environment = {**os.environ, **self._environment}
         with (
             (self.folder / "stderr").open("ab") as stderr,
-            subprocess.Popen(command, cwd=root, stderr=stderr) as process,
+            subprocess.Popen(command, cwd=root, env=environment, stderr=stderr) as process,
         ):
             try:
                 yield process

@@ -266,6 +266,15 @@ def test_sglang_understands_the_fields_of_rollouts():
     assert [one["continued"] for one in values] == [False, False, False, False, True]
 
 
+def test_what_no_parser_knows_is_refused():
+    argv = ("--model", "m", "--no-such-flag")
+    assert "unrecognized arguments" in parsed(environment.vllm_python(), _VLLM, [argv])[0]["error"]
+    argv = ("--model-path", "m", "--no-such-flag")
+    assert (
+        "unrecognized arguments" in parsed(environment.sglang_python(), _SGLANG, [argv])[0]["error"]
+    )
+
+
 # Runs our launcher, with what needs a GPU in SGLang left out, and tells what reached its place.
 _LAUNCH = """
 import json, multiprocessing, os, runpy, sys, types

@@ -732,12 +732,17 @@ def recorded_runs(root: Path) -> Iterator[Json]:
     """Yields the content of ``job.json``, and of each rank's ``run.json``; the readers of other
     files report damaged ones.
     """
-    ranks = layout.rank_numbers(root) if root.is_dir() else []
-    runs = (layout.rank_folder(root, rank) / layout.RUN for rank in ranks)
-    for path in [root / layout.JOB, *runs]:
+    for path in _records(root):
         with suppress(CheckpointError):
             if path.exists():
                 yield read_run(path)
+
+
+def _records(root: Path) -> Iterator[Path]:
+    yield root / layout.JOB
+    if root.is_dir():  # who finds all in the first file pays for no list of the ranks
+        for rank in layout.rank_numbers(root):
+            yield layout.rank_folder(root, rank) / layout.RUN
 
 
 def recorded_output(root: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from typing import NoReturn
 
 from loguru import logger
@@ -13,28 +14,33 @@ from datatrove_ckpt.generation.raised_errors import runs_at
 
 _BEAT_SECONDS = 1.0
 _BLOCKED_SECONDS = 10.0
+_watching: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+"""By the thread of a loop: of several ranks on it, one watches at a time."""
+_named = {""}
 
 
 async def warn_when_blocked() -> NoReturn:
-    """Warns of each place that blocks the running loop, once."""
+    """Warns of each place that blocks the running loop, once in a process."""
     beat = threading.Event()
     has_ended = threading.Event()
     loop_thread = threading.get_ident()
-    places = {""}
 
     def watch() -> None:
-        while not has_ended.is_set():
-            if not beat.wait(_BLOCKED_SECONDS):
-                place = runs_at(loop_thread)
-                if place not in places:
-                    places.add(place)
-                    logger.warning(
-                        f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event loop"
-                        f"{place}: nothing else is asked or answered until this returns. Put what "
-                        "blocks into a thread: `await asyncio.to_thread(function, ...)`."
-                    )
-                beat.wait()
-            beat.clear()
+        with _watching[loop_thread]:
+            while not has_ended.is_set():
+                if not beat.wait(_BLOCKED_SECONDS):
+                    warn(runs_at(loop_thread))
+                    beat.wait()
+                beat.clear()
+
+    def warn(place: str) -> None:
+        if place not in _named:
+            _named.add(place)
+            logger.warning(
+                f"For {_BLOCKED_SECONDS:g} s, the rollout has blocked the event loop{place}: "
+                "nothing else is asked or answered until this returns. Put what blocks into a "
+                "thread: `await asyncio.to_thread(function, ...)`."
+            )
 
     in_thread(watch, "datatrove-ckpt loop watch")
     try:

@@ -4,6 +4,7 @@ tests/real/test_agents.py.
 
 import asyncio
 import resource
+import threading
 from contextlib import suppress
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -254,14 +255,22 @@ def test_a_sample_notes_what_an_agent_asks_and_no_calls(server):
     assert (request.question, request.tokens.prompt) == ("a", 3)
 
 
-def test_a_rollout_that_blocks_the_loop_is_named(tmp_path, server, log, monkeypatch):
+async def test_a_rollout_that_blocks_the_loop_of_several_ranks_is_named_once(monkeypatch, log):
     monkeypatch.setattr(blocked_loop, "_BLOCKED_SECONDS", 0.05)
-
-    async def rollout(document, generate):
-        until(lambda: any("blocked the event loop, in tests/" in line for line in log))
-        return 1
-
-    run_job(tmp_path, server, 2, rollout)
+    monkeypatch.setattr(blocked_loop, "_named", {""})
+    ranks = [asyncio.create_task(blocked_loop.warn_when_blocked()) for _ in range(3)]
+    await asyncio.sleep(0)  # the ranks begin
+    until(lambda: any("blocked the event loop, in tests/" in line for line in log))
+    threading.Event().wait(0.3)  # the others would say it, too
+    for rank in ranks:
+        rank.cancel()
+    await asyncio.gather(*ranks, return_exceptions=True)
+    assert sum("blocked the event loop" in line for line in log) == 1
+    until(
+        lambda: (
+            not any(thread.name == "datatrove-ckpt loop watch" for thread in threading.enumerate())
+        )
+    )
 
 
 async def test_addresses_raise_the_limit_on_open_files(monkeypatch):

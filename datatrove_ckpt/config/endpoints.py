@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -66,9 +66,12 @@ class EndpointConfig:
             if not isinstance(given, Mapping):
                 check_value("", EndpointConfig, given)
                 given = vars(given)
-            one = cls(**given)
+            known = [field.name for field in fields(cls)]
+            for name in given:
+                check_value("", one_of(known), name)
+            one = cls(**{"url": None, **given})
             return replace(one, prices=read_prices(one.prices, one.model or model))
-        except (TypeError, ConfigError) as error:
+        except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from None
 
 

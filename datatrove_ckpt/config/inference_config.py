@@ -353,10 +353,11 @@ class InferenceConfig:
     def prices_at(self, endpoint: str) -> JsonObject:
         """Returns the prices of an endpoint, by its name, or of the first one that has prices."""
         found = self.prices
-        if self.endpoints:
-            ends = self.endpoints_by_name
-            priced = (one for one in ends.values() if one.prices)
-            found = ends.get(endpoint, next(priced, self)).prices
+        if self.endpoints is not None:
+            ends = self._named_endpoints
+            found = next((one.prices for one in ends.values() if one.prices), None)
+            if endpoint in ends:
+                found = ends[endpoint].prices
         assert not isinstance(found, str)  # it is read
         return found or {}
 

@@ -22,7 +22,7 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint.interval import daly
 from datatrove_ckpt.checkpoint.training_steps import StepName
-from datatrove_ckpt.common.declared import Count, CountFromZero, Positive, Price, Seconds, check
+from datatrove_ckpt.common.declared import Count, CountFromZero, Positive, Seconds, check
 from datatrove_ckpt.errors import ConfigError
 
 Metrics = Mapping[StepName, Mapping[str, float | None]]
@@ -169,7 +169,7 @@ class WhenFailing(SavePolicy):
     """
 
     command: str
-    every_seconds: Price = 60.0
+    every_seconds: Positive = 60.0
 
     @cached_property
     def _checks(self) -> subprocess.Popen[bytes]:

@@ -90,14 +90,14 @@ def naming_hub_input(
         raise InputError(_explain_folder(_described(folder, name), error)) from error
 
 
-def refuse_equal_names(names: Sequence[str], file: str, above: str = "") -> None:
-    """Raises InputError if two columns, or two fields of the column ``above``, have one name."""
+def refuse_equal_names(names: Sequence[str], file: str) -> None:
+    """Raises InputError if two columns have one name."""
     if len({*names}) == len(names):
         return
     name = next(one for one in names if names.count(one) > 1)
     places = ", ".join(str(number) for number, one in enumerate(names, 1) if one == name)
     raise InputError(
-        f"The input file {file!r} has several columns named {above + name!r}: numbers {places}. "
+        f"The input file {file!r} has several columns named {name!r}: numbers {places}. "
         "Rename or remove all but one, and run the same command again."
     )
 

@@ -52,6 +52,8 @@ from datatrove_ckpt.config.templates import parse
 from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
+from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
+from datatrove_ckpt.readers.compressed import uncompressed
 
 if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
@@ -59,22 +61,8 @@ if TYPE_CHECKING:
 
 Node = JsonObject
 
-_SUFFIXES = {
-    ".jsonl": "JsonlReader",
-    ".json": "JsonlReader",
-    ".ndjson": "JsonlReader",
-    ".parquet": "ParquetReader",
-    ".arrow": "IpcReader",
-    ".ipc": "IpcReader",
-    ".feather": "IpcReader",
-    ".csv": "CSVReader",
-}
-_SUFFIXES |= dict.fromkeys((".txt", ".text", ".md", ".rst", ".html", ".htm"), "TextReader")
-_SUFFIXES |= dict.fromkeys(
-    (".pdf", ".png", ".jpg", ".jpeg", ".webp", ".gif", ".tif", ".tiff"), "PageReader"
-)
-_FILES_AS_DOCUMENTS = ("TextReader", "PageReader")
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip")
+_READERS = {reader.__name__: reader for reader in READERS}
+_SUFFIXES = {suffix: reader.__name__ for reader in READERS for suffix in reader.suffixes.split()}
 _MOST_TASKS = 100
 _LOOKED_AT = 100  # lines
 _LEAST_BYTES = 1 << 22  # of a task on this machine, which takes far longer than its start
@@ -89,7 +77,6 @@ _SLURM: Node = {
     "requeue_signals": ["SIGUSR1"],
     "sbatch_args": {"signal": "USR1@180", "open-mode": "append"},
 }
-_TYPED = ("ParquetReader", "IpcReader")  # JSON has fewer types than their files
 _CHUNK = 1000  # documents
 _FILENAME = "${rank}_chunk_${chunk_index}."
 _TASKS: dict[str, tuple[str, Node]] = {
@@ -98,7 +85,6 @@ _TASKS: dict[str, tuple[str, Node]] = {
     "batch": ("BatchRollout", {}),
 }
 NAMES = [field.name for field in fields(ShortJob)]
-_READERS = sorted({*_SUFFIXES.values(), "HuggingFaceDatasetReader"})
 _ROLLOUTS = [name for name in SHORT_NAMES if name.endswith("Rollout")]
 _BY_FORM = (
     "config",
@@ -273,7 +259,7 @@ def _place(name: str, value: object, places: dict[str, Node]) -> None:
         kinds = _ROLLOUTS
         other = "a function as its rollout"
         if owner in _READERS:
-            kinds = _READERS
+            kinds = [*_READERS]
             other = "another reader"
         other = next((place for place in places if place in kinds), other)
         hint = did_you_mean(OTHER_NAMES.get(name, ""), settings()) or (
@@ -324,11 +310,16 @@ def _first_request(reader: Node) -> Node:
     return {}
 
 
+def _class_of(reader: Node) -> type[SeekingReader]:
+    """Returns its class; JsonlReader if its files were not listed."""
+    return _READERS.get(reader["class_path"], JsonlReader)
+
+
 def _allow_no_text(reader: Node, rollout: object) -> None:
     """Lets the reader keep rows without a text, if the prompt names neither the text nor the column
     that was given as ``text_key`` alone.
     """
-    if not isinstance(rollout, dict) or reader["class_path"] in _FILES_AS_DOCUMENTS:
+    if not isinstance(rollout, dict) or not _class_of(reader).has_rows:
         return
     given = rollout["init_args"]
     templates = [given[name] for name in ("prompt", "judge_prompt") if given.get(name)]
@@ -475,7 +466,7 @@ def _writer(job: ShortJob, reader: Node, begun: Node, answer: str | None, folder
     if kind is None:
         kind = str(begun.get("output_filename")).removeprefix(_FILENAME)
     if kind not in BY_NAME:
-        is_table = not begun and (job.task == "embed" or reader["class_path"] in _TYPED)
+        is_table = not begun and (job.task == "embed" or _class_of(reader).has_types)
         kind = "parquet" if is_table else "jsonl"
     known = BY_NAME[kind]
     given = known.settings(answer is not None)
@@ -607,7 +598,7 @@ def _reader(given: str, only_look: bool) -> Node:
     input_names = [one for one in names if pattern or PurePosixPath(one).stem != "README"]
     kinds = {_suffix(name): _kind(name) for name in input_names if _kind(name)}
     known = sorted(kinds)
-    rows = [suffix for suffix in known if kinds[suffix] not in _FILES_AS_DOCUMENTS]
+    rows = [suffix for suffix in known if _READERS[kinds[suffix]].has_rows]
     texts = [suffix for suffix in known if kinds[suffix] == "TextReader"]
     if ".pdf" not in known:  # texts may have pictures beside them
         known = texts or known
@@ -615,7 +606,7 @@ def _reader(given: str, only_look: bool) -> Node:
     others = [name for name in names if _suffix(name) not in known]
     like = "|".join(map(re.escape, known)) or "/"  # b.jsonl.bak resembles input
     odd = [one for one in others if pattern or re.search(f"(?i){like}", posixpath.basename(one))]
-    twice = [name for name, times in Counter(map(_uncompressed, names)).items() if times > 1]
+    twice = [name for name, times in Counter(map(uncompressed, names)).items() if times > 1]
     problem = ""
     advice = "Name files of one kind, such as documents/*.jsonl"
     if linked:
@@ -697,19 +688,12 @@ def _count_tasks(reader: Node, job: ShortJob) -> int:
 
 
 def _suffix(name: str) -> str:
-    return PurePosixPath(_uncompressed(name)).suffix
+    return uncompressed(name).suffix
 
 
 def _kind(name: str) -> str:
     """Returns the reader of a file; "": none."""
     return _SUFFIXES.get(_suffix(name).lower(), "")
-
-
-def _uncompressed(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.suffix.lower() in _COMPRESSED:
-        path = path.with_suffix("")
-    return str(path)
 
 
 def _split(given: str) -> tuple[str, str]:

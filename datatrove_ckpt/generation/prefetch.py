@@ -383,8 +383,7 @@ class DocumentSource:
             why = f"{steps} may keep state from one document to the next. If not, set seek=True."
         else:
             why = (
-                "this reader cannot seek. JsonlReader, ParquetReader, IpcReader and "
-                "HuggingFaceDatasetReader of datatrove_ckpt.readers can, and take the same "
+                "this reader cannot seek. Those of datatrove_ckpt.readers can, and take the same "
                 "arguments."
             )
         seconds = time.monotonic() - started

@@ -24,7 +24,20 @@ from datatrove_ckpt.readers.positions import PositionedDocument, Reading, positi
 from datatrove_ckpt.readers.tables import IpcReader, ParquetReader
 from datatrove_ckpt.readers.texts import TextReader
 
+READERS: tuple[type[SeekingReader], ...] = (
+    JsonlReader,
+    ParquetReader,
+    IpcReader,
+    CSVReader,
+    TextReader,
+    PageReader,
+    HuggingFaceDatasetReader,
+    BatchReader,
+)
+"""The classes that YAML files name in short, and the short form chooses from."""
+
 __all__ = [
+    "READERS",
     "BatchReader",
     "CSVReader",
     "DamagedLine",

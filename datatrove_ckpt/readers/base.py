@@ -94,6 +94,12 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     A class that sets it promises that each document depends on its row alone, so that a resume may
     seek. A subclass that does not set it may keep state.
     """
+    suffixes: ClassVar[str] = ""
+    """Of its files' names, for the short form."""
+    has_rows: ClassVar[bool] = True
+    """Whether a file has rows or lines, and is not a document, or pages, itself."""
+    has_types: ClassVar[bool] = False
+    """Whether columns have types of their own."""
     _order_options: ClassVar[tuple[str, ...]] = (
         "shuffle_seed",
         "skip",

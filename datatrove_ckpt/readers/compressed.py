@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, cast
 
 from fsspec.compression import compr
@@ -41,6 +42,14 @@ def codec_of(name: str, compression: str | None) -> str | None:
     return found or next(
         (codec for suffix, codec in _CODECS_BY_SUFFIX.items() if name.endswith(suffix)), None
     )
+
+
+def uncompressed(name: str) -> PurePosixPath:
+    """Returns a file's name without the suffix of a compression."""
+    path = PurePosixPath(name)
+    if codec_of(name, "infer"):
+        return path.with_suffix("")
+    return path
 
 
 def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:

@@ -51,6 +51,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     """
 
     format = "csv"
+    suffixes = ".csv"
     _order_options = (*SeekingReader._order_options, "compression")
     codec = JsonlReader.codec
     open_content = JsonlReader.open_content

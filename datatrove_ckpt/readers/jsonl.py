@@ -70,6 +70,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
     """
 
     format = "jsonl"
+    suffixes = ".jsonl .json .ndjson"
     _order_options = (*SeekingReader._order_options, "compression")
     _parsing = 0.0  # seconds, of this block
 

@@ -16,7 +16,7 @@ from datatrove.io import DataFileLike, DataFolderLike
 from datatrove.pipeline.readers.base import BaseDiskReader
 
 from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT
-from datatrove_ckpt.common.formatting import missing_package
+from datatrove_ckpt.common.formatting import install_extra
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
@@ -44,6 +44,8 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     """
 
     format = "page"
+    suffixes = ".pdf .png .jpg .jpeg .webp .gif .tif .tiff"
+    has_rows = False
     _order_options = (*SeekingReader._order_options, "dpi")
 
     def __init__(
@@ -76,9 +78,13 @@ class PageReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
                 yield document or WITHOUT_TEXT, (number,)
 
     def _pages(self, file: io.IOBase, name: str, first: int) -> Iterator[Row]:
-        if missing := missing_package("pypdfium2 PIL"):
-            raise ConfigError(f"The input file {name!r} is a PDF, and {missing}")
-        import pypdfium2
+        try:
+            import PIL  # noqa: F401 (for to_pil)
+            import pypdfium2
+        except ImportError as error:
+            raise ConfigError(
+                f"The input file {name!r} is a PDF, and {install_extra(str(error.name), 'media')}"
+            ) from None
 
         with _pdfium(name):
             pdf = pypdfium2.PdfDocument(file)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 class _TableReader(SeekingReader):
     batch_size = 1000
+    has_types = True
 
     @property
     def _columns(self) -> list[str] | None:
@@ -143,6 +144,7 @@ class ParquetReader(_TableReader, parquet.ParquetReader):  # type: ignore[misc, 
     """
 
     format = "parquet"
+    suffixes = ".parquet"
 
     @property
     def _columns(self) -> list[str] | None:
@@ -166,6 +168,7 @@ class IpcReader(_TableReader, ipc.IpcReader):  # type: ignore[misc, unused-ignor
     """
 
     format = "ipc"
+    suffixes = ".arrow .ipc .feather"
     _order_options = (*SeekingReader._order_options, "stream")
 
     def open_file(self, name: str) -> ArrowBlocks:

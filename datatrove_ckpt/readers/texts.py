@@ -26,6 +26,8 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     """
 
     format = "text"
+    suffixes = ".txt .text .md .rst .html .htm"
+    has_rows = False
     compression = "infer"
     codec = JsonlReader.codec
     open_content = JsonlReader.open_content

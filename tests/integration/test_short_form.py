@@ -274,7 +274,7 @@ def test_what_cannot_work_is_one_line(capsys):
             code = error.code
         said = capsys.readouterr().err.splitlines()
         assert code == 2, flags
-        golden.hold("short_form", flags, said[-1])
+        golden.hold("short_form", flags, said[-1], SUFFIXES=", ".join(short_form._SUFFIXES))
 
 
 @pytest.mark.parametrize(

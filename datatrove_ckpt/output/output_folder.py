@@ -13,12 +13,11 @@ another content, are refused likewise.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
 from datatrove.pipeline.writers.disk_base import DiskWriter
 
@@ -38,18 +37,16 @@ from datatrove_ckpt.output.committed import (
     file_problem,
     has_commits,
     list_output,
+    listed,
     published_names,
     some,
 )
 from datatrove_ckpt.output.folders import stands_elsewhere
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_access import check_access
-from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.names import output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
-
-T = TypeVar("T")
 
 
 class OutputFolder:
@@ -72,7 +69,7 @@ class OutputFolder:
         self.root = root
         self.hub = HubFolder.of(writer.output_folder)
         self.where = str(writer.output_folder.resolve_paths(""))
-        self.calls = StoppableCalls()
+        self.calls = StoppableCalls(self.where, self.hub)
         """All calls and pauses for the folder, also those of a target. ``ChunkOutput.stop`` ends
         them.
         """
@@ -94,7 +91,12 @@ class OutputFolder:
             check_access(self.hub, private, self.calls)
 
     def claim(self) -> None:
-        self._call("cannot be claimed for this run", partial(self._owner.claim, self._is_unused))
+        claim = partial(self._owner.claim, self._is_unused)
+        if self.writer.output_folder.is_local():
+            with explained("read", Path(self.where).absolute()):
+                claim()
+        else:
+            self.calls.retry("cannot be claimed for this run", claim)
 
     def refuse_existing(self, rank: int, retry: str) -> None:
         """Call it before the first start of a rank.
@@ -151,17 +153,10 @@ class OutputFolder:
             policy: see ``StoppableCalls.retry``.
         """
         look = partial(self._look, committed, rank, others, contents)
-        if self.hub is not None:  # it may not show yet what it has committed
-            return HubReads(self.hub, self.calls).listed(look, committed.values(), policy)
-        return self._call("cannot be listed", look, policy)
-
-    def _call(self, what: str, call: Callable[[], T], policy: RetryPolicy | None = None) -> T:
         if self.writer.output_folder.is_local():
             with explained("read", Path(self.where).absolute()):
-                return call()
-        if self.hub is not None:
-            return HubReads(self.hub, self.calls).looked(what, call)
-        return self.calls.retry(f"{self.where} {what}", call, policy)
+                return look()
+        return listed(self.calls, look, committed.values(), policy)
 
     def _look(
         self, committed: Mapping[str, CommittedFile], rank: int | None, others: bool, contents: bool

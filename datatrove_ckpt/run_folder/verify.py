@@ -7,7 +7,7 @@ chunk that a run finishes in between never counts as missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -41,7 +41,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.common.retrying import RetryPolicy, failure_line, file_system_call, http_status
+from datatrove_ckpt.common.retrying import HUB_PROBE, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -57,14 +57,14 @@ from datatrove_ckpt.output.committed import (
     content_hash,
     file_problem,
     list_files,
+    listed,
     published_names,
 )
 from datatrove_ckpt.output.formats import format_of_file, is_known
 from datatrove_ckpt.output.hub import HubFolder
-from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
-from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.run_folder.where import Place, looks_like_mirror
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
@@ -409,7 +409,8 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
     try:
         is_owned(report)
         look = partial(list_files, report.folder, committed)
-        found = listed(report.output, report.folder, look, committed.values())
+        calls = StoppableCalls(report.output, report.hub)
+        found = listed(calls, look, committed.values(), HUB_PROBE)
         is_there = folder_is_given or not committed or found.sizes or report.hub is not None
         if not (is_there or report.folder.exists("")):
             raise OutputFailed(
@@ -434,33 +435,6 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
     uncommitted = _Uncommitted(report)
     for path in sorted(names - committed.keys()):
         yield from uncommitted.check(path)
-
-
-def listed(
-    where: str,
-    folder: DataFolder,
-    look: Callable[[], FoundFiles],
-    files: Iterable[OutputFile],
-    policy: RetryPolicy | None = None,
-) -> FoundFiles:
-    """Lists an output folder.
-
-    Args:
-        files: that are committed.
-        policy: see ``HubReads.looked``.
-
-    Raises:
-        OutputFailed: the folder cannot be listed.
-    """
-    hub = HubFolder.of(folder)
-    if hub is not None:
-        return HubReads(hub, StoppableCalls()).listed(look, files, policy)
-    try:
-        return StoppableCalls().run(look, ANSWER_SECONDS)
-    except OSError as error:
-        raise OutputFailed(
-            f"{where} cannot be listed: {failure_line(error)}. {storage_advice(error)}"
-        ) from error
 
 
 def is_owned(report: Report) -> bool:

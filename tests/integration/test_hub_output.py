@@ -24,7 +24,6 @@ from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.output import targets
 from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_pace import CommitPace
-from datatrove_ckpt.output.hub_uploads import HubReads
 from datatrove_ckpt.output.owner import OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.output.targets import HubTarget
@@ -71,8 +70,8 @@ def test_a_rank_that_was_taken_over_while_its_files_wait_commits_nothing(hub, tm
     (tmp_path / "staged").write_text("content")
     output = JsonlWriter("hf://datasets/org/data/config", "${rank}.jsonl")
     folder = output.output_folder
-    reads = HubReads(HubFolder.of(folder), StoppableCalls(), taken)
-    commits = HubTarget(folder, 0, tmp_path, reads, taken, CommitPace())
+    calls = StoppableCalls("hf://datasets/org/data/config", HubFolder.of(folder))
+    commits = HubTarget(folder, 0, tmp_path, taken, calls, CommitPace())
     staged = SimpleNamespace(path=tmp_path / "staged", size=7, rows=0, hexdigest=lambda: "")
     commits.publish(0, SimpleNamespace(finished={"a": staged}, folder=tmp_path), Intents(tmp_path))
     done, failures = Mock(), queue.SimpleQueue()

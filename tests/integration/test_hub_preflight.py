@@ -34,7 +34,7 @@ def test_a_token_that_may_only_read(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", hub.read_token)
     said = refused()
     assert said.startswith(
-        "hf://datasets/org/data/part: the hub answers 403, Forbidden: you must use a write token"
+        "hf://datasets/org/data/part: cannot be written to: the hub answers 403, Forbidden: you must use a write token"
     )
     assert "Take one of role write, or a fine-grained one with write access to org/data" in said
 

@@ -53,7 +53,7 @@ from datatrove_ckpt.errors import CkptError, ConfigError
 from datatrove_ckpt.errors.names import form, use, written_in
 from datatrove_ckpt.output.formats import BY_NAME, JSONL
 from datatrove_ckpt.readers import READERS, JsonlReader, SeekingReader
-from datatrove_ckpt.readers.compressed import uncompressed
+from datatrove_ckpt.readers.compressed import open_content, uncompressed
 
 if TYPE_CHECKING:
     from datatrove_ckpt.run_folder.run_output import OutputPath, OutputUrl
@@ -302,7 +302,7 @@ def _first_request(reader: Node) -> Node:
         lines.max_skipped = None
         with suppress(CkptError, OSError):  # the checks before a start name what is wrong
             for name in _list(lines.data_folder, lines.glob_pattern)[:1]:
-                with lines.open_content(name) as file:
+                with open_content(lines.data_folder, name, lines.compression) as file:
                     for line in islice(file, _LOOKED_AT):
                         row: Node = lines.parse_row(line, name, 0)
                         if isinstance(row, dict) and {"custom_id", "body"} <= row.keys():

@@ -13,14 +13,16 @@ import lzma
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 from typing import IO, TYPE_CHECKING, cast
 
+from datatrove.io import DataFolder
 from fsspec.compression import compr
 from fsspec.utils import infer_compression
 
 from datatrove_ckpt.errors import ConfigError, InputError
+from datatrove_ckpt.readers.input_errors import naming_hub_input
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -52,7 +54,7 @@ def uncompressed(name: str) -> PurePosixPath:
     return path
 
 
-def decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
+def _decompressed(file: IO[bytes], codec: str, name: str) -> io.RawIOBase:
     """Opens the content of a compressed file.
 
     Raises:
@@ -96,6 +98,30 @@ def naming_damage(name: str) -> Iterator[None]:
             "copy, or correct its name if that is the one of another format or compression, and "
             "run the same command again: what was read of it before must be the same, and is kept."
         ) from error
+
+
+class Content(io.BufferedReader):
+    """The content of a compressed file. ``stored``: the file itself."""
+
+    def __init__(self, content: io.RawIOBase, stored: IO[bytes]) -> None:
+        super().__init__(content, 2**16)  # what is read ahead counts as read
+        self.stored = stored
+
+
+@contextmanager
+def open_content(folder: DataFolder, name: str, compression: str | None) -> Iterator[IO[bytes]]:
+    """Opens an input file, decompressed."""
+    codec = codec_of(name, compression)
+    with ExitStack() as stack:
+        # The adapter runs inside, and may raise errors of other libraries.
+        stack.enter_context(naming_hub_input(folder, name, False, ("huggingface_hub",)))
+        file = stack.enter_context(folder.open(name, "rb", compression=None))
+        if codec is not None and file.read(1):
+            file.seek(0)
+            stack.enter_context(naming_damage(name))
+            # Decompressors may return less than requested, and may lack readline().
+            file = stack.enter_context(Content(_decompressed(file, codec, name), file))
+        yield file  # a file of 0 bytes is empty, also where its compression would need a header
 
 
 class _ZstdFile(io.RawIOBase):

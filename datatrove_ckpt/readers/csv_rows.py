@@ -22,10 +22,10 @@ from xxhash import xxh3_64
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
+from datatrove_ckpt.readers.compressed import codec_of, open_content
 from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
-from datatrove_ckpt.readers.jsonl import JsonlReader
 from datatrove_ckpt.readers.positions import PLAIN_INTEGER, FilePosition, FileRead
 
 _QUOTES = "Close each quote, double those within a cell"
@@ -53,9 +53,6 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     format = "csv"
     suffixes = ".csv"
     _order_options = (*SeekingReader._order_options, "compression")
-    codec = JsonlReader.codec
-    open_content = JsonlReader.open_content
-    _may_grow = JsonlReader._may_grow
     delimiter = ","  # pickles of earlier releases
 
     def __init__(
@@ -75,7 +72,10 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         done, kept_hash = file_position or (0, 0)
         extent = self._file_extent
-        with self.open_content(name) as content, _lines(content) as lines:
+        with (
+            open_content(self.data_folder, name, self.compression) as content,
+            _lines(content) as lines,
+        ):
             stored = getattr(content, "stored", content)
             rows = _rows(lines, name, self.delimiter)
             _, names = next(rows, (1, []))
@@ -112,6 +112,9 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
             )
             return self.skip_damaged(name, where, problem, self.max_skipped)
         return self.document_of(dict(zip(names, cells, strict=True)), name, number, where)
+
+    def _may_grow(self, name: str) -> bool:
+        return codec_of(name, self.compression) is None
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         return True  # the reading itself does

@@ -11,7 +11,7 @@ from datatrove.pipeline.readers.base import BaseDiskReader
 from datatrove_ckpt.checkpoint.skipped import WITHOUT_TEXT
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.base import SeekingReader
-from datatrove_ckpt.readers.jsonl import JsonlReader
+from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.no_document import MAX_LINE_BYTES
 from datatrove_ckpt.readers.positions import FilePosition, FileRead
 
@@ -29,14 +29,12 @@ class TextReader(SeekingReader, BaseDiskReader):  # type: ignore[misc, unused-ig
     suffixes = ".txt .text .md .rst .html .htm"
     has_rows = False
     compression = "infer"
-    codec = JsonlReader.codec
-    open_content = JsonlReader.open_content
 
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         self._file_extent.per = self._file_extent.size
         if file_position:
             return
-        with self.track_time(), self.open_content(name) as file:
+        with self.track_time(), open_content(self.data_folder, name, self.compression) as file:
             content = file.read(MAX_LINE_BYTES + 1)
         if len(content) > MAX_LINE_BYTES:
             raise InputError(

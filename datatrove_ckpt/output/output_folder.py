@@ -13,7 +13,7 @@ another content, are refused likewise.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -220,14 +220,23 @@ class OutputFolder:
         )
 
     def refuse_foreign(
-        self, rank: int, found: FoundFiles, own: Container[str] = (), root: str = ""
+        self,
+        rank: int,
+        found: FoundFiles,
+        commits: RankCommits | None = None,
+        is_complete: bool = False,
+        root: str = "",
     ) -> None:
         """Refuses uncommitted files of a rank that are not its own.
 
         Args:
-            own: see ``published`` and ``unfinished``; none at the first start.
+            commits: of the rank; None: it starts for the first time, and no file is its own.
+            is_complete: all chunks of the rank are committed.
             root: the folder of a retry that starts; "": the rank, and all its retries.
         """
+        own: Container[str] = ()
+        if commits is not None and found.by_rank[rank]:
+            own = self._own(commits, found, is_complete)
         names = sorted(
             name for retry, name in found.by_rank[rank] if root in ("", retry) and name not in own
         )
@@ -247,27 +256,24 @@ class OutputFolder:
             "run of datatrove's own, choose other folders, and set finished_from to the old ones."
         )
 
-    def published(self, rank: int, found: FoundFiles) -> Collection[str]:
-        """Returns the names that a rank may have published before it resumes."""
-        names = [name for _, name in found.by_rank[rank]]
-        if not names:
-            return ()
-        published = published_names(self.root, rank)
-        if published is None:
-            return [name for name in names if self.is_name_of_run(name)]
-        return published
-
-    def unfinished(self, commits: RankCommits, found: FoundFiles) -> Collection[str]:
-        """Returns the files of chunks that a complete rank, or a retry of it, has yet to commit."""
-        names = []
+    def _own(self, commits: RankCommits, found: FoundFiles, is_complete: bool) -> Container[str]:
+        """Returns the uncommitted files that a rank may have published: those of its intents; of a
+        complete rank, and without intents, by their names.
+        """
+        if not is_complete:
+            published = published_names(self.root, commits.rank)
+            if published is not None:
+                return published
+        own = []
         for _, name in found.by_rank[commits.rank]:
             match = self._ours.fullmatch(name)
             if match is None:
                 continue
             (root, _), chunk_index = rank_and_chunk(match)
-            if (root, chunk_index) in commits.unfinished:
-                names.append(name)
-        return names
+            # A complete rank, or a retry of it, has yet to commit these.
+            if not is_complete or (root, chunk_index) in commits.unfinished:
+                own.append(name)
+        return own
 
     def _repair(self, found: FoundFiles, wrong: list[CommittedFile]) -> str:
         """Returns the command that repairs, and what to do then."""

@@ -41,7 +41,7 @@ class StoppableCalls:
 
     def __init__(self, where: str, hub: HubFolder | None = None) -> None:
         self.hub = hub
-        self._where = where
+        self.where = where
         self._stopped: Future[Any] = Future()  # Any: it is waited for with any result
 
     @property
@@ -113,7 +113,7 @@ class StoppableCalls:
         stoppable = replace(policy or retrying.STORAGE, sleep=pause)
         run = partial(self.run, call, at_most_seconds)
         try:
-            return stoppable.run(run, f"{self._where}: {what}", explain)
+            return stoppable.run(run, f"{self.where}: {what}", explain)
         except OSError as error:
             raise self.failed(what, error) from error
 
@@ -125,4 +125,4 @@ class StoppableCalls:
             explained = hub_failure(error)
             advice = self.hub.advice(error)
         kept = "Nothing that was saved is lost: run the same command again."
-        return OutputFailed(f"{self._where}: {what}: {explained}. {advice} {kept}")
+        return OutputFailed(f"{self.where}: {what}: {explained}. {advice} {kept}")

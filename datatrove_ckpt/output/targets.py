@@ -236,7 +236,6 @@ class RemoteTarget(OutputTarget):
         super().__init__(folder, scratch)
         self._lease = lease
         self._calls = calls
-        self._url = folder.resolve_paths("")
         self._creates_once = "mode" in signature(folder.fs.put_file).parameters
 
     def _retry(self, what: str, call: Callable[[], T]) -> T:
@@ -348,34 +347,22 @@ class S3Target(RemoteTarget):
         return {"size": head["ContentLength"], "ETag": head["ETag"]}
 
     def _abort_open_uploads(self, names: set[str]) -> None:
-        find = partial(self._open_uploads, names)
-        found = self._retry("the open uploads could not be listed", find)
-        for name, upload in found:
-            self._abort(name, upload)
-        if found:
+        aborted = 0
+        for name in names:
+            bucket, key = self._bucket_and_key(name)
+            find = partial(
+                self._folder.fs.call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=key
+            )
+            page = self._retry("the open uploads could not be listed", find)
+            for upload in page.get("Uploads", []):
+                if upload["Key"] == key:  # and no longer name
+                    self._abort(name, upload["UploadId"])
+                    aborted += 1
+        if aborted:
             logger.info(
-                f"{self._url}: aborted {plural(len(found), 'upload')} that earlier attempts left "
-                "open."
+                f"{self._calls.where}: aborted {plural(aborted, 'upload')} that earlier attempts "
+                "left open."
             )
-
-    def _open_uploads(self, names: set[str]) -> list[tuple[str, str]]:
-        keys = {self._bucket_and_key(name)[1]: name for name in names}
-        bucket, _ = self._bucket_and_key("")
-        prefix = os.path.commonprefix(list(keys))  # noqa: RUF071 (of characters: keys have no folders)
-        found: list[tuple[str, str]] = []
-        markers: dict[str, str] = {}
-        while True:
-            page = self._folder.fs.call_s3(
-                "list_multipart_uploads", Bucket=bucket, Prefix=prefix, **markers
-            )
-            listed = page.get("Uploads", [])
-            found += [(keys[one["Key"]], one["UploadId"]) for one in listed if one["Key"] in keys]
-            if not page.get("IsTruncated"):
-                return found
-            markers = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
 
     def _abort(self, name: str, upload: str) -> None:
         def abort() -> None:

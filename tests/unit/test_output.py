@@ -239,7 +239,7 @@ def test_which_errors_are_permanent(error, permanent):
 
 
 class Uploads:
-    """S3's open uploads: a list in pages of two, and aborting."""
+    """S3's open uploads."""
 
     def __init__(self, *keys):
         self.open = [(key, f"id-{number}") for number, key in enumerate(keys)]
@@ -265,15 +265,7 @@ class Uploads:
             return {}
         assert method == "list_multipart_uploads"
         found = [one for one in self.open if one[0].startswith(arguments["Prefix"])]
-        after = (arguments.get("KeyMarker"), arguments.get("UploadIdMarker"))
-        first = found.index(after) + 1 if after in found else 0
-        page = found[first : first + 2]
-        return {
-            "Uploads": [{"Key": key, "UploadId": upload} for key, upload in page],
-            "IsTruncated": first + 2 < len(found),
-            "NextKeyMarker": page[-1][0] if page else "",
-            "NextUploadIdMarker": page[-1][1] if page else "",
-        }
+        return {"Uploads": [{"Key": key, "UploadId": upload} for key, upload in found]}
 
 
 def on_s3(uploads, scratch, *left):

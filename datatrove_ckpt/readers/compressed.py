@@ -113,8 +113,7 @@ def open_content(folder: DataFolder, name: str, compression: str | None) -> Iter
     """Opens an input file, decompressed."""
     codec = codec_of(name, compression)
     with ExitStack() as stack:
-        # The adapter runs inside, and may raise errors of other libraries.
-        stack.enter_context(naming_hub_input(folder, name, False, ("huggingface_hub",)))
+        stack.enter_context(naming_hub_input(folder, name, missing=False))
         file = stack.enter_context(folder.open(name, "rb", compression=None))
         if codec is not None and file.read(1):
             file.seek(0)

@@ -50,19 +50,13 @@ def is_on_hub(folder: DataFolder) -> bool:
 
 
 @contextmanager
-def naming_hub_input(
-    folder: DataFolder,
-    name: str = "",
-    missing: bool = True,
-    libraries: tuple[str, ...] = _OF_THE_CLIENT,
-) -> Iterator[None]:
+def naming_hub_input(folder: DataFolder, name: str = "", missing: bool = True) -> Iterator[None]:
     """Turns errors of the hub or S3 about files of an input into an ``InputError`` with advice.
 
     Args:
         name: the file that is read; "": the folder is listed.
         missing: ``FileNotFoundError`` and ``PermissionError`` count, too, which the client raises
             for a folder.
-        libraries: whose errors count.
     """
     try:
         yield
@@ -82,7 +76,7 @@ def naming_hub_input(
                 "credentials (AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), the "
                 "endpoint and the network."
             ) from error
-        of_the_client = type(error).__module__.startswith(libraries)
+        of_the_client = type(error).__module__.startswith(_OF_THE_CLIENT)
         if not is_on_hub(folder) or not (
             of_the_client or (missing and isinstance(error, _MISSING))
         ):

@@ -232,24 +232,6 @@ def test_a_token_that_expires_in_the_middle_loses_nothing(
     assert "no problem: 1 task, 3 documents" in command("verify", f"{BUCKET}/mirror", "--full")
 
 
-# lists that lag ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lag", [3, 1, 5])
-def test_lists_that_lag_lose_and_repeat_nothing(job, server, command, lag):
-    for number in range(lag):
-        # The input has been there for a while.
-        job.put("org/job", {f"other/{number}": b""}, kind="bucket")
-    job.lag_commits = lag
-    assert "3 of 3 documents are in 2 files" in command("run", "job.yaml")
-    lose_the_node()
-    assert "1 task is complete already" in command("run", "job.yaml")
-    assert "no problem: 1 task, 3 documents" in command("verify", f"{BUCKET}/mirror", "--full")
-    assert set(server.asked.values()) == {1}
-    assert len(output(job)) == 2
-
-
 @pytest.mark.parametrize("folder, lists", [("completions", False), ("logs", True)])
 def test_a_marker_that_is_written_while_its_folder_is_looked_for(job, monkeypatch, folder, lists):
     step = LocalPipelineExecutor([], tasks=2, logging_dir=f"{BUCKET}/logs")

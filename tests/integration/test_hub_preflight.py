@@ -82,14 +82,6 @@ def test_a_missing_branch_stops_a_rank_before_the_first_request(tmp_path, hub, s
 # a hub that is away ------------------------------------------------------------------------------
 
 
-def test_a_hub_that_fails_for_a_while_is_asked_again(hub, log):
-    hub.create_repo("org/data")
-    hub.fail("auth-check", 503, times=2)
-    hub.fail("auth-check", None, after_effect=True)
-    check_access(FOLDER)
-    assert len(log.said("Next attempt in")) == 3
-
-
 @pytest.mark.slow
 def test_a_hub_that_does_not_answer_is_no_hang(hub, monkeypatch, policy):
     policy("HUB_LOOK", patience=0.1)

@@ -274,9 +274,8 @@ def _scan(
 
 def _find(folder: DataFolder, head: str) -> dict[str, Info]:
     base, start = posixpath.split(head)
-    find = getattr(folder.fs, "_find", folder.fs.find)
     options = {}
-    if start and "prefix" in inspect.signature(find).parameters:
+    if start and "prefix" in inspect.signature(folder.fs.find).parameters:
         options["prefix"] = start
     try:
         listed = folder.find(base, detail=True, **options)

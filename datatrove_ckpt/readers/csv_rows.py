@@ -10,9 +10,9 @@ import codecs
 import csv
 import io
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from itertools import chain
-from typing import IO, Any
+from typing import Any
 
 from datatrove.data import Document
 from datatrove.io import DataFolderLike
@@ -74,8 +74,10 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
         extent = self._file_extent
         with (
             open_content(self.data_folder, name, self.compression) as content,
-            _lines(content) as lines,
+            ExitStack() as stack,
         ):
+            lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
+            stack.callback(lines.detach)  # the file is closed by its owner
             stored = getattr(content, "stored", content)
             rows = _rows(lines, name, self.delimiter)
             _, names = next(rows, (1, []))
@@ -118,15 +120,6 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         return True  # the reading itself does
-
-
-@contextmanager
-def _lines(content: IO[bytes]) -> Iterator[io.TextIOWrapper]:
-    lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
-    try:
-        yield lines
-    finally:
-        lines.detach()  # the file is closed by its owner
 
 
 def _rows(lines: Iterable[str], file: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:

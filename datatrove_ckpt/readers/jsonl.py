@@ -18,7 +18,8 @@ import base64
 import codecs
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import IO, Any, TypeVar
 
 import numpy as np
@@ -323,6 +324,7 @@ class LineBlocks(BlockFile):
     def __init__(self, reader: JsonlReader, name: str) -> None:
         self.name = name
         self._reader = reader
+        self._open = partial(open_content, reader.data_folder, name, reader.compression)
         self._is_plain = codec_of(name, reader.compression) is None
         self._stack = ExitStack()
         self._file: IO[bytes] | None = None
@@ -355,9 +357,6 @@ class LineBlocks(BlockFile):
         self._file = None
         self._last = (-1, [])
         self._part = b""
-
-    def _open(self) -> AbstractContextManager[IO[bytes]]:
-        return open_content(self._reader.data_folder, self.name, self._reader.compression)
 
     def _lines(self, number: int) -> list[bytes]:
         group = self.index.groups[number]

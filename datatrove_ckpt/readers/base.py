@@ -28,6 +28,7 @@ from datatrove_ckpt.errors import (
     DocumentNotSerializable,
     InputError,
 )
+from datatrove_ckpt.readers.compressed import codec_of
 from datatrove_ckpt.readers.declared_types import DeclaredTypes
 from datatrove_ckpt.readers.extent import FileExtent, InputExtent
 from datatrove_ckpt.readers.inputs import (
@@ -98,6 +99,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     """Of its files' names, for the short form."""
     has_rows: ClassVar[bool] = True
     """Whether a file has rows or lines, and is not a document, or pages, itself."""
+    grows: ClassVar[bool] = False
+    """Whether a file may get more lines while it is read, and later."""
     has_types: ClassVar[bool] = False
     """Whether columns have types of their own."""
     _order_options: ClassVar[tuple[str, ...]] = (
@@ -554,7 +557,8 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
 
     def _may_grow(self, name: str) -> bool:
         """Returns whether a longer file may continue the file that was read."""
-        return False
+        # Compressed data does not end at a line's end.
+        return self.grows and codec_of(name, self.compression) is None
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         """Raises CheckpointMismatch if the content before ``file_position`` is not what was read.

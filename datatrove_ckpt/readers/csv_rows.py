@@ -22,7 +22,7 @@ from xxhash import xxh3_64
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.base import SeekingReader
-from datatrove_ckpt.readers.compressed import codec_of, open_content
+from datatrove_ckpt.readers.compressed import open_content
 from datatrove_ckpt.readers.declared_types import declared_types
 from datatrove_ckpt.readers.input_errors import refuse_equal_names
 from datatrove_ckpt.readers.inputs import misfit, refuse_pointer
@@ -52,6 +52,7 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
 
     format = "csv"
     suffixes = ".csv"
+    grows = True
     _order_options = (*SeekingReader._order_options, "compression")
     delimiter = ","  # pickles of earlier releases
 
@@ -114,9 +115,6 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
             )
             return self.skip_damaged(name, where, problem, self.max_skipped)
         return self.document_of(dict(zip(names, cells, strict=True)), name, number, where)
-
-    def _may_grow(self, name: str) -> bool:
-        return codec_of(name, self.compression) is None
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         return True  # the reading itself does

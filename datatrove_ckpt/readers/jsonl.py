@@ -70,6 +70,7 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     format = "jsonl"
     suffixes = ".jsonl .json .ndjson"
+    grows = True
     _order_options = (*SeekingReader._order_options, "compression")
     _parsing = 0.0  # seconds, of this block
 
@@ -189,10 +190,6 @@ class JsonlReader(SeekingReader, datatrove_jsonl.JsonlReader):  # type: ignore[m
 
     def open_file(self, name: str) -> LineBlocks:
         return LineBlocks(self, name)
-
-    def _may_grow(self, name: str) -> bool:
-        # Compressed data does not end at a line's end.
-        return codec_of(name, self.compression) is None
 
     def _check_read_part(self, name: str, file_position: FilePosition) -> bool:
         offset, _, start, line_hash, _ = file_position

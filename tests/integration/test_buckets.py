@@ -129,9 +129,7 @@ def test_every_command_works_with_all_of_a_job_in_a_bucket(job, server, command)
         assert "report.html: the report of 1 task" in command("report", what)
     assert "document 0 0" in command("show", "job.yaml")
     assert server.asked.total() == 3
-    job.repo("org/job", "bucket").commit(
-        "main", "by hand", "", 0.0, [], ["output/00000_00001.jsonl"]
-    )
+    job.remove("org/job", ["output/00000_00001.jsonl"], "bucket")
     assert "00000_00001.jsonl is missing" in command("verify", f"{BUCKET}/mirror", code=1)
     command("repair", "job.yaml")
     command("run", "job.yaml")
@@ -166,7 +164,7 @@ def test_a_mirror_in_a_repository_is_refused_read_and_moved(job, server, command
     lose_the_node()
     assert "1 task (1 finished)" in command("status", "job.yaml")
     by_hand = [*markers(job), *job.owners("org/job", "bucket")]
-    job.repo("org/job", "bucket").commit("main", "by hand", "", 0.0, [], by_hand)
+    job.remove("org/job", by_hand, "bucket")
     command("run", "job.yaml")
     assert server.asked.total() == 1
 
@@ -333,7 +331,7 @@ def test_a_chunk_that_the_lost_node_published_after_its_last_version_is_replaced
             for file in hub.files("org/job", kind="bucket")
             if re.search("generation-(?!00000001-)", file)
         ]
-        hub.repo("org/job", "bucket").commit("main", "never uploaded", "", 0.0, [], later)
+        hub.remove("org/job", later, "bucket")
         lose_the_node()
         shutil.rmtree(tmp_path / "checkpoints")
         Job(tmp_path, f"{BUCKET}/mirror").run(server, 3, output_writer=output_writer)

@@ -134,7 +134,7 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp
         if document.id == "id 4":
             await until_async(lambda: committed(tmp_path))
             if event == "deleted":
-                hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], names(1))
+                hub.remove("org/data", names(1))
             else:
                 hub.create_repo("org/data")
             events.append(event)
@@ -247,7 +247,7 @@ def test_files_that_another_job_has_put_there_meanwhile_are_not_overwritten(hub,
                 hub_runner(tmp_path, server).run(documents(5))
             assert hub.files("org/data") == other
             assert committed(tmp_path) == []
-        hub.repo("org/data").commit("main", "by hand", "", hub.clock.now(), [], list(other))
+        hub.remove("org/data", list(other))
         hub_runner(tmp_path, server).run(documents(5))
         assert set(server.asked.values()) == {1}
     assert list(hub.files("org/data")) == names(3)

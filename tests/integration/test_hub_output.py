@@ -211,7 +211,7 @@ def test_a_hub_that_shows_an_earlier_state_is_no_loss(hub, server, tmp_path, lag
         ),
         (
             "auth-check",
-            r"hf://datasets/org/data/config: the hub answers 403.*may not write to org/data",
+            r"config: cannot be written to: the hub answers 403.*may not write to org/data",
         ),
     ],
 )

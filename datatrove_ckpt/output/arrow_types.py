@@ -22,6 +22,11 @@ from uuid import UUID
 
 import numpy as np
 
+from datatrove_ckpt.common.lazy import LazyModule
+
+pa = LazyModule("pyarrow")
+types = LazyModule("pyarrow.types")
+
 # pyarrow has no types.
 DataType = Any
 Field = Any
@@ -61,8 +66,6 @@ def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataT
         NotUnited: there is none without changing a value.
         ValueError, TypeError: a value has no type at all. Arrow's errors are of these kinds.
     """
-    import pyarrow as pa
-
     if column in given and holds(given[column], values):
         return given[column]
     by_type_alone = {bool: pa.bool_(), float: pa.float64(), str: pa.string(), bytes: pa.binary()}
@@ -82,8 +85,6 @@ def type_of(values: list[object], column: str, given: Types = NO_TYPES) -> DataT
 
 
 def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> DataType:
-    import pyarrow as pa
-
     if kind is dict:
         return _struct(values, column, given)
     if all(map(is_vector, values)):
@@ -118,8 +119,6 @@ def _type_of_one(kind: type, values: list[Any], column: str, given: Types) -> Da
 
 def holds(kind: DataType, values: Collection[Any]) -> bool:
     """Whether a column of the type gives each value back, also with its Python type."""
-    import pyarrow as pa
-
     if _UUID in str(kind) and str(kind) != _UUID:
         return False  # Arrow makes no lists and structs of them from values
     try:
@@ -138,8 +137,6 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
     Raises:
         ArrowException, ValueError, TypeError, OverflowError: Arrow refuses a value.
     """
-    from pyarrow import types
-
     values = [value for value in values if value is not None]
     python_types = set(map(type, values))
     if python_types == {list} and is_any_list(kind):
@@ -167,8 +164,6 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
 
 def to_arrow(kind: DataType, values: list[Any]) -> Any:
     """Returns an Arrow array of the values. Raises what Arrow raises."""
-    import pyarrow as pa
-
     if has_other_form(kind):
         values = [for_arrow(value, kind) for value in values]
     return pa.array(values, kind)
@@ -229,8 +224,6 @@ def for_arrow(value: Any, kind: DataType) -> Any:
     """Returns the value with what Arrow takes alone, and JSON keeps in another form: tuples for the
     pairs of maps, and UUIDs.
     """
-    from pyarrow import types
-
     if value is None or not has_other_form(kind):
         return value
     if isinstance(value, str) and str(kind) == _UUID:
@@ -278,8 +271,6 @@ def is_any_list(kind: DataType) -> bool:
 
 
 def _struct(values: list[dict[object, object]], column: str, given: Types) -> DataType:
-    import pyarrow as pa
-
     columns: dict[object, list[object]] = {}
     for value in values:
         for key, item in value.items():
@@ -316,20 +307,18 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
     Raises:
         NotUnited: there is none.
     """
-    import pyarrow as pa
-
-    if old is None or old.equals(new) or pa.types.is_null(old):
+    if old is None or old.equals(new) or types.is_null(old):
         return new
-    if pa.types.is_null(new):
+    if types.is_null(new):
         return old
-    if pa.types.is_struct(old) and pa.types.is_struct(new):
+    if types.is_struct(old) and types.is_struct(new):
         fields = {field.name: field.type for field in old}
         for field in new:
             fields[field.name] = unite(fields.get(field.name), field.type, f"{column}.{field.name}")
         return pa.struct(list(fields.items()))
     if is_any_list(old) and is_any_list(new):
         return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
-    if pa.types.is_map(old) and pa.types.is_map(new):
+    if types.is_map(old) and types.is_map(new):
         keys = unite(old.key_type, new.key_type, f"{column}[]")
         return pa.map_(keys, unite(old.item_type, new.item_type, f"{column}[]"))
     if _is_encoded(old) or _is_encoded(new):
@@ -341,8 +330,6 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
 
 
 def _is_encoded(kind: DataType) -> bool:
-    from pyarrow import types
-
     return bool(types.is_dictionary(kind) or types.is_run_end_encoded(kind))
 
 
@@ -354,9 +341,6 @@ def _decoded(kind: DataType) -> DataType:
 
 def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
     """Returns Arrow's common type of two different leaves, if no value changes."""
-    import pyarrow as pa
-
-    types = pa.types
     both = (old, new)
     if all(map(is_text, both)):
         return pa.large_string()
@@ -387,8 +371,6 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
 
 def with_float32(value: Any, kind: DataType) -> Any:
     """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
-    from pyarrow import types
-
     if value is None:
         return None
     if types.is_struct(kind):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class LazyModule(ModuleType):
@@ -14,3 +14,13 @@ class LazyModule(ModuleType):
         module = import_module(self.__name__)
         vars(self).update(vars(module))
         return getattr(module, name)
+
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+else:
+    pa = LazyModule("pyarrow")
+    pq = LazyModule("pyarrow.parquet")
+
+__all__ = ["pa", "pq"]

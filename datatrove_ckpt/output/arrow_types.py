@@ -22,10 +22,7 @@ from uuid import UUID
 
 import numpy as np
 
-from datatrove_ckpt.common.lazy import LazyModule
-
-pa = LazyModule("pyarrow")
-types = LazyModule("pyarrow.types")
+from datatrove_ckpt.common.lazy import pa
 
 # pyarrow has no types.
 DataType = Any
@@ -146,17 +143,17 @@ def changed(kind: DataType, values: Collection[Any], loosely: bool = False) -> l
     column = to_arrow(kind, values)
     if python_types == {str} and is_text(kind):
         return []
-    if python_types == {int} and types.is_integer(kind):
+    if python_types == {int} and pa.types.is_integer(kind):
         return []
-    if python_types == {float} and types.is_float64(kind):
+    if python_types == {float} and pa.types.is_float64(kind):
         return []
-    if python_types == {float} and types.is_float32(kind) and not loosely:
+    if python_types == {float} and pa.types.is_float32(kind) and not loosely:
         numbers = np.array(values)
         if np.array_equal(column.to_numpy(), numbers, equal_nan=True):
             return []
         return values
     kept = column.to_pylist()
-    if not types.is_nested(kind) and set(map(type, kept)) == python_types and kept == values:
+    if not pa.types.is_nested(kind) and set(map(type, kept)) == python_types and kept == values:
         return []
     pairs = zip(values, kept, strict=True)
     return [value for value, back in pairs if not _is_same(value, back, loosely)]
@@ -228,12 +225,12 @@ def for_arrow(value: Any, kind: DataType) -> Any:
         return value
     if isinstance(value, str) and str(kind) == _UUID:
         return UUID(value)
-    if types.is_map(kind):
+    if pa.types.is_map(kind):
         pairs = value
         if isinstance(value, dict):
             pairs = value.items()
         return [(key, for_arrow(item, kind.item_type)) for key, item in pairs]
-    if types.is_struct(kind):
+    if pa.types.is_struct(kind):
         return value | {
             field.name: for_arrow(value[field.name], field.type)
             for field in kind
@@ -307,18 +304,18 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
     Raises:
         NotUnited: there is none.
     """
-    if old is None or old.equals(new) or types.is_null(old):
+    if old is None or old.equals(new) or pa.types.is_null(old):
         return new
-    if types.is_null(new):
+    if pa.types.is_null(new):
         return old
-    if types.is_struct(old) and types.is_struct(new):
+    if pa.types.is_struct(old) and pa.types.is_struct(new):
         fields = {field.name: field.type for field in old}
         for field in new:
             fields[field.name] = unite(fields.get(field.name), field.type, f"{column}.{field.name}")
         return pa.struct(list(fields.items()))
     if is_any_list(old) and is_any_list(new):
         return pa.list_(unite(old.value_type, new.value_type, f"{column}[]"))
-    if types.is_map(old) and types.is_map(new):
+    if pa.types.is_map(old) and pa.types.is_map(new):
         keys = unite(old.key_type, new.key_type, f"{column}[]")
         return pa.map_(keys, unite(old.item_type, new.item_type, f"{column}[]"))
     if _is_encoded(old) or _is_encoded(new):
@@ -330,7 +327,7 @@ def unite(old: DataType, new: DataType, column: str) -> DataType:
 
 
 def _is_encoded(kind: DataType) -> bool:
-    return bool(types.is_dictionary(kind) or types.is_run_end_encoded(kind))
+    return bool(pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind))
 
 
 def _decoded(kind: DataType) -> DataType:
@@ -346,20 +343,20 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
         return pa.large_string()
     if all(map(_is_bytes, both)):
         return pa.large_binary()
-    if all(map(types.is_timestamp, both)):
+    if all(map(pa.types.is_timestamp, both)):
         if (old.tz is None) != (new.tz is None):
             return None
         if old.tz != new.tz:
             old = pa.timestamp(old.unit, "UTC")
             new = pa.timestamp(new.unit, "UTC")
-    elif all(types.is_integer(kind) or types.is_floating(kind) for kind in both):
+    elif all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in both):
         # uint64 and int64 have no common type, also beside floats, where the order would count.
-        if pa.uint64() in both and not all(map(types.is_unsigned_integer, both)):
+        if pa.uint64() in both and not all(map(pa.types.is_unsigned_integer, both)):
             return None
-        if any(map(types.is_floating, both)) and any(map(types.is_integer, both)):
+        if any(map(pa.types.is_floating, both)) and any(map(pa.types.is_integer, both)):
             return pa.float64()
     else:
-        tests = (types.is_decimal, types.is_duration, types.is_time, types.is_date)
+        tests = (pa.types.is_decimal, pa.types.is_duration, pa.types.is_time, pa.types.is_date)
         if not any(all(map(is_of, both)) for is_of in tests):
             return None
     schemas = [pa.schema([("", kind)]) for kind in (old, new)]
@@ -373,12 +370,12 @@ def with_float32(value: Any, kind: DataType) -> Any:
     """Returns the value with numbers and vectors of float32 as numpy's: writers keep that type."""
     if value is None:
         return None
-    if types.is_struct(kind):
+    if pa.types.is_struct(kind):
         return {field.name: with_float32(value[field.name], field.type) for field in kind}
-    if types.is_float32(kind):
+    if pa.types.is_float32(kind):
         return np.float32(value)
-    if not (types.is_list(kind) or types.is_fixed_size_list(kind)):
+    if not (pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind)):
         return value
-    if types.is_float32(kind.value_type):
+    if pa.types.is_float32(kind.value_type):
         return np.asarray(value, np.float32)
     return [with_float32(item, kind.value_type) for item in value]

@@ -54,7 +54,7 @@ from datatrove_ckpt.checkpoint.journal import Finished
 from datatrove_ckpt.checkpoint.lease import RankLease
 from datatrove_ckpt.checkpoint.placement import Placement
 from datatrove_ckpt.common.formatting import safe_repr, safe_text
-from datatrove_ckpt.common.lazy import LazyModule
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.errors import CkptError, OutputFailed, OutputMismatch
 from datatrove_ckpt.output import formats
 from datatrove_ckpt.output.arrow_types import (
@@ -83,9 +83,6 @@ from datatrove_ckpt.output.hub_pace import CommitPace
 from datatrove_ckpt.output.names import FileNames, plain
 from datatrove_ckpt.output.output_folder import OutputFolder
 from datatrove_ckpt.output.targets import make_target, remove_output
-
-pa = LazyModule("pyarrow")
-pq = LazyModule("pyarrow.parquet")
 
 
 class ChunkWriting:

@@ -8,17 +8,15 @@ with a footer, in the wanted columns. A stream's batches are found by the messag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from datatrove.io import DataFolder
 
+from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import ConfigError, InputError
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, fitting, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _FILE_MARK = b"ARROW1"
 _MOST_PADDING = 2**8  # of the mark: 2 bytes in most files with a footer, 58 in those of Rust
@@ -29,8 +27,6 @@ class ArrowBlocks(TableFile):
     """One Arrow file or stream. ``stream``: see ``is_stream``."""
 
     def __init__(self, folder: DataFolder, name: str, stream: bool) -> None:
-        import pyarrow as pa
-
         self.name = name
         self._is_local = folder.is_local()
         self._readers: dict[tuple[str, ...], pa.RecordBatchFileReader] = {}
@@ -93,8 +89,6 @@ class ArrowBlocks(TableFile):
 
     def _groups(self) -> Iterator[Group]:
         """Yields the record batches, whose rows pyarrow knows only with the batch itself."""
-        import pyarrow as pa
-
         start = number = 0
         if not self._is_stream:
             self._source.seek(len(_FILE_MARK))
@@ -127,8 +121,6 @@ class ArrowBlocks(TableFile):
             raise EOFError(f"only {number} of its record batches are there")
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        import pyarrow as pa
-
         chosen: tuple[str, ...] = ()
         # Choosing columns copies them out of a mapped file.
         if columns is not None and not self._is_local and not self._is_stream:
@@ -143,8 +135,6 @@ class ArrowBlocks(TableFile):
         return pa.Table.from_batches([batch.slice(row, rows)])
 
     def _batch(self, number: int, columns: tuple[str, ...]) -> pa.RecordBatch:
-        import pyarrow as pa
-
         if self._is_stream:
             group = self.index.groups[number]
             self._source.seek(group.start)

@@ -10,16 +10,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from datatrove.io import DataFolder
 
+from datatrove_ckpt.common.lazy import pa, pq
 from datatrove_ckpt.readers.block_file import FileIndex, Group, TableFile, changed, fitting, opened
 from datatrove_ckpt.readers.compressed import naming_damage
 from datatrove_ckpt.readers.extent import FileExtent
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _BUFFER_BYTES = 2**20
 # The largest batch. Rows keep all of it in memory.
@@ -59,8 +56,6 @@ class ParquetBlocks(TableFile):
     size = 4
 
     def __init__(self, folder: DataFolder, name: str) -> None:
-        import pyarrow.parquet as pq
-
         self.name = name
         self._is_local = folder.is_local()
         self._run: _GroupReading | None = None
@@ -91,8 +86,6 @@ class ParquetBlocks(TableFile):
     def forward(
         self, place: tuple[int, int], most: int, columns: Sequence[str] | None, extent: FileExtent
     ) -> Iterator[tuple[int, int, pa.Table]]:
-        import pyarrow.parquet as pq
-
         self.use(FileIndex(self._groups))
         if not self._is_local:  # a row group's column in one request
             self._file = pq.ParquetFile(
@@ -115,8 +108,6 @@ class ParquetBlocks(TableFile):
         self._source.close()
 
     def _read(self, part: int, row: int, rows: int, columns: Sequence[str] | None) -> pa.Table:
-        import pyarrow as pa
-
         reading = self._run
         self._run = None  # also if this fails
         if (

@@ -14,11 +14,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from datatrove.pipeline.readers import ipc, parquet
 
 from datatrove_ckpt.checkpoint.skipped import SkippedLines
+from datatrove_ckpt.common.lazy import pa
 from datatrove_ckpt.errors import InputError
 from datatrove_ckpt.readers.arrow_blocks import ArrowBlocks
 from datatrove_ckpt.readers.base import SeekingReader
@@ -28,9 +29,6 @@ from datatrove_ckpt.readers.input_errors import naming_hub_input, refuse_equal_n
 from datatrove_ckpt.readers.inputs import list_input
 from datatrove_ckpt.readers.parquet_blocks import ParquetBlocks
 from datatrove_ckpt.readers.positions import FilePosition, FileRead, ReadResult, Row
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 
 class _TableReader(SeekingReader):
@@ -80,8 +78,6 @@ def _python_rows(batch: pa.RecordBatch | pa.Table, name: str) -> list[Row]:
     Raises:
         InputError: a value has no form in Python, or would lose digits.
     """
-    import pyarrow as pa
-
     shorter = {"time64[ns]": pa.time64("us"), "duration[ns]": pa.duration("us")}
     for field in batch.schema:
         if not any(kind in str(field.type) for kind in shorter):
@@ -105,8 +101,6 @@ def _python_rows(batch: pa.RecordBatch | pa.Table, name: str) -> list[Row]:
 
 def _leaves(column: pa.Array) -> Iterator[pa.Array]:
     """Yields the arrays of a column that hold its values."""
-    import pyarrow as pa
-
     parts = []
     if isinstance(column, pa.ChunkedArray):
         parts = column.chunks

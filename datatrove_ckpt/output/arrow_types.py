@@ -35,6 +35,7 @@ Types = Mapping[str, DataType]
 
 NO_TYPES: Types = MappingProxyType({})
 _LISTS = (list, tuple, set)
+_BYTES = ("binary", "large_binary", "binary_view", "fixed_size_binary")
 _PLAIN = (bool, int, float, str, bytes, dict)
 _LEAST_INT64 = -(2**63)
 _UUID = "extension<arrow.uuid>"
@@ -248,11 +249,6 @@ def is_text(kind: DataType) -> bool:
     return str(kind) in ("string", "large_string", "string_view")
 
 
-def _is_bytes(kind: DataType) -> bool:
-    name = str(kind).partition("[")[0]
-    return name in ("binary", "large_binary", "binary_view", "fixed_size_binary")
-
-
 def is_vector(value: object) -> bool:
     """Whether it becomes a fixed-size list among others of its length, such as an embedding."""
     return (
@@ -341,7 +337,7 @@ def _unite_leaves(old: DataType, new: DataType) -> DataType | None:
     both = (old, new)
     if all(map(is_text, both)):
         return pa.large_string()
-    if all(map(_is_bytes, both)):
+    if all(str(kind).partition("[")[0] in _BYTES for kind in both):
         return pa.large_binary()
     if all(map(pa.types.is_timestamp, both)):
         if (old.tz is None) != (new.tz is None):

@@ -10,7 +10,6 @@ import codecs
 import csv
 import io
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -73,19 +72,20 @@ class CSVReader(SeekingReader, datatrove_csv.CsvReader):  # type: ignore[misc, u
     def _read(self, name: str, file_position: FilePosition) -> FileRead:
         done, kept_hash = file_position or (0, 0)
         extent = self._file_extent
-        with (
-            open_content(self.data_folder, name, self.compression) as content,
-            ExitStack() as stack,
-        ):
+        with open_content(self.data_folder, name, self.compression) as content:
             lines = io.TextIOWrapper(content, "utf-8-sig", newline="")
-            stack.callback(lines.detach)  # the file is closed by its owner
             stored = getattr(content, "stored", content)
             rows = _rows(lines, name, self.delimiter)
             _, names = next(rows, (1, []))
             refuse_equal_names(names, name)
             if len(names) == 1 and self.text_key not in names:
                 refuse_pointer(names[0].encode(), name)
-                _refuse_other_delimiter(names[0], name)
+                for delimiter in ",;\t|":
+                    if delimiter in names[0]:
+                        raise InputError(
+                            f"The input file {name!r} has {delimiter!r} between its cells: the "
+                            f"first line is {names[0]!r}. Set delimiter: {delimiter!r}."
+                        )
             digest = xxh3_64("\0".join(names).encode())
             number = 0
             for number, (line, cells) in enumerate(rows, 1):
@@ -158,12 +158,3 @@ def _odd_row(file: str, problem: str, line: int, advice: str) -> InputError:
         f"The input file {file!r} has {problem} in the row that begins in line {line}. {advice}, "
         "and run the same command again."
     )
-
-
-def _refuse_other_delimiter(header: str, file: str) -> None:
-    for delimiter in ",;\t|":
-        if delimiter in header:
-            raise InputError(
-                f"The input file {file!r} has {delimiter!r} between its cells: the first line is "
-                f"{header!r}. Set delimiter: {delimiter!r}."
-            )

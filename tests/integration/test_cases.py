@@ -57,7 +57,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+@pytest.mark.parametrize("value", VALUES)
 def test_a_value_of_json_is_read_as_json_reads_it(tmp_path, server, value):
     line = f'{{"id": "1", "text": "a", "v": {value}}}'
     data = write(tmp_path / "data", "a.jsonl", f"{line}\n".encode())
@@ -197,7 +197,6 @@ TEXTS = [str(UUID(int=1)), None]
         (pa.ListArray.from_arrays([0, 2, 2], UUIDS), [TEXTS, []]),
         (pa.StructArray.from_arrays([UUIDS], ["u"]), [{"u": TEXTS[0]}, {"u": None}]),
     ],
-    ids=["decimal of negative scale", "dictionary of 8 bits", "list of uuids", "struct of uuids"],
 )
 def test_a_type_that_no_value_can_have_becomes_the_type_of_its_values(
     tmp_path, server, values, expected

@@ -157,21 +157,15 @@ def test_files_that_vanish_during_the_run_are_missed_at_its_end(hub, server, tmp
 
 
 FAULTS = [
-    pytest.param(
-        "commit",
-        {"status": 412, "message": "A commit has happened since. Please refresh."},
-        id="412",
-    ),
-    pytest.param("commit", {"status": 429}, id="429 without advice"),
-    pytest.param("commit", {"status": 504, "after_effect": True}, id="504 after the effect"),
-    pytest.param("commit", {"status": None}, id="reset"),
-    pytest.param("commit", {"status": None, "after_effect": True}, id="lost answer"),
-    pytest.param("auth-check", {"status": None}, id="reset of the first question"),
-    pytest.param("tree", {"status": 500}, id="500 of tree"),
-    pytest.param("lfs-upload", {"status": 403}, id="403 of the storage"),
-    pytest.param(
-        "lfs-verify", {"status": 404, "message": "lfs-verify: not yet"}, id="verify too early"
-    ),
+    ("commit", {"status": 412, "message": "A commit has happened since. Please refresh."}),
+    ("commit", {"status": 429}),  # without advice
+    ("commit", {"status": 504, "after_effect": True}),
+    ("commit", {"status": None}),  # a reset
+    ("commit", {"status": None, "after_effect": True}),  # a lost answer
+    ("auth-check", {"status": None}),
+    ("tree", {"status": 500}),
+    ("lfs-upload", {"status": 403}),  # of the storage
+    ("lfs-verify", {"status": 404, "message": "lfs-verify: not yet"}),
 ]
 
 

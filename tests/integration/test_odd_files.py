@@ -84,7 +84,7 @@ def test_files_that_are_listed_or_given_alone_are_input_whatever_their_names(tmp
 @pytest.mark.parametrize(
     "reader",
     [
-        pytest.param("JsonlReader"),
+        "JsonlReader",
         pytest.param("datatrove.pipeline.readers.JsonlReader", marks=pytest.mark.matrix),
     ],
 )

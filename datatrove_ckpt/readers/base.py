@@ -191,6 +191,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
         if data:
             yield from data
         self._position = None
+        self._file_extent = FileExtent()
         self._start_state = self._next_state
         self._next_state = None
         start = start_reader(self._start_state)
@@ -402,7 +403,7 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
                         break
                 start.note_skipped(name, skipped_before, in_file or inputs.row_shard != ALL_ROWS)
                 files_bar.update()
-                self._end_file(inputs, index, digest, documents - before, file.file)
+                self._end_file(inputs, index, digest, documents - before)
                 file_position = ()
         start.earlier.append(str(digest))
         start.record = partial(record_reader, self, inputs, digest.files, self._is_limit(documents))
@@ -413,17 +414,10 @@ class SeekingReader(BaseDiskReader):  # type: ignore[misc, unused-ignore]
     def _is_limit(self, documents: int) -> bool:
         return bool(self.limit != -1 and documents >= self.limit)
 
-    def _end_file(
-        self,
-        inputs: Inputs,
-        index: int,
-        digest: Digest,
-        documents: int,
-        extent: FileExtent | None = None,
-    ) -> None:
+    def _end_file(self, inputs: Inputs, index: int, digest: Digest, documents: int) -> None:
         self.stat_update("documents", value=documents, unit="input_file")
-        if extent is not None and self._may_grow(inputs.names[index]):
-            inputs.note_size(index, extent.end)
+        if self._may_grow(inputs.names[index]):
+            inputs.note_size(index, self._file_extent.end)
         digest.add(inputs.names[index], inputs.size(index))
 
     def _reader_state(self, number: int) -> State:

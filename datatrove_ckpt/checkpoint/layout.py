@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
+from typing import NamedTuple
 
 from datatrove_ckpt.checkpoint.lines import RESTORE, explained
 from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointMismatch
@@ -90,7 +91,7 @@ _RANK = re.compile(r"[0-9]{5,}")
 _JOURNAL = re.compile(r"chunk_([0-9]{5,18})\.jsonl")
 # Not every name with an underscore, as for Spark and pyarrow: a file `_a.jsonl` would be lost.
 _HIDDEN = re.compile(r"(?:^|/)(?:\.|_temporary(?=/|$))")
-_RETRY = re.compile(r"retry-([0-9]{5,18})")
+_NUMBER = re.compile(r"[0-9]{5,18}")
 
 
 def is_ours(name: str) -> bool:
@@ -117,7 +118,44 @@ def is_rank(name: str) -> bool:
 
 
 def rank_numbers(root: Path) -> list[int]:
-    return sorted(int(path.name) for path in root.iterdir() if is_rank(path.name))
+    return sorted(int(name) for name in os.listdir(root) if is_rank(name))  # noqa: PTH208 (speed)
+
+
+class RankAddress(NamedTuple):
+    """Names a rank's folder below ``checkpoints_local_dir``, a copy or a mirror.
+
+    ``retry``: the folder of a retry of dead letters, such as "retry-00001"; "": of the rank itself.
+    """
+
+    retry: str
+    rank: int
+
+    @classmethod
+    def of(cls, folder: Path | str) -> RankAddress:
+        """``folder``: of a rank, or its URL."""
+        parents, _, name = str(folder).rstrip("/").rpartition("/")
+        parent = parents.rpartition("/")[2]
+        return cls(parent if is_retry(parent) else "", int(name))
+
+    def __str__(self) -> str:
+        return f"{self.retry}/{self.rank:05d}".lstrip("/")
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Returns ``checkpoints_local_dir`` of a rank's folder, or of a retry's."""
+    root = folder.parent
+    return root.parent if is_retry(root.name) else root
+
+
+def rank_folders(root: Path) -> list[Path]:
+    """Returns the folders of all ranks, and then of all retries."""
+    roots = [folder for folder in (root, *retry_folders(root)) if folder.is_dir()]
+    return [rank_folder(folder, rank) for folder in roots for rank in rank_numbers(folder)]
+
+
+def folders_of(root: Path, rank: int) -> list[Path]:
+    """Returns the rank's folder, and then those of its retries, which may be missing."""
+    return [rank_folder(folder, rank) for folder in (root, *retry_folders(root))]
 
 
 def last_chunk_of(folder: Path) -> Path:
@@ -242,15 +280,13 @@ def _numbered_folders(root: Path, prefix: str) -> list[Path]:
     """
     with suppress(FileNotFoundError, NotADirectoryError):
         names = os.listdir(root)  # noqa: PTH208 (speed)
-        return sorted(root / name for name in names if name.startswith(prefix))
+        numbered = (name for name in names if name.startswith(prefix))
+        return sorted(root / name for name in numbered if _NUMBER.fullmatch(name, len(prefix)))
     return []
 
 
-def retry_number(name: str) -> int | None:
-    match = _RETRY.fullmatch(name)
-    if match:
-        return int(match[1])
-    return None
+def is_retry(name: str) -> bool:
+    return name.startswith(RETRIES) and _NUMBER.fullmatch(name, len(RETRIES)) is not None
 
 
 # Folders of other programs, mainly datatrove's runner: refused, with what continues there.

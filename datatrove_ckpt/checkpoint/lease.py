@@ -42,12 +42,12 @@ class RankLease:
         if self.mirror is not None:
             self.mirror.save(self.stopping)
 
-    def read_rank(self, root: str, number: int, folder: Path, want: Want) -> RankLedger:
+    def read_rank(self, folder: Path, want: Want) -> RankLedger:
         """Reads a rank from its files; this rank from memory if locks exclude other writers."""
         if folder != self.files.folder or not self.lock.works:
-            return read_rank(root, number, folder, want)
+            return read_rank(folder, want)
         journals = journal_indices(folder)
         commits = dict(self.files.log.commits)
         open_chunks = [index for index in journals if index not in commits]
         run = {"owner": self.files.fence.owner}
-        return RankLedger(root, number, folder, run, open_chunks=open_chunks, commits=commits)
+        return RankLedger(folder, run, open_chunks=open_chunks, commits=commits)

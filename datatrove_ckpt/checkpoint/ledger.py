@@ -1,8 +1,7 @@
 """RankLedger: a rank's files on disk, or in a copy of its mirror, read once and unchanged.
 
 docs/internals/invariants.md explains the order of reading. ``CHECKPOINTS/retry-00001`` and the like
-are checkpoints of retries of dead letters, with a shared output folder. ``RankLedger.root`` names
-the rank's retry; "" is CHECKPOINTS itself.
+are checkpoints of retries of dead letters, with a shared output folder.
 
 There may be ten thousand ranks: ledgers are small without commits, and are dropped after use.
 """
@@ -95,8 +94,6 @@ class RankLedger:
         damage: why a run would refuse the folder.
     """
 
-    root: str
-    number: int
     folder: Path
     run: Json = field(default_factory=dict)
     holder: Json | None = None
@@ -113,13 +110,22 @@ class RankLedger:
     damage: CheckpointError | None = None
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.root, self.number
+    def key(self) -> layout.RankAddress:
+        return layout.RankAddress.of(self.folder)
+
+    @property
+    def root(self) -> str:
+        """Folder of the retry; "": of the rank itself."""
+        return self.key.retry
+
+    @property
+    def number(self) -> int:
+        return self.key.rank
 
     @property
     def place(self) -> str:
         """For people: "retry-00001, rank 3"."""
-        return name_place(self.root, self.number)
+        return name_place(*self.key)
 
     @property
     def commits_file(self) -> Path:
@@ -240,22 +246,15 @@ def name_place(root: str, rank: int | None, chunk_index: int | None = None) -> s
 _GIVE = "Give the run_folder, or that of checkpoints_local_dir."
 
 
-def find_ranks(checkpoints: Path) -> list[tuple[str, int, Path]]:
-    """Returns root, number and folder of each rank's folder, retries last.
+def find_ranks(checkpoints: Path) -> list[Path]:
+    """Returns the folder of each rank, retries last.
 
     Raises:
         ConfigError: there is no rank, or this user may not list them.
     """
-    found = []
     try:
         checkpoints.stat()
-        for root in (checkpoints, *layout.retry_folders(checkpoints)):
-            name = "" if root == checkpoints else root.name
-            if root.is_dir():
-                found += [
-                    (name, rank, layout.rank_folder(root, rank))
-                    for rank in layout.rank_numbers(root)
-                ]
+        found = layout.rank_folders(checkpoints)
     except PermissionError as error:
         raise _not_permitted(checkpoints, error) from None
     except (FileNotFoundError, NotADirectoryError):
@@ -275,8 +274,8 @@ def read_ranks(checkpoints: Path, want: Want) -> Iterator[RankLedger]:
     Raises:
         ConfigError: there is no rank, or this user may not read one.
     """
-    for place in find_ranks(checkpoints):
-        rank = read_rank(*place, want)
+    for folder in find_ranks(checkpoints):
+        rank = read_rank(folder, want)
         check_readable(checkpoints, rank)
         yield rank
 
@@ -339,24 +338,18 @@ class JobSums:
 # one rank ----------------------------------------------------------------------------------------
 
 
-def read_rank(
-    root: str,
-    number: int,
-    folder: Path,
-    want: Want,
-    most: int | None = None,
-) -> RankLedger:
+def read_rank(folder: Path, want: Want, most: int | None = None) -> RankLedger:
     """Reads one rank. Damage is in the ledger, and no error.
 
     Args:
         most: how many bytes to read of journals and of dead letters. If the journals are larger,
             the history gives the number of their documents; of letters the last ones are read.
     """
-    rank = RankLedger(root, number, folder)
+    rank = RankLedger(folder)
     try:
         _read(rank, want, most)
     except CheckpointError as error:  # what was read before the error is unreliable
-        return RankLedger(root, number, folder, rank.run, rank.holder, damage=error)
+        return RankLedger(folder, rank.run, rank.holder, damage=error)
     return rank
 
 

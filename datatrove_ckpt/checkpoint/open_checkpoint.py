@@ -546,7 +546,7 @@ class LockedRank:
         folder = settings.folder
         # A retry of dead letters is no job: ranks retry when they like, with their own settings.
         job: AbstractContextManager[None] = nullcontext()
-        if layout.retry_number(settings.root.name) is None:
+        if not layout.RankAddress.of(folder).retry:
             job = join_job(
                 settings.root,
                 settings.rank,

@@ -305,12 +305,8 @@ class Seal:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        parents, _, folder = url.rstrip("/").rpartition("/")
-        parent = parents.rpartition("/")[2]
         # Not the whole URL: a mirror may be moved, and another node may mount it elsewhere.
-        self._place = folder
-        if layout.retry_number(parent) is not None:
-            self._place = f"{parent}/{folder}"
+        self._place = layout.RankAddress.of(url)
         self._key: Secret | None = None
         if MIRROR_KEY_VARIABLE in os.environ:
             self._key = Secret(os.environ[MIRROR_KEY_VARIABLE])

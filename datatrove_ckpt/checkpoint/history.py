@@ -14,11 +14,11 @@ the attempt, from 1: the owner's fence in ``run.json``).
 
 Readers ignore keys and kinds of later releases.
 
-``HistoryLog`` appends lines, and bounds the file's size. A line is one write, so a kill tears at
-most the last line, which the next attempt cuts off. Readers skip other damaged lines. Beyond
-``MAX_BYTES`` a copy replaces the log. It lacks every second progress line, or three of four, and so
-on; the first and the last one between two events stay. If events alone exceed the limit, the oldest
-lines go.
+``HistoryLog`` appends lines. A line is one write, so a kill tears at most the last line, which the
+next attempt cuts off. Readers skip other damaged lines. If an attempt finds more than
+``MAX_BYTES``, a copy replaces the log. It lacks every second progress line, or three of four, and
+so on; the first and the last one between two events stay. If events alone exceed the limit, the
+oldest lines go. While an attempt runs, the file only grows, so the mirror can copy it.
 
 ``read_history`` parses attempts, server events, and as many progress lines as needed: ``status``
 needs the last minutes, and ``report`` an even sample. To parse the other lines would take longer
@@ -373,7 +373,6 @@ def _latest_progress(lines: Sequence[bytes]) -> Iterator[Progress]:
 # the log -----------------------------------------------------------------------------------------
 
 MAX_BYTES = 900_000
-_THINNED_BYTES = MAX_BYTES // 2
 
 
 class HistoryLog:
@@ -384,18 +383,17 @@ class HistoryLog:
 
     Attributes:
         earlier: the last progress line in the file.
-        generation: number of replacements. It grows before a replacement, so a reader that opens
-            the file and then finds an equal number has the matching file.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
-        self.path = path
         self._attempt = attempt
         lines = last_lines(path, None)
         self.earlier = next(_latest_progress(lines), Progress())
+        if sum(map(len, lines)) > MAX_BYTES:
+            lines = thinned(lines, MAX_BYTES // 2)
+            files.disk.replace(path, b"".join(lines))
         self.file = files.AppendFile(path, sum(map(len, lines)))
         self._is_torn = False
-        self.generation = 0
 
     def append(self, records: Iterable[Record]) -> None:
         """Appends the records with one write. Sets their attempt."""
@@ -403,15 +401,8 @@ class HistoryLog:
         for record in records:
             record.attempt = self._attempt
             lines.append(record.to_line())
-        data = b"".join(lines)
-        if self.file.size and self.file.size + len(data) > MAX_BYTES:
-            content = thinned(last_lines(self.path, None), _THINNED_BYTES)
-            self.generation += 1
-            files.disk.replace(self.path, b"".join(content))
-            files.disk.forget(self.path)  # the descriptor is that of the old file
-            self.file = files.AppendFile(self.path)
         self._is_torn = True  # unless all of it is written
-        self.file.append(data)
+        self.file.append(b"".join(lines))
         self._is_torn = False
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 # A snapshot copies nothing but new rows of the request cache. A file of a checkpoint only grows
 # until it is removed, so its size at the instant marks the bytes that belong to the snapshot, to be
-# read later. Replacements of the history by a shorter file are counted (an inode may be used
-# again).
+# read later.
 
 
 @dataclass(slots=True)
@@ -51,8 +50,6 @@ class Snapshot:
     Attributes:
         run: the content of ``run.json``.
         sizes: bytes of each other file that belong to the snapshot, by file name.
-        generation: how often the history was replaced.
-        is_current: whether it has not been replaced since. Call it once the file is open.
         unfinished: ordinals of the unfinished documents that have answers.
         answers: their answers that were put after the answer numbered ``since``.
         last_answer: number of the last answer so far.
@@ -63,8 +60,6 @@ class Snapshot:
     unfinished: frozenset[int]
     answers: list[CachedRequest]
     last_answer: int
-    generation: int = 0
-    is_current: Callable[[], bool] = lambda: True
 
 
 class CheckpointSource(Protocol):
@@ -360,13 +355,10 @@ class RankFiles:
             sizes[layout.SHARD] = (self.folder / layout.SHARD).stat().st_size
         unfinished = frozenset(ordinal for ordinal, _ in self.cache.answer_counts())
         unfinished = unfinished.difference(*(one.ordinals for one in self._journals.values()))
-        generation = self._history.generation
         return Snapshot(
             run=(self.folder / layout.RUN).read_bytes(),
             sizes={name: size for name, size in sizes.items() if size},
             unfinished=unfinished,
             answers=self.cache.answers_since(since, unfinished),
             last_answer=self.cache.last_answer,
-            generation=generation,
-            is_current=lambda: self._history.generation == generation,
         )

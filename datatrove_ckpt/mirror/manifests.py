@@ -488,8 +488,6 @@ class Uploads:
         self._versions = versions
         self._run: Json = {}
         self._files: dict[str, list[Part]] = {}
-        self._generation = -1
-        """Generation of the history that this process uploaded."""
         self._answers: list[tuple[Part, frozenset[int]]] = []
         self._object_count = 0
         self._published: Manifest | None = None
@@ -503,15 +501,6 @@ class Uploads:
 
     def uploaded_bytes(self, name: str) -> int:
         return sum(part.size for part in self._files.get(name, ()))
-
-    def forget_replaced(self, snapshot: Snapshot) -> None:
-        """Forgets the parts of a history that was replaced, so that it is uploaded again as a
-        whole.
-        """
-        # An earlier attempt may have replaced what it had uploaded.
-        if self._generation != snapshot.generation:
-            self._files.pop(layout.HISTORY, None)
-            self._generation = snapshot.generation
 
     def compact(self) -> None:
         """Forgets small parts where there are many of them, so that they are uploaded again as

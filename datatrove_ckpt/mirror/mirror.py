@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -321,19 +321,18 @@ class RemoteMirror:
         """Returns a snapshot, and the files that have grown since the last snapshot, each opened at
         its first new byte.
 
-        If a commit removes a journal before it is opened, or the history is replaced, a newer
-        snapshot is taken. An open journal stays readable after its removal.
+        If a commit removes a journal before it is opened, a newer snapshot is taken. An open
+        journal stays readable after its removal.
         """
         uploads.compact()
         for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
             snapshot = self._source.snapshot(uploads.last_answer)
-            uploads.forget_replaced(snapshot)
             grown: dict[str, IO[bytes]] = {}
             try:
                 for name, size in snapshot.sizes.items():
                     start = uploads.uploaded_bytes(name)
                     if start < size:
-                        grown[name] = self._open_at(name, start, size, snapshot.is_current, stack)
+                        grown[name] = self._open_at(name, start, size, stack)
                 return snapshot, grown
             except FileNotFoundError:
                 stack.close()
@@ -341,12 +340,8 @@ class RemoteMirror:
                     raise
         raise AssertionError
 
-    def _open_at(
-        self, name: str, start: int, size: int, is_current: Callable[[], bool], stack: ExitStack
-    ) -> IO[bytes]:
+    def _open_at(self, name: str, start: int, size: int, stack: ExitStack) -> IO[bytes]:
         file = stack.enter_context((self.folder / name).open("rb"))
-        if not is_current():
-            raise FileNotFoundError(f"{name} was replaced")
         file.seek(start)
         if size - start > _READ_AT_ONCE_BYTES:
             return file  # closed with the stack

@@ -31,8 +31,9 @@ from loguru import logger
 
 from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.interval import MIRROR_TUNING, Interval
+from datatrove_ckpt.checkpoint.open_checkpoint import OpenCheckpoint
 from datatrove_ckpt.checkpoint.placement import Stopping
-from datatrove_ckpt.checkpoint.rank_files import CheckpointSource, Snapshot
+from datatrove_ckpt.checkpoint.rank_files import Snapshot
 from datatrove_ckpt.common import object_store, retrying
 from datatrove_ckpt.common.declared import Seconds
 from datatrove_ckpt.common.retrying import failure_line
@@ -99,7 +100,7 @@ class RemoteMirror:
         self._failures = 0
         self._failure = "no answer"
 
-    def start(self, source: CheckpointSource) -> None:
+    def start(self, source: OpenCheckpoint) -> None:
         self._source = source
         self.shutdown.call(self._hurry)
         self._thread.start()

@@ -60,7 +60,6 @@ WAITS_FOR_BATCHES = "a pass over the input, for batches of requests"
 """What stops an attempt that has a batch at a provider: it needs no attention."""
 MAX_TEXT = 4000
 _MAX_KINDS = 64
-_LASTS = 30.0  # seconds
 _PROGRESS = b'"k":"progress"'
 _EVENTS = (b'"k":"start"', b'"k":"server"', b'"k":"end"')
 
@@ -81,7 +80,7 @@ class Silence(NamedTuple):
     @property
     def lasts(self) -> bool:
         """Whether people are told of it."""
-        return self.seconds >= _LASTS
+        return self.seconds >= 30.0
 
     def __str__(self) -> str:
         server = "the server"
@@ -437,8 +436,6 @@ def _sampled(lines: Iterable[bytes], step: int) -> list[bytes]:
 
 RATE_SECONDS = 300.0
 """Rates are those of so many last seconds, at least."""
-_LATEST_BYTES = 1 << 15
-_MAX_BYTES = 1 << 19  # of the end of the file, if no minutes are asked for
 
 
 @dataclass(slots=True)
@@ -567,7 +564,7 @@ def read_latest(path: Path) -> Progress | None:
     Raises:
         StorageFailed: it cannot be read.
     """
-    return next(_latest_progress(last_lines(path, _LATEST_BYTES)), None)
+    return next(_latest_progress(last_lines(path, 1 << 15)), None)
 
 
 def read_history(path: str, most: int = 0) -> History:
@@ -580,10 +577,7 @@ def read_history(path: str, most: int = 0) -> History:
     Raises:
         StorageFailed: it cannot be read.
     """
-    return parse_history(last_lines(path, None if most else _MAX_BYTES), most)
-
-
-def parse_history(lines: Sequence[bytes], most: int) -> History:
+    lines = last_lines(path, None if most else 1 << 19)
     found = History()
     attempts: dict[int, AttemptSummary] = {}
     spreads: dict[int, Spread] = {}

@@ -47,11 +47,7 @@ from datatrove_ckpt.errors import CheckpointCorrupt, CheckpointError, ConfigErro
 
 OTHERS = "others"
 """The causes of dead letters that are too many to be named, in one."""
-_MAX_CAUSES = 20
-_MAX_CAUSE = 2000  # as much as is kept of a server's answer
 _DIGITS = re.compile(r"(?<!HTTP )(?<!\d)\d+")
-_BLOCK = 1 << 20
-_FEW_LETTERS = 1 << 13  # bytes
 
 
 class Want(Flag):
@@ -225,7 +221,7 @@ class RankLedger:
             return
         with explained("read", self.dead_letters_file), self.dead_letters_file.open("rb") as file:
             file.seek(start)
-            while start < end and (block := file.read(min(_BLOCK, end - start))):
+            while start < end and (block := file.read(min(1 << 20, end - start))):
                 yield block
                 start += len(block)
 
@@ -398,7 +394,7 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     rank.written = found.times(names)
     if Want.LETTERS in want and rank.committed.counts.dead:
         rank.causes = _causes(
-            found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or _FEW_LETTERS
+            found.path(layout.DEAD_LETTERS), found.size(layout.DEAD_LETTERS), most or 1 << 13
         )
 
 
@@ -437,11 +433,12 @@ def _causes(path: str, size: int, most: int) -> Counter[str]:
             with suppress(ValueError, TypeError, AttributeError):
                 letter = orjson.loads(line.partition(b',"document":')[0].removesuffix(b"}") + b"}")
                 error, _, _ = str(letter.get("error", "")).partition("\n")
-                causes[cut(_DIGITS.sub("#", as_line(error)), _MAX_CAUSE)] += 1
+                # As much as is kept of a server's answer.
+                causes[cut(_DIGITS.sub("#", as_line(error)), 2000)] += 1
     return few(causes)
 
 
-def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
+def few(causes: Mapping[str, int], most: int = 20) -> Counter[str]:
     known = Counter(causes)
     others = known.pop(OTHERS, 0)
     kept = Counter(dict(known.most_common(most)))
@@ -462,9 +459,7 @@ def few(causes: Mapping[str, int], most: int = _MAX_CAUSES) -> Counter[str]:
 # A missing or old file proves less, but nothing wrong.
 
 
-_START_OVER = (
-    "Restore the file from a copy, or start this task over: remove its folder and its output."
-)
+_START_OVER = f"{RESTORE}start this task over: remove its folder and its output."
 
 
 @dataclass(frozen=True)
@@ -552,7 +547,15 @@ def scan_complete_commits(folder: Path, finished: bool, run: Json) -> tuple[dict
     for kind, what, _ in misplaced(commits):
         if kind != "gap":
             raise CheckpointCorrupt(folder / layout.COMMITS, f": {what}. {_START_OVER}")
-    _check_dead_letters(folder / layout.DEAD_LETTERS, commits)
+    letters = folder / layout.DEAD_LETTERS
+    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
+    found = letters.stat().st_size if letters.exists() else 0
+    if found < needed:
+        raise CheckpointCorrupt(
+            letters,
+            f" has {found} bytes instead of {needed}: dead letters of committed chunks are lost. "
+            f"{_START_OVER}",
+        )
     return commits, size
 
 
@@ -576,17 +579,3 @@ def misplaced(commits: Mapping[int, Commit]) -> Iterator[tuple[str, str, int | N
             yield "gap", f"no commit covers documents {documents} (chunks {chunks})", chunk_index
         chunk_index = index + 1
         ordinal = commit.next_ordinal
-
-
-def _check_dead_letters(path: Path, commits: dict[int, Commit]) -> None:
-    """Raises:
-    CheckpointCorrupt: dead_letters.jsonl is shorter than the last commit says.
-    """
-    needed = max((commit.dead_letters_size for commit in commits.values()), default=0)
-    size = path.stat().st_size if path.exists() else 0
-    if size < needed:
-        raise CheckpointCorrupt(
-            path,
-            f" has {size} bytes instead of {needed}: dead letters of committed chunks are lost. "
-            f"{RESTORE}start this task over: remove its folder and its output.",
-        )

@@ -58,8 +58,6 @@ from datatrove_ckpt.process.shutdown import Shutdown
 
 # Counting a chunk of 100,000 at once would hold the GIL for 40 ms.
 _COUNTED_AT_ONCE = 1000
-# How long ``stop`` waits for a publication, perhaps an upload, once a stop was requested.
-_DRAIN_SECONDS = 1.0
 
 
 class Mirror(Protocol):
@@ -189,7 +187,7 @@ class Publisher:
         self._queue.put(None)
         # A publication that keeps running is harmless: it ends with this process, or gets no
         # commit.
-        self.shutdown.join(self._ended, running=None, draining=_DRAIN_SECONDS)
+        self.shutdown.join(self._ended, running=None, draining=1.0)
 
     # publisher thread ----------------------------------------------------------------------------
 
@@ -262,9 +260,6 @@ T = TypeVar("T")
 # disk. On the hub, whose limits can delay commits for an hour, only the disk's space counts.
 MAX_PUBLISHING = 4
 
-# A document may be on the disk this often: SQLite's log and table, journal, staged file.
-_COPIES = 4
-
 
 LastRecords = Callable[[bool], Sequence[Record]]
 
@@ -307,7 +302,8 @@ class OpenCheckpoint:
         self._storage = StorageThread(rank_files)
         self._output = output
         self._placed_later = settings.placed_later
-        self._publisher = Publisher(output, lease, self._commit, self.fail, settings.shutdown)
+        commit = partial(self._storage.call, rank_files.commit)
+        self._publisher = Publisher(output, lease, commit, self.fail, settings.shutdown)
         self._room = DiskRoom(folder)
         self._complete = 0
         self._records_per_chunk = settings.records_per_chunk
@@ -462,8 +458,9 @@ class OpenCheckpoint:
             # What documents in work may still write, at the mean size so far, and the staged chunk.
             mean = self._finished_bytes / max(1, self._finished)
             in_work = mean * (self._admitted - self._finished)
+            # Four times on the disk: SQLite's log and table, journal, staged file.
             unwritten = int(
-                _COPIES * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk
+                4 * (in_work + self._storage.backlog_bytes) + mean * self._records_per_chunk
             )
             return self._room.holds_up(self.publishing, MAX_PUBLISHING, unwritten)
         return self.publishing > MAX_PUBLISHING
@@ -517,9 +514,6 @@ class OpenCheckpoint:
         storage thread.
         """
         return self._storage.ask(self._files.snapshot, since)
-
-    def _commit(self, chunk: Chunk) -> None:
-        self._storage.call(self._files.commit, chunk)
 
 
 # how a rank is taken -----------------------------------------------------------------------------

@@ -335,8 +335,6 @@ class RankFiles:
 
 # Beyond this many unwritten bytes admission waits, so a slow disk does not fill the memory.
 MAX_BACKLOG_BYTES = 64 * 2**20
-# Memory of an item besides its JSON, in bytes: a few objects (measured).
-_ITEM_BYTES = 500
 # Keeps a group's transaction short: a lookup behind it is answered in milliseconds.
 MAX_GROUP = 2000
 
@@ -379,7 +377,7 @@ class StorageThread:
         """Hands over an item whose JSON has so many bytes. ``chunk``: of a finished document."""
         if self.error is not None:
             raise self.error
-        self._submitted_bytes += _ITEM_BYTES + size
+        self._submitted_bytes += 500 + size  # and a few objects (measured)
         self._queue.put((self._submitted_bytes, chunk, item))
 
     def stop(self) -> None:

@@ -97,11 +97,8 @@ _COLUMNS = (
 _TYPES = (int, int, str, int, str, int, bytes | None, str | None, object)
 _INSERT = f"INSERT OR REPLACE INTO request_cache (rowid, {_COLUMNS}) VALUES "
 _ROW = "(?,?,?,?,?,?,?,?,?,?)"
-_ROWS_AT_ONCE = 64
 _DOCUMENTS_AT_ONCE = 256
 T = TypeVar("T")
-# More bytes than the database and its log have without answers.
-_EMPTY_BYTES = 1 << 20
 
 
 def has_answers(path: Path) -> bool:
@@ -110,7 +107,8 @@ def has_answers(path: Path) -> bool:
     Large or unreadable files count as files with answers.
     """
     found = [file for file in (path, *_logs(path)) if file.exists()]
-    if not found or sum(file.stat().st_size for file in found) > _EMPTY_BYTES:
+    # More bytes than the database and its log have without answers.
+    if not found or sum(file.stat().st_size for file in found) > 1 << 20:
         return bool(found)
     with tempfile.TemporaryDirectory() as folder:
         for file in found:
@@ -170,7 +168,10 @@ class RequestCache:
         has_no_name = not self.path.parent.exists()  # see ``old_answers``
         code = getattr(error.__cause__, "sqlite_errorcode", 0)
         # The lowest byte is the kind of the error; the others are details.
-        is_damage = isinstance(error.__cause__, NotOurs) or code & 0xFF in _DAMAGE
+        is_damage = isinstance(error.__cause__, NotOurs) or code & 0xFF in (
+            sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_NOTADB,
+        )
         if has_no_name or not is_damage:
             raise error
         if connection is not None:
@@ -234,7 +235,7 @@ class RequestCache:
         # per row. Groups are powers of two, so there are few statements to prepare.
         start = 0
         while missing := len(rows) - start:
-            size = min(_ROWS_AT_ONCE, 1 << (missing.bit_length() - 1))
+            size = min(64, 1 << (missing.bit_length() - 1))
             values = list(chain.from_iterable(rows[start : start + size]))
             self._connection.execute(_INSERT + ",".join([_ROW] * size), values)
             start += size
@@ -356,7 +357,6 @@ _OBJECTS = {
     ("index", f"sqlite_autoindex_{_TABLE}_1"),
     ("index", "request_cache_chunk"),
 }
-_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
 
 class NotOurs(sqlite3.DatabaseError):

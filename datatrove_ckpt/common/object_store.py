@@ -66,7 +66,6 @@ Other file systems of fsspec accept the mode "create", too, but look before they
 """
 _SETTLES = 1.0  # seconds after which every process reads what was created elsewhere
 _MOST_CREATED = 1 << 20  # bytes
-_BLOCK = 8 << 20
 _REPOSITORY = re.compile(r"^hf://(?:(?:datasets|models|spaces)/)?([^/]+/[^/@]+)(?:@[^/]+)?")
 
 
@@ -191,7 +190,7 @@ class ObjectStore:
         path = self._path(name)
         try:
             with file_system_call(), self._fs.open(path, "rb", **self._streamed) as file:
-                while block := file.read(_BLOCK):
+                while block := file.read(8 << 20):
                     yield block
         except OSError as error:
             if http_status(error) == 404:

@@ -20,7 +20,6 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -50,11 +49,6 @@ _POLL_SECONDS = 0.1
 STOP_SECONDS = 15.0
 # The limit once a stop is requested: a preempted job has half a minute for everything.
 DRAIN_SECONDS = 5.0
-# A commit between a snapshot and the opening of its journal, which takes microseconds, requires
-# another snapshot.
-_SNAPSHOT_ATTEMPTS = 20
-# New bytes up to this size are read at once, so their journal need not stay open.
-_READ_AT_ONCE_BYTES = 2**20
 # The shortest wait between two uploads: each asks the storage thread for a snapshot.
 _MIN_WAIT_SECONDS = 0.01
 
@@ -300,7 +294,10 @@ class RemoteMirror:
                 identity.parse_run(self.folder / layout.RUN, snapshot.run), snapshot
             )
             for name, file in grown.items():
-                for data in _blocks(file, snapshot.sizes[name] - uploads.uploaded_bytes(name)):
+                while (left := snapshot.sizes[name] - uploads.uploaded_bytes(name)) > 0:
+                    data = file.read(min(left, MAX_OBJECT_BYTES))
+                    if not data:
+                        raise EOFError(f"{name} is {left} bytes shorter than it was")
                     self._raise_if_interrupted(last)
                     self._look()
                     uploads.add(name, data)
@@ -326,7 +323,7 @@ class RemoteMirror:
         journal stays readable after its removal.
         """
         uploads.compact()
-        for attempts_left in reversed(range(_SNAPSHOT_ATTEMPTS)):
+        for attempts_left in reversed(range(20)):  # the opening of files takes microseconds
             snapshot = self._source.snapshot(uploads.last_answer)
             grown: dict[str, IO[bytes]] = {}
             try:
@@ -344,7 +341,7 @@ class RemoteMirror:
     def _open_at(self, name: str, start: int, size: int, stack: ExitStack) -> IO[bytes]:
         file = stack.enter_context((self.folder / name).open("rb"))
         file.seek(start)
-        if size - start > _READ_AT_ONCE_BYTES:
+        if size - start > 2**20:
             return file  # closed with the stack
         data = file.read(size - start)
         file.close()
@@ -358,12 +355,3 @@ def _answer(requests: deque[threading.Event], number: int) -> None:
 
 class _Interrupted(Exception):
     """This upload has been given up."""
-
-
-def _blocks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    while size:
-        data = file.read(min(size, MAX_OBJECT_BYTES))
-        if not data:
-            raise EOFError(f"a file of the checkpoint is {size} bytes shorter than it was")
-        size -= len(data)
-        yield data

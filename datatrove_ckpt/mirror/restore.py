@@ -407,7 +407,10 @@ class MirrorReader:
         def copy(version: Version) -> CopiedRank:
             manifest = mirrored.read_manifest(version)
             self._write(mirrored, manifest, self._folder / name)
-            return CopiedRank(version, _unix_seconds(manifest.when))
+            when = 0.0
+            with suppress(ValueError):
+                when = datetime.datetime.fromisoformat(manifest.when).timestamp()
+            return CopiedRank(version, when)
 
         copied = mirrored.newest(newer, copy, problems)
         if copied is None and problems and known is None:
@@ -447,12 +450,6 @@ def rank_names(store: ObjectStore) -> Iterator[str]:
             yield name
         elif layout.is_retry(name):
             yield from (f"{name}/{rank}" for rank in store.names(name) if layout.is_rank(rank))
-
-
-def _unix_seconds(when: str) -> float:
-    with suppress(ValueError):
-        return datetime.datetime.fromisoformat(when).timestamp()
-    return 0.0
 
 
 def restore_ranks(url: str, names: Iterable[str], folder: Path) -> None:

@@ -184,7 +184,11 @@ class RankFiles:
 
     @property
     def seconds_to_sync(self) -> float | None:
-        if not self._dirty and not self.cache.unsynced and not self._history.file.is_unsynced:
+        if (
+            not self._dirty
+            and not self.cache.log.is_unsynced
+            and not self._history.file.is_unsynced
+        ):
             return None
         return max(0.0, self._next_sync - time.monotonic())
 

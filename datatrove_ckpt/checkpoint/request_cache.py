@@ -139,8 +139,6 @@ class RequestCache:
         self.kept = kept
         self.last_answer = 0
         """Number of the last answer that was put. Numbers only grow while the database is open."""
-        self.unsynced = False
-        self._name_synced = False
         try:
             self._connection = self._open()
         except StorageFailed as error:
@@ -157,6 +155,8 @@ class RequestCache:
         with explained("open", self.path):
             connection = _connect(self.path)
             self._inode = self.path.stat().st_ino
+            self.log = files.AppendFile(_logs(self.path)[0])
+            """SQLite appends to it, and syncs its name only at its next checkpoint."""
             return connection
 
     # damage --------------------------------------------------------------------------------------
@@ -184,7 +184,6 @@ class RequestCache:
             "Its answers are requested again; finished documents are not affected."
         )
         self._connection = self._open()
-        self.unsynced = self._name_synced = False
 
     def _attempt(self, action: Callable[[], T], again: Callable[[], T]) -> T:
         """Runs ``action``; if the database proves to be damaged, replaces it and runs ``again``."""
@@ -212,7 +211,7 @@ class RequestCache:
             files.disk.commit(self._connection, self.path)
 
         self._attempt(action, action if anew else lambda: None)
-        self.unsynced = True
+        self.log.is_unsynced = True
 
     def _delete(self, which: str, values: Row = ()) -> None:
         self._write(
@@ -303,13 +302,8 @@ class RequestCache:
         self._delete("error_message IS NOT NULL")
 
     def sync(self) -> None:
-        wal = _logs(self.path)[0]
-        if self.unsynced and wal.exists():
-            files.disk.sync(wal)
-            if not self._name_synced:  # SQLite syncs the log's name only at its next checkpoint
-                files.disk.sync_dir(self.path.parent)
-                self._name_synced = True
-        self.unsynced = False
+        if self.log.path.exists():
+            self.log.sync()
 
     def close(self) -> None:
         self._connection.close()

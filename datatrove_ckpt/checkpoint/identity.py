@@ -621,7 +621,7 @@ def _plain(name: str, value: object) -> object:
 
 def holds_work(folder: Path) -> bool:
     """Whether a rank's folder holds a commit, a line of a journal, a batch or a cached answer."""
-    found = layout.RankListing(folder).check()
+    found = layout.RankListing(folder)
     journals = map(layout.journal_name, found.journals)
     is_written = found.size(layout.COMMITS, layout.BATCHES, *journals) > 0
     return is_written or has_answers(folder / layout.CACHE)

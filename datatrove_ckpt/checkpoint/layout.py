@@ -188,41 +188,25 @@ def is_journal(name: str) -> bool:
 
 class RankListing:
     """A listing of a rank's folder in few system calls: there may be ten thousand ranks. A missing
-    folder is empty.
+    folder is empty. Raises CheckpointCorrupt if a folder has the name of a file.
 
     Attributes:
-        journals: the chunks that have a journal, in ascending order. ``check`` finds them.
+        journals: the chunks that have a journal, in ascending order.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = str(folder)
         self.entries: dict[str, os.DirEntry[str]] = {}
-        self.journals: list[int] = []
         with explained("read", folder), suppress(FileNotFoundError), os.scandir(folder) as entries:
             self.entries = {entry.name: entry for entry in entries}
-
-    def check(self) -> RankListing:
-        """Raises:
-        CheckpointCorrupt: a file has the wrong type, or is named like a journal, but no run gives
-            such a name.
-        """
-        for name, entry in self.entries.items():
-            path = Path(self.path(name))
-            is_journals = name.startswith("chunk_") and name.endswith(".jsonl")
-            if is_journals and not is_journal(name):
+        self.journals = sorted(int(name[6:-6]) for name in self.entries if is_journal(name))
+        for name in (*FILES, *map(journal_name, self.journals)):
+            if name in self.entries and not self.entries[name].is_file():
                 raise CheckpointCorrupt(
-                    path, " is not a journal of this program. Move it out of the task's folder."
-                )
-            if (is_journals or name in FILES) and not entry.is_file():
-                raise CheckpointCorrupt(
-                    path,
+                    Path(self.path(name)),
                     " is not a file. Move it away, and restore the file of this name from a copy "
                     "if there was one.",
                 )
-            if is_journals:
-                self.journals.append(int(name[6:-6]))
-        self.journals.sort()
-        return self
 
     @property
     def is_finished(self) -> bool:
@@ -248,15 +232,13 @@ class RankListing:
 
 
 def journal_indices(folder: Path) -> list[int]:
-    """Returns the chunks that have a journal in a rank's folder, in ascending order. Raises as
-    ``RankListing.check``.
-    """
-    return RankListing(folder).check().journals
+    """Returns the chunks that have a journal in a rank's folder, in ascending order."""
+    return RankListing(folder).journals
 
 
 def is_finished(folder: Path) -> bool:
     """See ``RankListing.is_finished``."""
-    return RankListing(folder).check().is_finished
+    return RankListing(folder).is_finished
 
 
 def retry_folder(root: Path, number: int) -> Path:
@@ -305,7 +287,7 @@ def refuse_missing_run_json(folder: Path) -> None:
             f"{folder.parent} is the checkpoint of a run of datatrove's own InferenceRunner: it "
             f"wrote {last_chunk_of(folder)}. {continue_datatroves(folder.parent)}"
         )
-    found = RankListing(folder).check()
+    found = RankListing(folder)
     journals = [journal_name(index) for index in found.journals[:3]]
     foreign = [name for name in (COMMITS, CACHE, DEAD_LETTERS) if name in found.entries] + journals
     if foreign:

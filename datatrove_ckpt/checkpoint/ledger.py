@@ -356,12 +356,11 @@ def _read(rank: RankLedger, want: Want, most: int | None) -> None:
     found = layout.RankListing(rank.folder)
     if layout.LOCK in found.entries:
         rank.holder = files.lock_holder(found.path(layout.LOCK))
-    if layout.RUN in found.entries and found.entries[layout.RUN].is_file():
+    if layout.RUN in found.entries:
         run = run_with_secrets(found.path(layout.RUN))
         rank.run = {"owner": run.get("owner", {})}
         if Want.SETTINGS in want:
             rank.run = without_its_secrets(run)
-    found.check()
     is_finished = found.is_finished
     if not rank.run and Want.JOURNALS in want:
         layout.refuse_missing_run_json(rank.folder)

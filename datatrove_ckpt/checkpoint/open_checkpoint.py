@@ -558,7 +558,7 @@ class CheckpointManager:
         """
         folder = self.folder
         last_chunk = layout.last_chunk_of(folder)
-        found = layout.RankListing(folder).check()
+        found = layout.RankListing(folder)
         is_new = not folder.exists()
         files.disk.make_dirs(folder, files.PRIVATE_FOLDER)
         files.disk.make_dirs(last_chunk.parent)

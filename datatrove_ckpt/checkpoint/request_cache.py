@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import errno
 import os
 import shutil
 import sqlite3
@@ -363,9 +362,6 @@ def _connect(path: Path) -> sqlite3.Connection:
     Raises:
         sqlite3.Error, OSError: see ``_set_aside``.
     """
-    for name in (path, *_logs(path)):
-        if name.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(name))
     # A kill while the first cache is made may leave an empty file and its journal, but never a log
     # without its database.
     if not _size(path) and any(_needs_database(log) for log in _logs(path)):

@@ -35,13 +35,14 @@ from datatrove_ckpt.checkpoint.layout import (
     CACHE,
     COMMITS,
     DEAD_LETTERS,
+    RETRIES,
     RETRY_INPUT,
     RUN,
+    folders_of,
     is_finished,
     rank_folder,
     retry_folder,
     retry_folders,
-    retry_number,
 )
 from datatrove_ckpt.common.formatting import likely_mistake, plural, safe_repr, safe_text
 from datatrove_ckpt.common.redaction import redact
@@ -150,8 +151,8 @@ def taken_letters(root: Path, rank: int) -> dict[Attempt, bytes]:
     """Returns the letters of a rank that its retries have taken, as lines."""
     return {
         _attempt_of(letter): orjson.dumps(letter)
-        for folder in retry_folders(root)
-        for letter in read_letters(rank_folder(folder, rank) / RETRY_INPUT)
+        for folder in folders_of(root, rank)
+        for letter in read_letters(folder / RETRY_INPUT)
     }
 
 
@@ -201,8 +202,9 @@ def next_retry(root: Path, rank: int) -> Retry | None:
     folders = [folder]
     last = 0
     for path in retry_folders(root):
-        number = retry_number(path.name)
-        if number is None or not (retry := Retry(root, number, rank)).input.exists():
+        number = int(path.name.removeprefix(RETRIES))
+        retry = Retry(root, number, rank)
+        if not retry.input.exists():
             continue  # of other ranks
         if not retry.is_finished:
             return retry

@@ -319,7 +319,7 @@ class RankCommits:
         root: Path,
         rank: int,
         retries: Iterable[Path] | None = None,
-        read: Callable[[str, int, Path, Want], RankLedger] = read_rank,
+        read: Callable[[Path, Want], RankLedger] = read_rank,
     ) -> None:
         self.rank = rank
         self.files: list[CommittedFile] = []
@@ -328,11 +328,10 @@ class RankCommits:
         self.unfinished: set[tuple[str, int]] = set()
         if retries is None:
             retries = layout.retry_folders(root)
-        names = {root: ""} | {retry: retry.name for retry in retries}
-        for checkpoint, name in names.items():
+        for checkpoint in (root, *retries):
             folder = layout.rank_folder(checkpoint, rank)
             if folder.is_dir():
-                self._add(read(name, rank, folder, Want.COMMITS))
+                self._add(read(folder, Want.COMMITS))
 
     def _add(self, found: RankLedger) -> None:
         if found.damage is not None:
@@ -362,7 +361,7 @@ def published_names(root: Path, rank: int) -> set[str] | None:
 
     Commits are read after the intents, so the rank may be at work.
     """
-    folders = [layout.rank_folder(one, rank) for one in (root, *layout.retry_folders(root))]
+    folders = layout.folders_of(root, rank)
     intents = [Intents(folder) for folder in folders if folder.is_dir()]
     if not all(one.is_kept for one in intents):
         return None

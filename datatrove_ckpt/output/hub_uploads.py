@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from datatrove_ckpt.checkpoint.commits import OutputFile
-from datatrove_ckpt.checkpoint.lease import RankLease
+from datatrove_ckpt.checkpoint.open_checkpoint import RankLease
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.output.committed import FoundFiles
 from datatrove_ckpt.output.hub import HubFile, HubFolder

@@ -386,9 +386,9 @@ def check_output_of_run(
     retries = retry_folders(checkpoints)
     job = JobSums()
 
-    def read(root: str, number: int, folder: Path, commits: Want) -> RankLedger:
-        rank = read_rank(root, number, folder, want | commits)
-        if number < tasks:
+    def read(folder: Path, commits: Want) -> RankLedger:
+        rank = read_rank(folder, want | commits)
+        if rank.number < tasks:
             job.add_rank(rank)
         return rank
 

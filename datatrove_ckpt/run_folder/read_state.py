@@ -65,19 +65,19 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
         with suppress(OSError, ValueError):
             state.command = _command_in(Path(place.logging_dir))
     run: Json = {}
-    for root, number, folder in found:
+    for folder in found:
         wanted = _WANTED
         if not run:
             wanted |= Want.SETTINGS
-        ledger = read_rank(root, number, folder, wanted, _BYTES // len(found))
+        ledger = read_rank(folder, wanted, _BYTES // len(found))
         check_readable(place.folder, ledger)
         copied_at = None
         if place.mirror is not None:
-            copied = place.mirror.ranks.get(f"{root}/{number:05d}".lstrip("/"))
+            copied = place.mirror.ranks.get(str(ledger.key))
             # None: a refresh failed halfway.
             copied_at = 0.0 if copied is None else copied.when
         rank = rank_state(ledger, now, copied_at)
-        if root:
+        if ledger.root:
             state.retries.append(rank)
         else:
             state.ranks.append(rank)
@@ -97,9 +97,8 @@ def read_run_state(place: Place, now: float | None = None) -> RunState:
     words = [rank.last_word for rank in state.ranks + state.retries if rank.last_word is not None]
     state.newest = max(words, default=None)
     for sample in layout.sample_folders(place.folder):
-        for number in layout.rank_numbers(sample):
-            folder = layout.rank_folder(sample, number)
-            state.sampled += read_rank(sample.name, number, folder, Want.HISTORY).numbers()
+        for folder in layout.rank_folders(sample):
+            state.sampled += read_rank(folder, Want.HISTORY).numbers()
     with suppress(OSError, CkptError):  # claims are hints
         _read_claims(state, place)
     return state

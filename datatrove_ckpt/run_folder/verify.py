@@ -27,7 +27,7 @@ from datatrove_ckpt.checkpoint.identity import (
     removed_ranks,
     settings_in,
 )
-from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, rank_folder
+from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, RankAddress, rank_folder
 from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,
     JobSums,
@@ -585,7 +585,7 @@ class _Uncommitted:
                 return  # committed meanwhile
             rank = rank or now
             if rank is None:
-                if not key[0] and 0 < self._report.tasks <= key[1]:
+                if not key.retry and 0 < self._report.tasks <= key.rank:
                     continue  # it ran with more tasks before
                 place = name_place(*key)
                 advice = (
@@ -593,12 +593,12 @@ class _Uncommitted:
                     "it until that is found."
                 )
             elif rank.state != "finished":
-                published = self._published(key[1])
+                published = self._published(key.rank)
                 if published is not None and path not in published:
                     advice = _of_another_job(self._report.checkpoints)
                 elif (*key, chunk_index) not in self._committed:
                     message = f"{path} is published but not committed yet."
-                    yield Problem("unfinished", message, *rank.key, chunk_index, path)
+                    yield Problem("unfinished", message, rank.root, rank.number, chunk_index, path)
                     return
         yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
@@ -613,11 +613,11 @@ def _of_another_job(checkpoints: Path) -> str:
     return _OF_ANOTHER_JOB
 
 
-def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
-    folder = rank_folder(checkpoints / key[0], key[1])
+def _look_again(checkpoints: Path, key: RankAddress) -> tuple[RankLedger | None, set[str]]:
+    folder = checkpoints / str(key)
     if not folder.exists():
         return None, set()
-    now = read_rank(*key, folder, Want.COMMITS)
+    now = read_rank(folder, Want.COMMITS)
     return now, {file.path for commit in now.commits.values() for file in commit.files}
 
 

@@ -39,7 +39,7 @@ EFFECTS = (
     "commit",
 )
 """The names of the effects on disk: methods of ``files.Disk``."""
-REMOTE_EFFECTS = ("put", "copy", "delete", "delete_tree")
+REMOTE_EFFECTS = ("put", "create", "copy", "delete", "delete_tree")
 """The names of the effects on a remote: methods of ``ObjectStore``."""
 
 Arguments = tuple[Any, ...]

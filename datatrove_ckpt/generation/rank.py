@@ -36,8 +36,9 @@ from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
+from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
 from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
-from datatrove_ckpt.generation.failures import Failures, next_retry, offer_skipping, taken_letters
+from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
 from datatrove_ckpt.generation.input_columns import input_types
@@ -46,6 +47,8 @@ from datatrove_ckpt.generation.prefetch import DocumentSource
 from datatrove_ckpt.generation.progress import RankReporter
 from datatrove_ckpt.generation.quality import Quality
 from datatrove_ckpt.generation.raised_errors import first_of, raised_for_scripts
+from datatrove_ckpt.generation.rank_requests import RankRequests
+from datatrove_ckpt.generation.remedies import offer_skipping
 from datatrove_ckpt.generation.results import Results
 from datatrove_ckpt.generation.run_identity import servers_digest
 from datatrove_ckpt.generation.scheduler import Scheduler
@@ -410,21 +413,17 @@ class _Run:
         ends_well = False
         try:
             with shared_arguments(step.shared_context, preemption) as shared:
-                scheduler = Scheduler(
+                requests = RankRequests(
                     step.models,
                     checkpoint,
                     progress,
                     preemption.shutdown,
-                    self.has_batches,
                     Quality(step.refusals),
                     limits,
                     step.code().digest,
-                    self.rank,
-                    bind_shared(step.rollout_fn, shared),
-                    servers,
-                    failures,
-                    results,
                 )
+                rollout_fn = bind_shared(step.rollout_fn, shared)
+                scheduler = Scheduler(requests, self.rank, rollout_fn, servers, failures, results)
                 await scheduler.run(documents)
                 ends_well = True
                 if not scheduler.parked:

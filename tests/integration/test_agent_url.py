@@ -14,8 +14,7 @@ import orjson
 import pytest
 
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.generation import blocked_loop
-from datatrove_ckpt.generation import generate as generate_module
+from datatrove_ckpt.generation import answers, blocked_loop
 from datatrove_ckpt.generation.agent_url import serve
 from datatrove_ckpt.generation.noted_requests import noting
 from datatrove_ckpt.process import event_loop
@@ -156,7 +155,7 @@ def test_a_connection_that_is_left_open_fails_no_run(tmp_path, server):
 
 @pytest.mark.parametrize("differ", [False, True])
 def test_prompts_that_differ_after_a_kill_are_said(tmp_path, server, log, differ):
-    generate_module._warn_once.cache_clear()
+    answers.warn_once.cache_clear()
     server._status = rejects(["bad"])
     broken = SimpleNamespace(now=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +37,6 @@ from datatrove_ckpt.errors import CkptError, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import use
 from datatrove_ckpt.generation.blocked_loop import warn_when_blocked
 from datatrove_ckpt.generation.dead_letters import next_retry, taken_letters
-from datatrove_ckpt.generation.export.exporter import Exports, check_monitoring
 from datatrove_ckpt.generation.failures import Failures
 from datatrove_ckpt.generation.final_stats import fill_stats, sum_rank
 from datatrove_ckpt.generation.finished_from import FinishedDocuments, OldRuns
@@ -146,7 +145,7 @@ class _Run:
         rank = self.rank
         for config in step.models.values():
             check_servers(config)
-        check_monitoring(step.monitoring)
+        step.monitoring.check_packages()
         if step.finished_from:
             with self.preemption.interruptible():
                 old = OldRuns(step, step.identity(self.world_size))
@@ -312,7 +311,11 @@ class _Run:
         shutdown = preemption.shutdown
         completed = False
         progress = RankReporter(rank, checkpoint, shutdown, step.model.metric_interval)
-        exports = Exports(step, rank, checkpoint, progress, shutdown)
+        exports = ExitStack()
+        if step.monitoring.metrics_port is not None:
+            from datatrove_ckpt.generation.prometheus import shown_rank
+
+            exports.enter_context(shown_rank(step, rank, checkpoint, progress, shutdown))
         try:
             self._log_start(checkpoint)
             with preemption.interruptible():

@@ -97,16 +97,8 @@ def _stays(look: _Look, value: object) -> str:
 
 def restore(names: ScriptNames) -> None:
     main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) == names.file:
-        return
-    vars(main).update(names.values)
-    for name, reason in names.left.items():
-        if name not in vars(main):
-            logger.warning(
-                f"The script's {name} is not in the pickled job, because {reason}. A rollout that "
-                "needs it fails with NameError: let the rollout read it (from an environment "
-                "variable, for example), or a module that it imports."
-            )
+    if getattr(main, "__file__", None) != names.file:
+        vars(main).update(names.values)
 
 
 def say_missing(*things: object, sent: bool) -> None:

@@ -152,7 +152,7 @@ def test_the_names_that_a_function_of_the_script_uses_are_found(script):
     assert found.file == script.__file__
 
 
-def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch, log):
+def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch):
     found = script_names.collect(script.rollout)
     script.PROMPT = "its own"
     script_names.restore(found)
@@ -163,9 +163,6 @@ def test_names_are_put_only_where_the_script_is_not_loaded(script, monkeypatch, 
     script_names.restore(found)
     assert {name for name in vars(launcher) if not name.startswith("__")} == set(found.values)
     assert vars(launcher)["PROMPT"] == "Rewrite: "
-    assert [line.split(" is not in the pickled job")[0] for line in log] == [
-        f"WARNING The script's {name}" for name in found.left
-    ]
 
 
 def test_a_function_of_a_module_carries_nothing(tmp_path, script):

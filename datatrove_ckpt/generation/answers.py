@@ -233,14 +233,15 @@ class Answers:
             loop.call_later(_PARKED_SECONDS, self._drop)
 
     def _drop(self) -> None:
-        loop = asyncio.get_running_loop()
-        left = self._parked_at + _PARKED_SECONDS - loop.time()
-        if left > 0 or self._pending:
-            loop.call_later(max(left, _PARKED_SECONDS / 2), self._drop)
-            return
         task = self._rank.documents.get(self.slot.ordinal)
-        if task is not None and task.cancel():
-            loop.call_later(_CANCELLED_AGAIN_SECONDS, self._drop)
+        if task is None or task.done():
+            return
+        loop = asyncio.get_running_loop()
+        seconds = _PARKED_SECONDS
+        if loop.time() >= self._parked_at + _PARKED_SECONDS and not self._pending:
+            task.cancel()
+            seconds = _CANCELLED_AGAIN_SECONDS
+        loop.call_later(seconds, self._drop)
 
     @property
     def is_repeatable(self) -> bool:

@@ -41,16 +41,6 @@ class Call:
     time_limit: float | None
     keep_errors: type[Exception] | tuple[type[Exception], ...]
 
-    @property
-    def mistake(self) -> str:
-        """Says which argument is none of its kind; "" if all are."""
-        if not isinstance(self.name, str) or not callable(self.function):
-            return (
-                "generate.once takes a name, a function (not its result), and what to give it, as "
-                "in generate.once('search', search, query)"
-            )
-        return ""
-
     def digest(self, code: str) -> str:
         """Hashes the call.
 

@@ -146,9 +146,6 @@ class Retry:
         self.folder = rank_folder(self.root, rank)
         self.input = self.folder / RETRY_INPUT
 
-    def __len__(self) -> int:
-        return sum(1 for _ in read_letters(self.input))
-
     def __iter__(self) -> Iterator[Document]:
         for letter in read_letters(self.input):
             document = decode(orjson.dumps(letter.pop("document")))
@@ -157,7 +154,8 @@ class Retry:
     @property
     def is_finished(self) -> bool:
         done = sum(commit.counts.read for commit in read_commits(self.folder / COMMITS).values())
-        return done == len(self) and not (self.folder / CACHE).exists()
+        letters = sum(1 for _ in read_letters(self.input))
+        return done == letters and not (self.folder / CACHE).exists()
 
 
 def next_retry(root: Path, rank: int) -> Retry | None:

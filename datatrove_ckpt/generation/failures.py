@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import orjson
-from datatrove.data import Document
 from datatrove.pipeline.inference.types import InferenceError
 from loguru import logger
 
@@ -119,7 +117,18 @@ class Failures:
             or (self.step.skip_bad_requests and is_bad_request(error, rejections))
         )
         if isinstance(error, NotAwaitable) or not is_letter:
-            self._stop(name, cause, error, source.document)
+            if isinstance(error, CkptError) and not isinstance(
+                error, UnexpectedExit | RequestError
+            ):
+                raise error
+            way, changes = way_out(error, self.step)
+            raise DocumentFailed(
+                f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {way}",
+                source.document,
+                failure_of(error),
+                getattr(error, "payload", None),
+                changes,
+            ) from error
         self.dead += 1
         limit = self.step.max_dead_letters
         if limit is not None and self.dead > limit:
@@ -131,14 +140,6 @@ class Failures:
             ) from error
         logger.warning(f"D{name[1:]} becomes a dead letter: {cause}")
         return dead_letter(source, ordinal, error, payload_hashes)
-
-    def _stop(self, name: str, cause: str, error: BaseException, document: Document) -> NoReturn:
-        if isinstance(error, CkptError) and not isinstance(error, UnexpectedExit | RequestError):
-            raise error
-        way, changes = way_out(error, self.step)
-        message = f"D{name[1:]} failed: {cause}. The answers of other documents are saved. {way}"
-        payload = getattr(error, "payload", None)
-        raise DocumentFailed(message, document, failure_of(error), payload, changes) from error
 
 
 def _is_always_letter(cause: BaseException) -> bool:

@@ -111,9 +111,12 @@ class BoundGenerate:
             await wait_until_cancelled()
         if requests.model.client.get_loop() is not asyncio.get_running_loop():
             raise RuntimeError("generate.once was called from a different loop")
+        if not isinstance(name, str) or not callable(function):
+            await self._refused(
+                "generate.once takes a name, a function (not its result), and what to give it, as "
+                "in generate.once('search', search, query)"
+            )
         call = Call(name, function, args, kwargs, time_limit, keep_errors)
-        if call.mistake:
-            await self._refused(call.mistake)
         try:
             digest = call.digest(rank.code)
         except TypeError as error:

@@ -27,6 +27,7 @@ class NotedRequest:
 
     Attributes:
         question: the last message of the user.
+        prompt: all messages as JSON, with hashes of the media.
         usage: as ``InferenceResult`` has it; empty of other answers.
         started, ended: of the wait for the answer, as ``time.monotonic`` has them.
         model: the name in ``generate.name``, or of a method; empty of ``generate`` itself.
@@ -34,6 +35,7 @@ class NotedRequest:
     """
 
     question: str
+    prompt: str = ""
     answer_text: str = ""
     usage: JsonObject = field(default_factory=dict)
     started: float = 0.0
@@ -57,9 +59,8 @@ async def unsent_prompts(rollout_fn: Rollout, documents: Iterable[Document]) -> 
     """
     prompts: list[str] = []
 
-    async def note(payload: Any, **settings: object) -> object:
-        prompt = payload.get("messages") or payload["prompt"]
-        prompts.append(orjson.dumps(prompt, default=media_key).decode())
+    async def note(payload: object, **settings: object) -> object:
+        prompts.append(_prompt(payload))
         raise NotImplementedError
 
     if getattr(rollout_fn, "__module__", "") == ReadyMade.__module__:
@@ -104,7 +105,7 @@ class _Noting:
         self._model = model
 
     async def __call__(self, asked: object, /, *more: object, **settings: object) -> object:
-        request = NotedRequest(_question(asked), model=self._model)
+        request = NotedRequest(_question(asked), _prompt(asked), model=self._model)
         request.started = time.monotonic()
         self._noted.append(request)
         answer: Any
@@ -140,4 +141,11 @@ def _question(payload: Any) -> str:
             if isinstance(content, str)
             else "\n".join(part.get("text", "") for part in content)
         )
+    return ""
+
+
+def _prompt(payload: Any) -> str:
+    with suppress(AttributeError, LookupError, TypeError):
+        prompt = payload.get("messages") or payload["prompt"]
+        return orjson.dumps(prompt, default=media_key).decode()
     return ""

@@ -113,8 +113,6 @@ SCRIPT = """
 import json
 
 PROMPT = "Rewrite: "
-API_KEY = "s3cret-s3cret"
-SETTINGS = {"headers": {"Authorization": "s3cret"}}
 lock = (number for number in range(3))
 unused = open
 text = "named like an attribute only"
@@ -127,7 +125,7 @@ class Words(Base):
     pass
 
 def helper(document):
-    return Words().shown(), document.text, lock, API_KEY, SETTINGS, __name__
+    return Words().shown(), document.text, lock, __name__
 
 async def rollout(document, generate):
     return helper(document)
@@ -142,13 +140,8 @@ def script(tmp_path, monkeypatch):
 def test_the_names_that_a_function_of_the_script_uses_are_found(script):
     found = script_names.collect(functools.partial(script.rollout))
     assert sorted(found.values) == ["PROMPT", "Words", "helper", "json"]
-    assert found.left["API_KEY"] == "it holds what looks like a secret (API_KEY)"
-    assert (
-        found.left["SETTINGS"]
-        == "it holds what looks like a secret (SETTINGS.headers.Authorization)"
-    )
-    assert found.left["lock"].startswith("it cannot be pickled (TypeError: ")
-    assert len(found.left) == 3
+    ((name, why),) = found.left.items()
+    assert (name, why[:34]) == ("lock", "it cannot be pickled (TypeError: c")
     assert found.file == script.__file__
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NotRequired, TypedDict
 
 import orjson
 from datatrove.data import Document
@@ -32,30 +31,17 @@ from datatrove_ckpt.checkpoint.layout import (
     retry_folders,
     retry_number,
 )
+from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import likely_mistake, safe_text
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, RequestRejected
 from datatrove_ckpt.generation.as_read import as_read
 from datatrove_ckpt.generation.prefetch import SourceDocument
 from datatrove_ckpt.output.documents import decode
-from datatrove_ckpt.readers.positions import State, position_state
+from datatrove_ckpt.readers.positions import position_state
 
-
-class Letter(TypedDict):
-    """A line of ``dead_letters.jsonl``.
-
-    ``document`` holds the document's fields as ``documents.encode`` wrote them.
-    """
-
-    ordinal: int
-    id: str
-    error: str
-    kind: str
-    attempts: int
-    position: State | None
-    payload_hashes: list[str]
-    traceback: str
-    document: NotRequired[dict[str, object]]
+Letter = JsonObject
+"""A line of ``dead_letters.jsonl``; its ``document`` is as ``documents.encode`` wrote it."""
 
 
 def failure_of(error: BaseException) -> str | BaseException:
@@ -87,20 +73,14 @@ def dead_letter(
     """
     document = source.document
     kept = source.as_read or as_read(document).data
-    attempts = 0
-    position = position_state(document)
-    earlier: Letter | None = getattr(document, "letter", None)
-    if earlier is not None:
-        ordinal = earlier["ordinal"]
-        attempts = earlier["attempts"]
-        position = earlier["position"]
+    earlier: Letter = getattr(document, "letter", {})
     head: Letter = {
-        "ordinal": ordinal,
+        "ordinal": earlier.get("ordinal", ordinal),
         "id": source.id,
         "error": cause_of(error),
         "kind": type(failure_of(error)).__name__,
-        "attempts": attempts + 1,
-        "position": position,
+        "attempts": earlier.get("attempts", 0) + 1,
+        "position": earlier.get("position", position_state(document)),
         "payload_hashes": [digest for digest in payload_hashes if digest],
         "traceback": redact(safe_text("".join(traceback.format_exception(error)))),
     }

@@ -71,14 +71,12 @@ class Failures:
         Raises:
             CheckpointMismatch: the retry has another document of this number.
         """
-        attempt = (ordinal, 1)
-        earlier: Letter | None = getattr(source.document, "letter", None)
-        if earlier is not None:
-            attempt = (earlier["ordinal"], earlier["attempts"] + 1)
-        line = self.taken.get(attempt)
+        earlier: Letter = getattr(source.document, "letter", {})
+        ordinal = earlier.get("ordinal", ordinal)
+        line = self.taken.get((ordinal, earlier.get("attempts", 0) + 1))
         if line is not None and (taken := orjson.loads(line)["id"]) != source.id:
             raise CheckpointMismatch(
-                f"Document {attempt[0]} of this task is {safe_repr(source.id)}, but a retry of "
+                f"Document {ordinal} of this task is {safe_repr(source.id)}, but a retry of "
                 f"dead letters has {safe_repr(taken)} under this number: the input was changed "
                 "since. Restore it.",
                 starts_over="with old results",

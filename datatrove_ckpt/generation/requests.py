@@ -30,15 +30,12 @@ from datatrove_ckpt.config.generation_params import PAYLOAD_JSON, merged
 from datatrove_ckpt.errors import (
     CkptError,
     ConfigError,
-    RequestError,
     RequestFailed,
     RequestPoisoned,
     RequestRejected,
     ServerDied,
-    ServerError,
     ServerRefused,
     ServerUnavailable,
-    TooManyOpenFiles,
     named,
 )
 from datatrove_ckpt.generation.answers import Answers
@@ -189,7 +186,7 @@ class Requests:
                         completion = await client.complete(body, way, request)
                 finally:
                     answers.request_finished()
-        except (RequestError, ServerError, TooManyOpenFiles) as error:
+        except CkptError as error:
             await self._raise(error, key, payload)
         if "service_tier" in sent and not completion.service_tier:
             completion.service_tier = str(sent["service_tier"] or "")
@@ -267,12 +264,10 @@ class Requests:
         rank = self.rank
         if config.provider_batches:
             if way.path.startswith("/") or way.extras:
-                wrong = ConfigError(
+                raise ConfigError(
                     "provider_batches: a batch has requests to paths below /v1, without "
                     "extra_headers and extra_query."
                 )
-                answers.fail(wrong)
-                raise wrong
             await rank.wait_for_storage()
             content = b"".join(body) if isinstance(body, Body) else body
             slot = answers.slot

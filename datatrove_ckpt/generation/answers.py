@@ -159,7 +159,11 @@ class Answers:
         if way.generates:
             quality = self._rank.quality
             for choice in choices:
-                is_empty = is_empty or _is_empty(choice["text"], choice["finish_reason"])
+                text = choice["text"]
+                if isinstance(text, str):
+                    text = text.strip()
+                if not text and choice["finish_reason"] not in _CALLS:
+                    is_empty = True
                 faults += quality.faults(choice, question)
             for fault in faults:
                 self.reasons[fault] = self.reasons.get(fault, 0) + 1
@@ -265,10 +269,6 @@ class Answers:
         self._pending -= 1
         if not self._pending:
             self._rank.waiting -= 1
-
-
-def _is_empty(text: str | list[object], reason: str | None) -> bool:
-    return reason not in _CALLS and not (text.strip() if isinstance(text, str) else text)
 
 
 @lru_cache(maxsize=100)

@@ -31,7 +31,7 @@ from loguru import logger
 from datatrove_ckpt.common import redaction
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.user_code.description import cells
-from datatrove_ckpt.user_code.own_modules import is_installed, own_modules, places_of
+from datatrove_ckpt.user_code.own_modules import places_of
 from datatrove_ckpt.user_code.statements import loaded_names
 
 _collecting = threading.local()
@@ -101,14 +101,8 @@ def restore(names: ScriptNames) -> None:
         vars(main).update(names.values)
 
 
-def say_missing(*things: object, sent: bool) -> None:
-    """Logs which modules of the job only this script finds.
-
-    ``sent``: ``own_modules`` go along with the tasks.
-    """
-    along = set()
-    if sent:
-        along = {*own_modules(), "datatrove", "datatrove_ckpt"}
+def say_missing(*things: object) -> None:
+    """Logs which modules of the job only this script finds."""
     paths = [Path(entry).resolve() for entry in sys.path]
     modules = set()
     for thing in things:
@@ -117,17 +111,11 @@ def say_missing(*things: object, sent: bool) -> None:
         field = "__name__" if isinstance(thing, types.ModuleType) else "__module__"
         modules.add(str(getattr(thing, field, "")))
     tops = {name.partition(".")[0] for name in modules} - {"__main__"}
-    for name in sorted(tops - along):
+    for name in sorted(tops):
         if not (places := places_of(name)):
             continue
         folder = places[0].resolve().parent
-        if sent and not is_installed(places[0]):
-            logger.warning(
-                f"The rollout uses the module {name} of {folder}, and jobs lack it unless "
-                "`dependencies` installs it: what lies in the working folder or beside the script "
-                "goes along."
-            )
-        elif not sent and paths and folder == paths[0] and folder not in paths[1:]:
+        if paths and folder == paths[0] and folder not in paths[1:]:
             logger.warning(
                 f"The rollout uses the module {name} of {folder}, which is on the path of this "
                 "script alone. The tasks find it if they have it, too: `export "

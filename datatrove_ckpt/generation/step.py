@@ -416,8 +416,8 @@ class Step(PipelineStep):
             if names is not None:
                 script_names.say_left(names)
                 carried = names.values.values()
-            sent = any(hasattr(kind, "sends_own_modules") for kind in kinds)
-            script_names.say_missing(self.rollout_fn, *carried, sent=sent)
+            if not any(hasattr(kind, "sends_own_modules") for kind in kinds):
+                script_names.say_missing(self.rollout_fn, *carried)
         if JobsPipelineExecutor in kinds:
             logger.warning(
                 "datatrove's JobsPipelineExecutor: its jobs have this package only if "

@@ -52,7 +52,6 @@ from datatrove_ckpt.errors import (
     TooManyDeadLetters,
 )
 from datatrove_ckpt.errors.names import name_copy, setting_name, use
-from datatrove_ckpt.generation.export.exporter import check_monitoring
 from datatrove_ckpt.generation.final_stats import lines_with_error
 from datatrove_ckpt.generation.finished_from import OldRuns
 from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompts
@@ -691,7 +690,7 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
 def _check_monitoring(runner: RunnerPlan) -> Iterator[Finding]:
     if runner.step.monitoring.metrics_port is None:
         return
-    check_monitoring(runner.step.monitoring)
+    runner.step.monitoring.check_packages()
     yield Finding("ok", "ready", "everything that it needs is installed here.")
 
 

@@ -9,8 +9,8 @@ from itertools import cycle
 import pytest
 
 from datatrove_ckpt.common.memory import ByteBudget
-from datatrove_ckpt.generation import scheduler
-from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
+from datatrove_ckpt.generation import document_limit
+from datatrove_ckpt.generation.document_limit import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
 from datatrove_ckpt.inference.servers import server as server_module
@@ -222,7 +222,7 @@ class Work:
     """
 
     def __init__(self, settings, rollout):
-        self.router = Router(most_documents(settings) * settings.rollouts_per_document)
+        self.router = Router(most_documents([settings]) * settings.rollouts_per_document)
         self.sender = Sender()
         self.router.senders.append(self.sender)
         self.target = Target()
@@ -230,7 +230,7 @@ class Work:
         self.router.targets.append(self.target)
         self.documents = 0
         self.most = 0
-        self.limit = DocumentLimit(settings, media=ByteBudget(1))
+        self.limit = DocumentLimit([settings], ByteBudget(1))
         self._settings = settings
         self._rollout = rollout
 
@@ -278,7 +278,7 @@ async def with_other_work(ask):
 
 
 async def test_documents_that_wait_for_each_other_before_they_ask_are_started(monkeypatch):
-    monkeypatch.setattr(scheduler, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(document_limit, "_IDLE_SECONDS", 0.0)
     arrived = []
     all_here = asyncio.Event()
 
@@ -326,11 +326,11 @@ async def test_a_server_that_runs_nothing_more_gets_no_more_documents():
 async def test_a_number_is_kept(settings, documents):
     work = Work(config(**settings), with_other_work)
     await work.run(500)
-    assert most_documents(config(**settings)) == work.documents == documents
+    assert most_documents([config(**settings)]) == work.documents == documents
 
 
 def following_four_places(settings):
-    limit = DocumentLimit(settings, media=ByteBudget(1))
+    limit = DocumentLimit([settings], ByteBudget(1))
     router, sender = Router(4), Sender()
     router.senders.append(sender)
     target = router.add()

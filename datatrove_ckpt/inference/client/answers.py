@@ -177,6 +177,10 @@ class Way(NamedTuple):
     tiers: Sequence[str] = ()
     lacks_model: bool = False
 
+    @property
+    def generates(self) -> bool:
+        return self.path in ("chat/completions", "completions")
+
 
 def way_to(path: str) -> Way:
     """Returns the way to a path of the server, as ``generate`` takes it."""

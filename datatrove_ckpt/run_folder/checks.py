@@ -122,7 +122,6 @@ _LEAST_FREE = 1 << 26  # bytes, for one chunk
 _ON_ONE_NODE = (
     "Tasks may run on other nodes: if those do not see this folder, choose one that all nodes see."
 )
-_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -179,24 +178,21 @@ def file_system(folder: Path) -> FilesystemTraits:
 # Local folders -----------------------------------------------------------------------------------
 
 
-def check_checkpoints(folder: Path, files: int, mirrored: bool, moves: bool) -> Iterator[Finding]:
-    """Checks ``checkpoints_local_dir``.
-
-    ``files``: how many it gets. ``moves``: tasks may restart on other nodes.
-    """
+def check_checkpoints(folder: Path, mirrored: bool, moves: bool) -> Iterator[Finding]:
+    """Checks ``checkpoints_local_dir``. ``moves``: tasks may restart on other nodes."""
     yield from _try_locally(folder, _check_lock, _check_sqlite)
     yield _check_kind(file_system(folder), mirrored, moves)
-    yield check_room(folder, files)
+    yield check_room(folder)
 
 
-def check_local_output(folder: Path, files: int, moves: bool) -> Iterator[Finding]:
+def check_local_output(folder: Path, moves: bool) -> Iterator[Finding]:
     yield from _try_locally(folder)
     kind = file_system(folder)
     if not kind.lasts:
-        yield Finding("warning", "file system", f"{kind.name}. {' '.join(kind.concerns)}")
+        yield Finding("warning", "file system", f"{kind.name}. {kind.concern}")
     elif moves and not kind.shared:
         yield Finding("warning", "file system", f"{kind.name}. {_ON_ONE_NODE}")
-    yield check_room(folder, files)
+    yield check_room(folder)
 
 
 def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Finding]:
@@ -212,7 +208,7 @@ def _try_locally(folder: Path, *tries: Callable[[Path], Finding]) -> Iterator[Fi
 
 
 def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
-    text = " ".join([f"{kind.name}.", *kind.concerns])
+    text = f"{kind.name}. {kind.concern}".rstrip()
     if kind.unsupported:
         return Finding("problem", "file system", text)
     if not kind.lasts and mirrored:
@@ -225,26 +221,20 @@ def _check_kind(kind: FilesystemTraits, mirrored: bool, moves: bool) -> Finding:
         return Finding(
             "warning", "file system", f"{text} {_ON_ONE_NODE} Or set checkpoints_remote_dir."
         )
-    return Finding("warning" if kind.concerns else "ok", "file system", text)
+    return Finding("warning" if kind.concern else "ok", "file system", text)
 
 
-def check_room(folder: Path, files: int) -> Finding:
-    """Compares free bytes and inodes with the least that a run needs.
+def check_room(folder: Path) -> Finding:
+    """Compares free bytes with the least that a run needs.
 
-    The probe notices a quota that is used up.
+    The probe notices a quota that is used up, and a file system without inodes.
     """
     status = os.statvfs(existing_part(folder))
     free = status.f_bavail * status.f_frsize
-    state: State = "ok" if free >= _LEAST_FREE else "problem"
-    text = f"{byte_size(free)} free"
-    if status.f_files:  # some file systems have no inodes to count
-        text += f", {status.f_favail} inodes"
-        if status.f_favail < files:
-            state = "problem"
-            text += f". At least {files} inodes are needed"
-    if state == "ok":
-        return Finding(state, "room", f"{text}.")
-    return Finding(state, "room", f"{text}. Free some space, or choose another folder.")
+    text = f"{byte_size(free)} free."
+    if free >= _LEAST_FREE:
+        return Finding("ok", "room", text)
+    return Finding("problem", "room", f"{text} Free some space, or choose another folder.")
 
 
 def _check_lock(probe: Path) -> Finding:
@@ -314,11 +304,7 @@ def within(function: Callable[[], T], place: str) -> T:
             process alive.
     """
     result = in_thread(function, "datatrove-ckpt check")
-    try:
-        wait([result], REMOTE_SECONDS)
-    except KeyboardInterrupt:
-        wait([result], _GRACE_SECONDS)  # it removes its probe
-        raise
+    wait([result], REMOTE_SECONDS)
     if not result.done():
         raise RemoteFailed(
             f"{place}: there was no answer within {REMOTE_SECONDS:.0f} s. Check the network, or "
@@ -377,14 +363,14 @@ class FilesystemTraits(NamedTuple):
         name: its usual name.
         lasts: files survive a restart of this machine.
         shared: other machines see the same files.
-        concerns: warnings, one sentence each.
+        concern: a warning in a sentence.
         unsupported: a checkpoint cannot be kept on it.
     """
 
     name: str
     lasts: bool = True
     shared: bool = False
-    concerns: tuple[str, ...] = ()
+    concern: str = ""
     unsupported: bool = False
 
 
@@ -410,17 +396,17 @@ def traits(mount: Mount | None) -> FilesystemTraits:
         return FilesystemTraits(
             f"{mount.kind} (memory)",
             lasts=False,
-            concerns=("It is lost when the machine or container stops.",),
+            concern="It is lost when the machine or container stops.",
         )
     if mount.kind == "overlay":
         return FilesystemTraits(
             "overlay (a container's own layer)",
             lasts=False,
-            concerns=("It is lost when the container is removed: mount a volume.",),
+            concern="It is lost when the container is removed: mount a volume.",
         )
     if mount.kind in _NETWORK:
         return FilesystemTraits(
-            f"{_NETWORK[mount.kind]} (shared)", shared=True, concerns=_network_concerns(mount)
+            f"{_NETWORK[mount.kind]} (shared)", shared=True, concern=_network_concern(mount)
         )
     if (
         mount.kind.startswith("fuse")
@@ -431,27 +417,27 @@ def traits(mount: Mount | None) -> FilesystemTraits:
             "store by its URL."
         )
         return FilesystemTraits(
-            f"{mount.kind} (an object store)", shared=True, concerns=(text,), unsupported=True
+            f"{mount.kind} (an object store)", shared=True, concern=text, unsupported=True
         )
     return FilesystemTraits(f"{mount.kind} (local)")
 
 
-def _network_concerns(mount: Mount) -> tuple[str, ...]:
+def _network_concern(mount: Mount) -> str:
     local = sorted(mount.options & _LOCAL_LOCKS)
     if local:
         return (
             f"It is mounted with {local[0]}: locks do not keep out a process on another node; the "
             "other process is noticed only after it has started. Mount it with locks that all "
-            "nodes see (Lustre: flock; NFS: without nolock and local_lock).",
+            "nodes see (Lustre: flock; NFS: without nolock and local_lock)."
         )
     if mount.kind == "lustre" and "flock" not in mount.options:
         return (
             "It is mounted without flock: mount it with -o flock, or two processes for a task "
-            "notice each other late.",
+            "notice each other late."
         )
     if mount.kind == "nfs" and not any(option.startswith("vers=4") for option in mount.options):
         return (
             "Locks of NFS 3 need lockd (NLM) on the server and are lost when it restarts; NFS 4 "
-            "has its own.",
+            "has its own."
         )
-    return ()
+    return ""

@@ -617,8 +617,7 @@ def _check_checkpoints(runner: RunnerPlan, is_thorough: bool) -> Iterator[Findin
         return
     folder = step.checkpoints_root
     mirrored = step.checkpoints_remote_dir is not None
-    files = _FILES_PER_RANK * plan.at_once
-    check = check_checkpoints(folder, files, mirrored, not plan.is_local)
+    check = check_checkpoints(folder, mirrored, not plan.is_local)
     yield from within(lambda: [*check], str(folder))
 
 
@@ -636,8 +635,7 @@ def _check_output(runner: RunnerPlan, is_thorough: bool) -> Iterator[Finding]:
         yield from check_remote(output)
     else:
         folder = Path(output.resolve_paths("")).absolute()
-        files = _STAGED_PER_RANK * runner.plan.at_once
-        check = check_local_output(folder, files, not runner.plan.is_local)
+        check = check_local_output(folder, not runner.plan.is_local)
         yield from within(lambda: [*check], str(folder))
 
 
@@ -757,10 +755,6 @@ def _check_open_files(requests: int, servers: int) -> Finding:
     return Finding("ok", "open files", text)
 
 
-# run.json, commits.jsonl, the database and its log, last_chunk, dead letters, lock, journals and
-# staged files.
-_FILES_PER_RANK = 20
-_STAGED_PER_RANK = 4
 _HOURS_OF_COMMITS = 24
 
 

@@ -41,7 +41,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.common.retrying import RetryPolicy, failure_line, file_system_call, http_status
+from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -65,7 +65,7 @@ from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
-from datatrove_ckpt.run_folder.where import Place, looks_like_mirror
+from datatrove_ckpt.run_folder.where import Place
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
 """The kinds of problems after which ``repair`` lets a chunk be processed again."""
@@ -307,11 +307,6 @@ def _check_dead_letters(rank: RankLedger) -> Iterator[Problem]:
             "from a copy."
         )
         yield Problem("dead_letters", message, *rank.key, path=str(path))
-    elif size > start and rank.state == "finished":
-        message = (
-            f"{path} has {size - start} bytes after the last dead letter that a commit covers."
-        )
-        yield Problem("dead_letters", message, *rank.key, path=str(path))
 
 
 def _list_unfinished(rank: RankLedger) -> Iterator[Problem]:
@@ -387,8 +382,9 @@ _STAGED = (
     "readers of the folder may take it for output."
 )
 _OF_ANOTHER_JOB = (
-    "Another job has written it, or one whose checkpoint is lost: run refuses it. Choose another "
-    "output folder, bring that checkpoint back, or delete it if nothing else needs it."
+    "Another job has written it, or another node that has continued the task: if the run has a "
+    "mirror, verify that, and keep the file until then. Else choose another output folder, bring "
+    "the lost checkpoint back, or move the file out of the folder."
 )
 
 
@@ -441,20 +437,18 @@ def listed(
     folder: DataFolder,
     look: Callable[[], FoundFiles],
     files: Iterable[OutputFile],
-    policy: RetryPolicy | None = None,
 ) -> FoundFiles:
     """Lists an output folder.
 
     Args:
         files: that are committed.
-        policy: see ``HubReads.looked``.
 
     Raises:
         OutputFailed: the folder cannot be listed.
     """
     hub = HubFolder.of(folder)
     if hub is not None:
-        return HubReads(hub, StoppableCalls()).listed(look, files, policy)
+        return HubReads(hub, StoppableCalls()).listed(look, files)
     try:
         return StoppableCalls().run(look, ANSWER_SECONDS)
     except OSError as error:
@@ -595,22 +589,12 @@ class _Uncommitted:
             elif rank.state != "finished":
                 published = self._published(key[1])
                 if published is not None and path not in published:
-                    advice = _of_another_job(self._report.checkpoints)
+                    advice = _OF_ANOTHER_JOB
                 elif (*key, chunk_index) not in self._committed:
                     message = f"{path} is published but not committed yet."
                     yield Problem("unfinished", message, *rank.key, chunk_index, path)
                     return
         yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
-
-
-def _of_another_job(checkpoints: Path) -> str:
-    begun = Homes(checkpoints, None).kept
-    if begun is not None and ("://" in begun.home or looks_like_mirror(Path(begun.home))):
-        return (
-            f"Another node may have continued the task. The run's mirror, {begun.home}, knows: "
-            "verify that, and keep the file until then."
-        )
-    return _OF_ANOTHER_JOB
 
 
 def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:

@@ -235,10 +235,6 @@ OTHER_DAMAGE = {
             "dead_letters.jsonl holds 0 dead letters of this chunk instead of 1.",
         ],
     ),
-    "more dead letters": (
-        lambda job: (job / "checkpoints/00000/dead_letters.jsonl").open("a").write("{}\n"),
-        ["task 0: ", "dead_letters.jsonl has 3 bytes after the last dead letter"],
-    ),
 }
 
 

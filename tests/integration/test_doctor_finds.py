@@ -165,7 +165,7 @@ def test_a_check_that_fails_is_a_problem_and_no_traceback(found, monkeypatch):
         raise RuntimeError("of a kind\nthat nobody thought of")
 
     monkeypatch.setattr(findings, "check_checkpoints", fails)
-    monkeypatch.setattr(input_checks, "as_read", fails)
+    monkeypatch.setattr(input_checks, "list_files", fails)
     checks = found()
     message = "this could not be checked: RuntimeError: of a kind that nobody thought of."
     assert checks["checkpoints, reachable"] == ("problem", message)

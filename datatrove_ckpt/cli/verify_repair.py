@@ -10,7 +10,6 @@ from datatrove_ckpt.cli.printing import say, say_result
 from datatrove_ckpt.cli.what import place_of
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
-from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
 from datatrove_ckpt.run_folder.read_state import check_idle
@@ -21,8 +20,8 @@ from datatrove_ckpt.run_folder.where import Place, restored, upload
 
 def verify(arguments: argparse.Namespace) -> int:
     """Prints each problem and a verdict. Returns the exit code."""
-    with place_of(arguments) as place:
-        report = _report(place, arguments.output, arguments.full)
+    with place_of(arguments, output=arguments.output) as place:
+        report = checks.verify(place, arguments.full)
     code = 0
     if report.problems:
         code = 1
@@ -36,11 +35,6 @@ def verify(arguments: argparse.Namespace) -> int:
     lines.append(_verdict(report, arguments.full))
     say_result(arguments.json, _as_json(report, arguments.full, code), lines)
     return code
-
-
-@gc_paused()  # commits of many ranks, and no garbage
-def _report(place: Place, output: str | None, full: bool) -> Report:
-    return checks.verify(place, output, full)
 
 
 def _as_json(report: Report, full: bool, code: int) -> JsonObject:
@@ -81,11 +75,11 @@ def _verdict(report: Report, full: bool) -> str:
 def repair(arguments: argparse.Namespace) -> int:
     """Prints each step and carries it out. Returns the exit code."""
     with (
-        place_of(arguments) as named,
+        place_of(arguments, output=arguments.output) as named,
         log_disabled("datatrove_ckpt.mirror"),
         restored(named) as place,
     ):
-        report = _report(place, arguments.output, arguments.full)
+        report = checks.verify(place, arguments.full)
         check_output_folder(report)
         plan = make_plan(report, arguments.logging_dir or place.logging_dir)
         lines = list(plan.describe())

@@ -31,7 +31,8 @@ from datatrove_ckpt.run_folder.where import Place
 
 _USUAL = ("text", "finish_reason", "usage", "reasoning", "logprobs")  # of any result
 _VECTOR = 3  # numbers of one that are shown
-Committed = tuple[DataFolder, str, Json]
+Committed = tuple[DataFolder, OutputFile, Json]
+"""An output folder, a file in it, and the ``run.json`` of its rank."""
 
 
 class ShownDocument(NamedTuple):
@@ -61,15 +62,13 @@ class ShownDocument(NamedTuple):
         return self._replace(id=shortened(id_, 200), text=text, answer=answer)
 
 
-def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDocument]:
-    """Reads the output files. Args and raises: as ``output_files``; OutputFailed if one cannot be
-    read.
-    """
-    for folder, path, run in output_files(place, output):
+def read_documents(place: Place) -> Iterator[ShownDocument]:
+    """Reads the output files. Raises as ``committed_files``; OutputFailed if one cannot be read."""
+    for folder, file, run in committed_files(place):
         answer_of: Callable[[Json], str] = partial(_answer, key=str(run.get("metadata_key")))
         if run.get("explode"):
             answer_of = _Items(run).answer
-        for row in read_rows(folder, path):
+        for row in read_rows(folder, file.path):
             name = row.get("id")
             if "text" not in row:  # a line of a batch file's output
                 name = row.get("custom_id", name)
@@ -77,7 +76,7 @@ def read_documents(place: Place, output: str | None = None) -> Iterator[ShownDoc
                 str(name),
                 str(row.get("text", "")),
                 answer_of(row),
-                path,
+                file.path,
                 columns=[*_columns(row)],
             )
 
@@ -90,26 +89,15 @@ def _columns(row: Json) -> Iterator[str]:
             yield name
 
 
-def output_files(place: Place, output: str | None = None) -> Iterator[Committed]:
-    """Yields the output folder, each file that is committed now, and its rank's ``run.json``.
-
-    Args:
-        output: the output folder, if it is not where ``run.json`` says.
+def committed_files(place: Place) -> Iterator[Committed]:
+    """Yields each file that is committed now.
 
     Raises:
         ConfigError: there is no checkpoint, or nothing says where the output is.
         CheckpointCorrupt: the commits of a rank cannot be read.
     """
-    for folder, file, run in committed_files(place, output):
-        yield folder, file.path, run
-
-
-def committed_files(
-    place: Place, output: str | None = None
-) -> Iterator[tuple[DataFolder, OutputFile, Json]]:
-    """Yields as ``output_files``, which see, with what the commits say about each file."""
     ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    folder = get_datafolder(output or find_output(place, ranks))
+    folder = get_datafolder(find_output(place, ranks))
     for rank in ranks:
         for _, commit in sorted(read_commits(rank.commits_file).items()):
             for file in commit.files:

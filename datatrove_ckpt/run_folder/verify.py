@@ -65,6 +65,7 @@ from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
 from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
+from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.run_folder.where import Place
 
 REDO_KINDS = frozenset({"missing", "truncated", "grown", "altered"})
@@ -180,8 +181,9 @@ class Report:
 # Ranks --------------------------------------------------------------------------------------------
 
 
-def verify(place: Place, output: str | None = None, full: bool = False) -> Report:
-    command = repair_command(*place.given, output=output)
+@gc_paused()  # commits of many ranks, and no garbage
+def verify(place: Place, full: bool = False) -> Report:
+    command = repair_command(*place.given, output=place.named_output)
     if full:
         command += " --full"
     report = Report(place.folder, command)
@@ -190,18 +192,18 @@ def verify(place: Place, output: str | None = None, full: bool = False) -> Repor
         report.sums.add_rank(rank)
         report.add(_check_rank(report, rank))
         rank.commits = {}  # there may be millions
-    report.output = output or find_output(place, report.ranks)
+    report.output = find_output(place, report.ranks)
     report.folder = get_datafolder(report.output)
     report.add(_check_settings(report))
     report.add(_check_ranks(report))
-    report.add(check_output(report, full, folder_is_given=output is not None))
+    report.add(check_output(report, full, folder_is_given=place.named_output is not None))
     if full:
         report.add(check_columns(report))
     return report
 
 
 def find_output(place: Place, ranks: list[RankLedger]) -> str:
-    """Returns the output folder of a run, as its checkpoint names it.
+    """Returns the output folder of a run, as the user or its checkpoint names it.
 
     A copied or renamed run folder has its own output: the recorded folder may be another run's.
 
@@ -209,6 +211,8 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
         ConfigError: nothing names it, or it is gone, and what the checkpoint names is another
             run's.
     """
+    if place.named_output is not None:
+        return place.named_output
     checkpoints = place.folder
     what = place.given[0]
     if place.config and place.output is not None:  # whatever the checkpoint says

@@ -46,6 +46,7 @@ class Place:
         tasks: of the run, from a YAML file; else 0.
         logging_dir: the executor's, from a YAML file or a run folder.
         output: the output folder, likewise.
+        named_output: the output folder that the user names, wherever the others are.
         config: the YAML file's content; empty without a file.
     """
 
@@ -56,6 +57,7 @@ class Place:
     tasks: int = 0
     logging_dir: str | None = None
     output: str | None = None
+    named_output: str | None = None
     config: JsonObject = field(default_factory=dict)
 
     @property
@@ -81,6 +83,7 @@ def open_place(
     config: JsonObject | None = None,
     wanted: Callable[[str, int], bool] = lambda name, size: True,
     overrides: Sequence[str] = (),
+    output: str | None = None,
 ) -> Iterator[Place]:
     """Finds what the user named: a folder, a URL, or a YAML file. A mirror's copy is removed at the
     end.
@@ -89,6 +92,7 @@ def open_place(
         config: the content of the YAML file.
         wanted: which files of a mirror are needed, by name and size in bytes.
         overrides: of the file, as they are typed.
+        output: the output folder, if it is not where the run's files say.
 
     Raises:
         ConfigError: there is no such place, or the YAML file names none.
@@ -99,6 +103,7 @@ def open_place(
     else:
         place, url = _named(what)
     place.given += overrides
+    place.named_output = output
     if url is None:
         yield place
         return

@@ -12,8 +12,8 @@ from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural, plural_or_no
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder import verify as checks
-from datatrove_ckpt.run_folder.read_state import check_idle
 from datatrove_ckpt.run_folder.repair import RepairPlan, carry_out, check_output_folder, make_plan
+from datatrove_ckpt.run_folder.run_state import check_idle
 from datatrove_ckpt.run_folder.verify import Report
 from datatrove_ckpt.run_folder.where import Place, restored, upload
 

@@ -84,25 +84,29 @@ def _whole_rows(
 
 
 def _schema(place: Place) -> Schema:
-    """Returns columns that hold the values of all rows unchanged.
+    return _united(
+        (name, type_of([row.get(name) for row in rows], name))
+        for rows in _batches(place)
+        for name in dict.fromkeys(chain.from_iterable(rows))
+    )
+
+
+def _united(columns: Iterable[tuple[str, DataType]]) -> Schema:
+    """Returns columns that hold the values of all rows, or of all tables, unchanged.
 
     Raises OutputFailed: there are none.
     """
     import pyarrow as pa
 
     types = dict[str, DataType]()
-    for rows in _batches(place):
-        for name in dict.fromkeys(chain.from_iterable(rows)):
-            try:
-                found = type_of([row.get(name) for row in rows], name)
-                types[name] = unite(types.get(name, pa.null()), found, name)
-            except (NotUnited, ValueError, TypeError) as error:
-                raise _no_column(error) from error
+    try:
+        for name, kind in columns:
+            types[name] = unite(types.get(name), kind, name)
+    except (NotUnited, ValueError, TypeError) as error:
+        raise OutputFailed(
+            f"Nothing was exported: {error}. A .jsonl or .csv file takes them."
+        ) from error
     return pa.schema(types.items())
-
-
-def _no_column(error: Exception) -> OutputFailed:
-    return OutputFailed(f"Nothing was exported: {error}. A .jsonl or .csv file takes them.")
 
 
 def export(place: Place, target: str) -> int:
@@ -193,7 +197,7 @@ def _write_parquet(place: Place, path: Path) -> int:
 
     files = [*committed_files(place)]  # a run may commit more of them meanwhile
     if files and format_of_file(files[0][1].path) is PARQUET:
-        schema = _schema_of_tables(files)
+        schema = _united(_columns(files))
         tables = _tables(files, schema)
     else:
         schema = _schema(place)
@@ -206,20 +210,13 @@ def _write_parquet(place: Place, path: Path) -> int:
     return count
 
 
-def _schema_of_tables(files: Sequence[Committed]) -> Schema:
-    """Raises OutputFailed: files have a column of types that no type holds."""
-    import pyarrow as pa
+def _columns(files: Iterable[Committed]) -> Iterator[tuple[str, DataType]]:
     import pyarrow.parquet
 
-    types = dict[str, DataType]()
     for folder, committed, _ in files:
-        with PARQUET.open(folder, committed.path) as file, pa.parquet.ParquetFile(file) as parquet:
-            for column in parquet.schema_arrow:
-                try:
-                    types[column.name] = unite(types.get(column.name), column.type, column.name)
-                except NotUnited as error:
-                    raise _no_column(error) from error
-    return pa.schema(types.items())
+        with PARQUET.open(folder, committed.path) as file:
+            for column in pyarrow.parquet.read_schema(file):
+                yield column.name, column.type
 
 
 def _tables(files: Sequence[Committed], schema: Schema) -> Iterator[Table]:

@@ -13,7 +13,7 @@ from datatrove_ckpt.checkpoint.numbers import DocumentCounts
 from datatrove_ckpt.output.documents import document_of
 from datatrove_ckpt.run_folder.documents import committed_files, read_rows
 from datatrove_ckpt.run_folder.export import dataset
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.run_folder.where import open_place
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ import xxhash
 from datatrove_ckpt.checkpoint.training_steps import Row
 from datatrove_ckpt.config.monitoring import name_of_folder
 from datatrove_ckpt.errors import CkptError
-from datatrove_ckpt.run_folder.read_state import read_run_state
-from datatrove_ckpt.run_folder.run_state import RunState, to_json
+from datatrove_ckpt.run_folder.run_state import RunState, read_run_state, to_json
 from datatrove_ckpt.run_folder.training import TrainingState, read_training
 from datatrove_ckpt.run_folder.where import Place
 

@@ -7,7 +7,7 @@ from datatrove.data import Document
 
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
 from datatrove_ckpt.rollouts import PromptRollout
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import chat, rejects, rows, run_job, runner
 from tests.rank_folders import place_at

@@ -93,7 +93,6 @@ class RunPlan:
             machines.
         is_local: the tasks run on this machine.
         as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
-        at_once: how many tasks run at once, at most.
         workers: as given; -1: one for each task.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -112,10 +111,7 @@ class RunPlan:
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
         self.as_jobs = isinstance(executor, JobsPipelineExecutor)
-        self.at_once: int = self.tasks
         self.workers: int = getattr(executor, "workers", -1)
-        if self.workers > 0:
-            self.at_once = min(self.tasks, self.workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
         self.depends = None if depends is None else RunPlan(depends)

@@ -118,13 +118,6 @@ def test_what_an_endpoint_answers(found, monkeypatch, answer, state, says):
 # input -------------------------------------------------------------------------------------------
 
 
-def test_tasks_without_input(found):
-    state, text = found("--executor.tasks=100")["input, shares"]
-    assert state == "warning"
-    assert text.startswith("99 of 100 tasks have no input: 1 file for 100 tasks. Set tasks to 1")
-    assert found()["input, shares"] == ("ok", "1 file for 1 task.")
-
-
 def test_prompts_that_no_prefix_cache_can_help(found):
     texts = [f"{number} rains. " * 700 for number in range(60)] * 2
     rows = [json.dumps({"text": text, "id": str(row)}) for row, text in enumerate(texts)]

@@ -111,25 +111,24 @@ def metadata(monkeypatch):
     monkeypatch.setattr(preemption, "POLL_SECONDS", 0.001)
     with metadata_server() as (metadata, url):
         monkeypatch.setattr(preemption, "METADATA", url)
-        yield metadata, url
+        yield metadata
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_notice_of_a_cloud_is_told_from_its_other_answers(metadata, cloud, monkeypatch):
-    served, _ = metadata
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody is there
     others, real, text = CLOUDS[cloud]
     came = queue.SimpleQueue()
-    served.notice = others[0]
+    metadata.notice = others[0]
     watch = NoticeWatch({"cloud": cloud}, Shutdown(), came.put)
     for other in others:
-        served.notice, asked = other, served.asked
-        until(lambda asked=asked: served.asked >= asked + 3)
+        metadata.notice, asked = other, metadata.asked
+        until(lambda asked=asked: metadata.asked >= asked + 3)
     assert came.empty()
-    served.notice = real
+    metadata.notice = real
     assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
     watch.close()
-    assert served.refused == []
+    assert metadata.refused == []
 
 
 def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):

@@ -511,15 +511,6 @@ def test_a_crash_at_any_effect_of_a_repair_and_of_the_run_after_it_ends_in_the_s
     assert outputs(damaged / "output") == outputs(damaged.with_name("undamaged"))
 
 
-def test_a_dry_run_says_what_would_be_done_and_does_nothing(job, said):
-    remove(job)
-    before = outputs(job)
-    text = said("repair", job, "--dry-run")
-    assert text.splitlines()[0].startswith("task 0, chunk 1: take back its commit")
-    assert text.splitlines()[1] == "Nothing was done (--dry-run)."
-    assert outputs(job) == before
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("left", ["journal", "cache"])
 def test_a_repair_uses_a_journal_or_cached_answers_that_are_still_there(

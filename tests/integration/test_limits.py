@@ -208,15 +208,6 @@ def test_limits_that_cannot_work_are_refused(server, tmp_path, more, why):
         runner(tmp_path, server, **more)
 
 
-def test_a_limit_below_what_is_done_ends_the_run_and_is_doubled_from_there(server, command, here):
-    write(server)
-    command("run", "job.yaml", flag("until", 13))
-    asked = server.asked.total()
-    assert flag("until", 2 * written()) in command("run", "job.yaml", flag("until", 5))
-    assert flag("max_cost", 4 * asked) in command("run", "job.yaml", flag("max_cost", 1e-4), code=4)
-    assert server.asked.total() == asked
-
-
 @pytest.mark.parametrize("name", ["max_cost", "max_total_tokens"])
 def test_answers_without_usage_are_no_reason_to_go_on_without_a_limit(server, command, here, name):
     server.usage = {"total": 1}

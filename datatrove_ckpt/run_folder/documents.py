@@ -202,9 +202,12 @@ def _text(result: object) -> str:
         return result
     if not isinstance(result, dict):
         return _json(result)
-    choices = _choices(result.get("choices"))
-    if choices:  # the first one is the result itself
-        result = {**result, "text": choices, "choices": None, "tool_calls": None}
+    choices = result.get("choices") or [{}]
+    if isinstance(choices, list) and all(
+        isinstance(choice, dict) and "text" in choice for choice in choices
+    ):  # the first one is the result itself
+        texts = "\n\n".join(map(_text, choices))
+        result = {**result, "text": texts, "choices": None, "tool_calls": None}
     text = result.get("text")
     if not isinstance(text, str):
         return _json(result)
@@ -216,14 +219,6 @@ def _text(result: object) -> str:
     if not beside:
         return text
     return f"{text}\n{_json(beside)}".lstrip("\n")
-
-
-def _choices(choices: object) -> str:
-    if not isinstance(choices, list) or not all(
-        isinstance(choice, dict) and "text" in choice for choice in choices
-    ):
-        return ""
-    return "\n\n".join(map(_text, choices))
 
 
 def _json(value: object) -> str:

@@ -377,21 +377,6 @@ def _check_ranks(report: Report) -> Iterator[Problem]:
 # Output files -------------------------------------------------------------------------------------
 
 
-_OF_ANOTHER_NAME = (
-    "No file of this run has such a name. Move it out of the output folder, or "
-    "delete it if nothing else needs it."
-)
-_STAGED = (
-    "a process on its way to publish has left it, unless a task works just now. Remove it, since "
-    "readers of the folder may take it for output."
-)
-_OF_ANOTHER_JOB = (
-    "Another job has written it, or another node that has continued the task: if the run has a "
-    "mirror, verify that, and keep the file until then. Else choose another output folder, bring "
-    "the lost checkpoint back, or move the file out of the folder."
-)
-
-
 def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[Problem]:
     """Compares the output files with the commits.
 
@@ -567,12 +552,21 @@ class _Uncommitted:
         if not self._patterns:
             return  # no run.json can be read
         if path.startswith(f"{STAGING}/"):
-            yield Problem("foreign", f"{path}: {_STAGED}", path=path)
+            message = (
+                f"{path}: a process on its way to publish has left it, unless a task works just "
+                "now. Remove it, since readers of the folder may take it for output."
+            )
+            yield Problem("foreign", message, path=path)
             return
         matches = [*filter(None, (pattern.fullmatch(path) for pattern in self._patterns))]
         if not matches and self._report.hub is not None:
             return  # a repository holds a card, and other jobs' files
-        advice = f"{STRAY_ADVICE}." if matches else _OF_ANOTHER_NAME
+        advice = f"{STRAY_ADVICE}."
+        if not matches:
+            advice = (
+                "No file of this run has such a name. Move it out of the output folder, or delete "
+                "it if nothing else needs it."
+            )
         for match in matches:
             key, chunk_index = rank_and_chunk(match)
             rank = self._ranks.get(key)
@@ -593,7 +587,12 @@ class _Uncommitted:
             elif rank.state != "finished":
                 published = self._published(key[1])
                 if published is not None and path not in published:
-                    advice = _OF_ANOTHER_JOB
+                    advice = (
+                        "Another job has written it, or another node that has continued the task: "
+                        "if the run has a mirror, verify that, and keep the file until then. Else "
+                        "choose another output folder, bring the lost checkpoint back, or move the "
+                        "file out of the folder."
+                    )
                 elif (*key, chunk_index) not in self._committed:
                     message = f"{path} is published but not committed yet."
                     yield Problem("unfinished", message, *rank.key, chunk_index, path)

@@ -5,7 +5,6 @@ A run raises the first finding that refuses, before it starts anything; doctor p
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import re
@@ -230,10 +229,10 @@ def _find_wrong(runner: RunnerPlan, folder: Path, skipped: list[int]) -> dict[in
             continue
         else:
             why = "is not finished"
-        checkpoint = f"{folder}/{rank:05d}"
+        marker = plan.logging_dir.resolve_paths(f"completions/{rank:05d}")
         wrong[rank] = (
-            f"Task {rank} is marked as complete ({plan.marker(rank)}), but its checkpoint "
-            f"{checkpoint} {why}."
+            f"Task {rank} is marked as complete ({marker}), but its checkpoint "
+            f"{folder}/{rank:05d} {why}."
         )
     return wrong
 
@@ -690,7 +689,7 @@ def check_rules_of_hub(plan: RunPlan, step: InferenceRunner) -> Iterator[Finding
 
 def check_endpoints(config: InferenceConfig) -> Iterator[Finding]:
     answers = within(
-        lambda: asyncio.run(ExternalServers(config).ask()), setting_name("endpoint_url")
+        lambda: event_loop.run(ExternalServers(config).ask()), setting_name("endpoint_url")
     )
     silent: State = "warning"
     if all(answer.cause for answer in answers):

@@ -32,18 +32,18 @@ def verify(arguments: argparse.Namespace) -> int:
         lines.append(
             f"accept_changes: {name} was {old} for some of the documents, and {new} for others."
         )
-    lines.append(_verdict(report, arguments.full))
-    say_result(arguments.json, _as_json(report, arguments.full, code), lines)
+    lines.append(_verdict(report))
+    say_result(arguments.json, _as_json(report, code), lines)
     return code
 
 
-def _as_json(report: Report, full: bool, code: int) -> JsonObject:
+def _as_json(report: Report, code: int) -> JsonObject:
     counts = report.sums.counts
     shown = {**counts.fields(), "lengths": counts.lengths.percentiles}
     return {
         "checkpoints": str(report.checkpoints),
         "output": report.output,
-        "full": full,
+        "full": report.full,
         "exit_code": code,
         "totals": {**shown, "files": report.sums.numbers.files},
         "problems": [asdict(problem) for problem in report.problems],
@@ -51,7 +51,7 @@ def _as_json(report: Report, full: bool, code: int) -> JsonObject:
     }
 
 
-def _verdict(report: Report, full: bool) -> str:
+def _verdict(report: Report) -> str:
     sums = report.sums
     counts = sums.counts
     found = plural_or_no(len(report.problems), "problem")
@@ -60,7 +60,7 @@ def _verdict(report: Report, full: bool) -> str:
     if report.unfinished and report.goal is not None:
         found += " (until is reached)"
     checked = "sizes; --full compares contents, too"
-    if full:
+    if report.full:
         checked = "sizes and contents"
     if report.uncounted:
         checked += f"; rows of {', '.join(sorted(report.uncounted))} cannot be counted"

@@ -108,15 +108,13 @@ class Report:
     """What ``verify`` found.
 
     Attributes:
-        repair_command: the command that repairs the chunks to redo.
+        full: the files were read.
         ranks: without their commits, which ``chunks`` has.
         uncounted: the writers whose rows cannot be counted.
     """
 
-    checkpoints: Path
-    repair_command: str
-    output: str = ""
-    folder: DataFolder = field(init=False)
+    place: Place
+    full: bool
     ranks: list[RankLedger] = field(default_factory=list)
     sums: JobSums = field(default_factory=JobSums)
     chunks: list[CommittedChunk] = field(default_factory=list)
@@ -130,6 +128,26 @@ class Report:
                 self.unfinished.append(problem)
             else:
                 self.problems.append(problem)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.place.folder
+
+    @cached_property
+    def output(self) -> str:
+        return find_output(self.place, self.ranks)
+
+    @cached_property
+    def folder(self) -> DataFolder:
+        return get_datafolder(self.output)
+
+    @cached_property
+    def repair_command(self) -> str:
+        """The command that repairs the chunks to redo."""
+        command = repair_command(*self.place.given, output=self.place.named_output)
+        if self.full:
+            command += " --full"
+        return command
 
     @property
     def goal(self) -> LimitReached | None:
@@ -183,20 +201,15 @@ class Report:
 
 @gc_paused()  # commits of many ranks, and no garbage
 def verify(place: Place, full: bool = False) -> Report:
-    command = repair_command(*place.given, output=place.named_output)
-    if full:
-        command += " --full"
-    report = Report(place.folder, command)
+    report = Report(place, full)
     for rank in read_ranks(place.folder, CHECKED):
         report.ranks.append(rank)
         report.sums.add_rank(rank)
         report.add(_check_rank(report, rank))
         rank.commits = {}  # there may be millions
-    report.output = find_output(place, report.ranks)
-    report.folder = get_datafolder(report.output)
     report.add(_check_settings(report))
     report.add(_check_ranks(report))
-    report.add(check_output(report, full, folder_is_given=place.named_output is not None))
+    report.add(check_output(report))
     if full:
         report.add(check_columns(report))
     return report
@@ -377,14 +390,8 @@ def _check_ranks(report: Report) -> Iterator[Problem]:
 # Output files -------------------------------------------------------------------------------------
 
 
-def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[Problem]:
-    """Compares the output files with the commits.
-
-    Args:
-        full: also read the files.
-        folder_is_given: the user named the output folder, so if it does not exist, its files are
-            missing.
-    """
+def check_output(report: Report) -> Iterator[Problem]:
+    """Compares the output files with the commits."""
     claims: dict[str, list[CommittedChunk]] = defaultdict(list)
     committed: dict[str, OutputFile] = {}
     for chunk in report.chunks:
@@ -395,8 +402,10 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
         is_owned(report)
         look = partial(list_files, report.folder, committed)
         found = listed(report.output, report.folder, look, committed.values())
-        is_there = folder_is_given or not committed or found.sizes or report.hub is not None
-        if not (is_there or report.folder.exists("")):
+        is_there = not committed or found.sizes or report.hub is not None
+        # The files of a folder that the user names are missing.
+        is_named = report.place.named_output is not None
+        if not (is_there or is_named or report.folder.exists("")):
             raise OutputFailed(
                 f"the output folder {report.output} does not exist. If it was moved, give its "
                 "place with --output; if it is lost, give the same folder with --output, and all "
@@ -415,7 +424,7 @@ def check_output(report: Report, full: bool, folder_is_given: bool) -> Iterator[
             )
             yield Problem("duplicate", message, *claimants[0].rank.key, claimants[0].index, path)
     for chunk in report.chunks:
-        yield from _check_chunk(report, chunk, found, full)
+        yield from _check_chunk(report, chunk, found)
     uncommitted = _Uncommitted(report)
     for path in sorted(names - committed.keys()):
         yield from uncommitted.check(path)
@@ -472,12 +481,10 @@ def _is_ours(report: Report, path: str) -> bool:
     return Path(report.folder.resolve_paths(path)).is_relative_to(report.checkpoints.absolute())
 
 
-def _check_chunk(
-    report: Report, chunk: CommittedChunk, found: FoundFiles, full: bool
-) -> Iterator[Problem]:
+def _check_chunk(report: Report, chunk: CommittedChunk, found: FoundFiles) -> Iterator[Problem]:
     is_right = True
     for file in chunk.files:
-        kind, text = _wrong(report, file, found, full)
+        kind, text = _wrong(report, file, found)
         if not kind:
             continue
         is_right = False
@@ -486,15 +493,15 @@ def _check_chunk(
             message += f" To redo it: {report.repair_command}, then run again."
         yield Problem(kind, message, *chunk.rank.key, chunk.index, file.path)
     # On the hub, a footer costs requests, and the hash suffices.
-    if full and is_right and report.hub is None:
+    if report.full and is_right and report.hub is None:
         yield from _check_documents(report, chunk)
 
 
-def _wrong(report: Report, file: OutputFile, found: FoundFiles, full: bool) -> tuple[str, str]:
+def _wrong(report: Report, file: OutputFile, found: FoundFiles) -> tuple[str, str]:
     """Returns kind and description of a file's problem; "" and "" if there is none."""
     if not found.is_right(file):
         return file_problem(file, found.size(file))
-    if not full and plain(file.path) not in found.touched:
+    if not report.full and plain(file.path) not in found.touched:
         return "", ""
     try:
         with file_system_call():

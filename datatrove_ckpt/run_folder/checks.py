@@ -67,14 +67,15 @@ class RemoteFailed(CkptError):
 _CONTENT = b"datatrove-ckpt"
 
 
-def probe_object(folder: DataFolder) -> tuple[float, str]:
+def probe_object(folder: DataFolder) -> Finding:
     """Uploads an object to a datatrove ``DataFolder``, compares its size as a run does, and deletes
-    it. Returns the seconds that the upload took, and why the object could not be deleted, or "".
+    it.
 
     Raises:
         RemoteFailed: the upload failed, or the object has a wrong size.
     """
     name = f"{PROBE}{secrets.token_hex(4)}"
+    url = folder.resolve_paths("")
     remote = folder.resolve_paths(name)
     try:
         with file_system_call():
@@ -87,18 +88,22 @@ def probe_object(folder: DataFolder) -> tuple[float, str]:
         with suppress(Exception):
             folder.rm_file(name)
         raise RemoteFailed(f"{remote} could not be written: {failure_line(error)}.") from error
-    left = ""
+    text = f"{url}: a small object was written in {duration(seconds)}"
+    finding = Finding("ok", "reachable", f"{text} and deleted.")
     try:
         with file_system_call():
             folder.rm_file(name)
     except OSError as error:
-        left = f"{remote} was written but could not be deleted (delete it by hand): "
-        left += f"{failure_line(error)}."
+        text = (
+            f"{remote} was written but could not be deleted: {failure_line(error)}. Delete it by "
+            "hand. A run deletes nothing in its output; in its mirror, allow it."
+        )
+        finding = Finding("warning", "reachable", text)
     if arrived != len(_CONTENT):
         raise RemoteFailed(
             f"{remote} has {arrived} bytes after its upload instead of {len(_CONTENT)}."
         )
-    return seconds, left
+    return finding
 
 
 def _upload(folder: DataFolder, name: str) -> DataFolder:
@@ -261,12 +266,8 @@ def _check_sqlite(probe: Path) -> Finding:
 # Remote folders ----------------------------------------------------------------------------------
 
 
-def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Finding]:
-    """Writes an object to a folder of any kind, asks for its size, and deletes it.
-
-    Args:
-        deletes: the run also deletes objects there.
-    """
+def check_remote(place: str | DataFolder) -> Iterator[Finding]:
+    """Writes an object to a folder of any kind, asks for its size, and deletes it."""
     folder = get_datafolder(place)
     url = folder.resolve_paths("")
     hub = HubFolder.of(folder)
@@ -280,20 +281,10 @@ def check_remote(place: str | DataFolder, deletes: bool = False) -> Iterator[Fin
         )
         return
     try:
-        seconds, left = within(partial(probe_object, folder), url)
+        yield within(partial(probe_object, folder), url)
     except RemoteFailed as error:
         advice = "" if hub_refusal(error) else " Correct the address, the key or its permissions."
         yield Finding("problem", "reachable", f"{error}{advice}")
-        return
-    if left and deletes:
-        text = f"{left} The mirror deletes old versions: allow it."
-        yield Finding("problem", "reachable", text)
-    elif left:
-        text = f"{left} A run deletes nothing there, so this is no problem."
-        yield Finding("warning", "reachable", text)
-    else:
-        text = f"{url}: a small object was written in {duration(seconds)} and deleted."
-        yield Finding("ok", "reachable", text)
 
 
 def within(function: Callable[[], T], place: str) -> T:

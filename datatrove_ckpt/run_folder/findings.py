@@ -528,7 +528,7 @@ def check_runner(
     if is_thorough:
         yield from about(f"{place}output", _check_writer, runner, sample)
         if remote is not None:
-            yield from about(f"{place}mirror", check_remote, remote, True)
+            yield from about(f"{place}mirror", check_remote, remote)
     yield from about(f"{place}output", check_rules_of_hub, plan, step)
 
 

@@ -86,8 +86,7 @@ def report_page(run: RunState) -> str:
 def _history(path: Path, most: int) -> History:
     """Returns the history, without attempts if it is damaged: ``status`` names the damage."""
     with suppress(StorageFailed):
-        if path.is_file():
-            return read_history(str(path), most)
+        return read_history(str(path), most)
     return History()
 
 

@@ -7,7 +7,7 @@ chunk that a run finishes in between never counts as missing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -41,7 +41,7 @@ from datatrove_ckpt.checkpoint.ledger import (
 from datatrove_ckpt.checkpoint.limits import Limits, RunTotals, noted_limits
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.formatting import plural, repair_command
-from datatrove_ckpt.common.retrying import failure_line, file_system_call, http_status
+from datatrove_ckpt.common.retrying import HUB_PROBE, failure_line, file_system_call, http_status
 from datatrove_ckpt.errors import (
     CheckpointError,
     ConfigError,
@@ -64,7 +64,7 @@ from datatrove_ckpt.output.hub import HubFolder
 from datatrove_ckpt.output.hub_uploads import ANSWER_SECONDS, HubReads
 from datatrove_ckpt.output.names import STAGING, output_pattern, plain, rank_and_chunk
 from datatrove_ckpt.output.owner import Homes, OutputOwnership
-from datatrove_ckpt.output.stoppable import StoppableCalls, storage_advice
+from datatrove_ckpt.output.stoppable import StoppableCalls
 from datatrove_ckpt.process.gc_tuning import gc_paused
 from datatrove_ckpt.run_folder.where import Place
 
@@ -401,7 +401,12 @@ def check_output(report: Report) -> Iterator[Problem]:
     try:
         is_owned(report)
         look = partial(list_files, report.folder, committed)
-        found = listed(report.output, report.folder, look, committed.values())
+        calls = StoppableCalls()
+        if report.hub is not None:
+            found = HubReads(report.hub, calls).listed(look, committed.values())
+        else:
+            what = f"{report.output} cannot be listed"
+            found = calls.retry(what, look, HUB_PROBE, at_most_seconds=ANSWER_SECONDS)
         is_there = not committed or found.sizes or report.hub is not None
         # The files of a folder that the user names are missing.
         is_named = report.place.named_output is not None
@@ -425,34 +430,7 @@ def check_output(report: Report) -> Iterator[Problem]:
             yield Problem("duplicate", message, *claimants[0].rank.key, claimants[0].index, path)
     for chunk in report.chunks:
         yield from _check_chunk(report, chunk, found)
-    uncommitted = _Uncommitted(report)
-    for path in sorted(names - committed.keys()):
-        yield from uncommitted.check(path)
-
-
-def listed(
-    where: str,
-    folder: DataFolder,
-    look: Callable[[], FoundFiles],
-    files: Iterable[OutputFile],
-) -> FoundFiles:
-    """Lists an output folder.
-
-    Args:
-        files: that are committed.
-
-    Raises:
-        OutputFailed: the folder cannot be listed.
-    """
-    hub = HubFolder.of(folder)
-    if hub is not None:
-        return HubReads(hub, StoppableCalls()).listed(look, files)
-    try:
-        return StoppableCalls().run(look, ANSWER_SECONDS)
-    except OSError as error:
-        raise OutputFailed(
-            f"{where} cannot be listed: {failure_line(error)}. {storage_advice(error)}"
-        ) from error
+    yield from _check_uncommitted(report, sorted(names - committed.keys()))
 
 
 def is_owned(report: Report) -> bool:
@@ -544,55 +522,50 @@ def _count_documents(folder: DataFolder, path: str) -> int:
         return known.count(file)
 
 
-class _Uncommitted:
+def _check_uncommitted(report: Report, paths: Iterable[str]) -> Iterator[Problem]:
     """Separates files that a run will still commit from foreign files."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
-        self._ranks = {rank.key: rank for rank in report.ranks}
-        self._look_again = cache(partial(_look_again, report.checkpoints))
-        self._published = cache(partial(published_names, report.checkpoints))
-        self._patterns = [output_pattern(template) for template in report.templates if template]
-
-    def check(self, path: str) -> Iterator[Problem]:
-        if not self._patterns:
-            return  # no run.json can be read
+    patterns = [output_pattern(template) for template in report.templates if template]
+    if not patterns:
+        return  # no run.json can be read
+    committed = {(*chunk.rank.key, chunk.index) for chunk in report.chunks}
+    ranks = {rank.key: rank for rank in report.ranks}
+    look_again = cache(partial(_look_again, report.checkpoints))
+    published_by = cache(partial(published_names, report.checkpoints))
+    for path in paths:
         if path.startswith(f"{STAGING}/"):
             message = (
                 f"{path}: a process on its way to publish has left it, unless a task works just "
                 "now. Remove it, since readers of the folder may take it for output."
             )
             yield Problem("foreign", message, path=path)
-            return
-        matches = [*filter(None, (pattern.fullmatch(path) for pattern in self._patterns))]
-        if not matches and self._report.hub is not None:
-            return  # a repository holds a card, and other jobs' files
+            continue
+        matches = [*filter(None, (pattern.fullmatch(path) for pattern in patterns))]
         advice = f"{STRAY_ADVICE}."
         if not matches:
+            if report.hub is not None:
+                continue  # a repository holds a card, and other jobs' files
             advice = (
                 "No file of this run has such a name. Move it out of the output folder, or delete "
                 "it if nothing else needs it."
             )
         for match in matches:
             key, chunk_index = rank_and_chunk(match)
-            rank = self._ranks.get(key)
+            rank = ranks.get(key)
             if rank is not None and rank.state == "damaged":
-                return  # it may belong to a lost commit
-            now, files = self._look_again(key)
+                break  # it may belong to a lost commit
+            now, files = look_again(key)
             if path in files:
-                return  # committed meanwhile
+                break  # committed meanwhile
             rank = rank or now
             if rank is None:
-                if not key[0] and 0 < self._report.tasks <= key[1]:
+                if not key[0] and 0 < report.tasks <= key[1]:
                     continue  # it ran with more tasks before
-                place = name_place(*key)
                 advice = (
-                    f"It is named like a file of {place}, which has no checkpoint here: keep "
-                    "it until that is found."
+                    f"It is named like a file of {name_place(*key)}, which has no checkpoint here: "
+                    "keep it until that is found."
                 )
             elif rank.state != "finished":
-                published = self._published(key[1])
+                published = published_by(key[1])
                 if published is not None and path not in published:
                     advice = (
                         "Another job has written it, or another node that has continued the task: "
@@ -600,11 +573,12 @@ class _Uncommitted:
                         "choose another output folder, bring the lost checkpoint back, or move the "
                         "file out of the folder."
                     )
-                elif (*key, chunk_index) not in self._committed:
+                elif (*key, chunk_index) not in committed:
                     message = f"{path} is published but not committed yet."
                     yield Problem("unfinished", message, *rank.key, chunk_index, path)
-                    return
-        yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
+                    break
+        else:
+            yield Problem("foreign", f"{path} is named by no commit. {advice}", path=path)
 
 
 def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:

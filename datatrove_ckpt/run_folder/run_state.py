@@ -15,7 +15,7 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -80,10 +80,6 @@ Trouble = Literal[
 """
 
 
-_LEAST_DOCUMENTS = 10
-_LEAST_SECONDS = 10.0
-
-
 @dataclass(slots=True, kw_only=True)
 class RunSums(RunNumbers):
     """The numbers of a rank now, and sums over ranks.
@@ -132,11 +128,6 @@ class RankStatus(RunSums):
     last_commit: float | None = None
     holder: JsonObject | None = None
     is_copy: bool = False
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether averages count: few documents or seconds show chance or the start of servers."""
-        return self.work.documents >= _LEAST_DOCUMENTS and self.seconds >= _LEAST_SECONDS
 
     def need_attention(self, trouble: Trouble, reason: str) -> None:
         self.trouble = trouble
@@ -352,8 +343,13 @@ def add_up(ranks: list[RankStatus], now: float, tasks: int = 0) -> Totals:
     spans = sorted(span for rank in ranks for span in _spans(rank, now))
     if spans:
         totals.started = spans[0][0]
+    covered = 0.0
+    until = float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
     # Finished documents of a killed attempt show more of its time than its lines.
-    totals.working_seconds = max([_covered(spans), *(rank.seconds for rank in ranks)])
+    totals.working_seconds = max([covered, *(rank.seconds for rank in ranks)])
     _add_input(totals, ranks)
     if totals.working_seconds:
         done = totals.done.rates(totals.position.done)
@@ -409,15 +405,6 @@ def _spans(rank: RankStatus, now: float) -> Iterator[tuple[float, float]]:
         yield last.started, now
     else:
         yield last.started, last.ended or max(last.last_seen, rank.last_change)
-
-
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    covered = 0.0
-    until = float("-inf")
-    for start, end in spans:
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
 
 
 def _add_input(totals: Totals, ranks: list[RankStatus]) -> None:
@@ -613,13 +600,21 @@ def find_slow(ranks: Sequence[RankStatus]) -> None:
     not wait for its last answers.
     """
     running = [
-        rank for rank in ranks if rank.state == "running" and rank.trouble is None and rank.has_rate
+        rank
+        for rank in ranks
+        if rank.state == "running"
+        and rank.trouble is None
+        and rank.has_rate
+        and not rank.wait.all_started
     ]
-    running = [rank for rank in running if not rank.wait.all_started]
-    measured = [rank for rank in ranks if rank.state == "finished" and rank.is_measured]
-    finished = [_speed(rank.work, rank.seconds) for rank in measured]
-    speeds = finished + [_speed(rank.rates) for rank in running]
-    peers = [(documents, tokens) for documents, tokens in speeds if tokens]
+    # Few documents or seconds show chance or the start of servers.
+    speeds = [
+        _speed(rank.work, rank.seconds)
+        for rank in ranks
+        if rank.state == "finished" and rank.work.documents >= 10 and rank.seconds >= 10
+    ]
+    speeds += [_speed(rank.rates) for rank in running]
+    peers = [speed for speed in speeds if speed[1]]
     if len(peers) < _MIN_PEERS:
         return
     documents, tokens = (statistics.median(numbers) for numbers in zip(*peers, strict=True))

@@ -11,13 +11,8 @@ from typing import NamedTuple
 import orjson
 from datatrove.io import DataFolder, get_datafolder
 
+from datatrove_ckpt.checkpoint import layout
 from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
-from datatrove_ckpt.checkpoint.layout import (
-    RETRY_INPUT,
-    is_finished,
-    rank_folder,
-    retry_folders,
-)
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
@@ -109,14 +104,14 @@ def read_dead_letters(place: Place) -> Iterator[ShownDocument]:
 
     Raises ConfigError if there is no checkpoint.
     """
-    retries = retry_folders(place.folder)
+    retries = layout.retry_folders(place.folder)
     for rank in read_ranks(place.folder, Want.SETTINGS):
-        folders = [rank_folder(retry, rank.number) for retry in retries]
+        folders = [layout.rank_folder(retry, rank.number) for retry in retries]
         taken = {
             (letter["ordinal"], letter["attempts"])
             for folder in folders
-            if is_finished(folder)
-            for letter in _letters(folder / RETRY_INPUT)
+            if layout.is_finished(folder)
+            for letter in _letters(folder / layout.RETRY_INPUT)
         }
         for letter in _letters(rank.dead_letters_file):
             if (letter["ordinal"], letter["attempts"]) not in taken:

@@ -16,18 +16,8 @@ from posixpath import dirname
 
 from datatrove.io import DataFolder, get_datafolder
 
+from datatrove_ckpt.checkpoint import identity, layout
 from datatrove_ckpt.checkpoint.commits import CommitsDamaged, OutputFile
-from datatrove_ckpt.checkpoint.identity import (
-    RankBinding,
-    RunIdentity,
-    compare_runs,
-    name_tasks,
-    read_run,
-    recorded_output,
-    removed_ranks,
-    settings_in,
-)
-from datatrove_ckpt.checkpoint.layout import HOME, JOB, OWNER, RUN, rank_folder
 from datatrove_ckpt.checkpoint.ledger import (
     CHECKED,
     JobSums,
@@ -158,7 +148,7 @@ class Report:
     @property
     def recorded(self) -> str:
         """The output folder of the last start."""
-        return recorded_output(self.checkpoints) or self.output
+        return identity.recorded_output(self.checkpoints) or self.output
 
     @property
     def accepted(self) -> list[Json]:
@@ -169,10 +159,10 @@ class Report:
     @cached_property
     def job(self) -> Json:
         """The content of ``job.json``; empty if it is missing or damaged."""
-        path = self.checkpoints / JOB
+        path = self.checkpoints / layout.JOB
         with suppress(CheckpointError):
             if path.exists():
-                return read_run(path)
+                return identity.read_run(path)
         return {}
 
     @property
@@ -230,7 +220,7 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
     what = place.given[0]
     if place.config and place.output is not None:  # whatever the checkpoint says
         return str(get_datafolder(place.output).resolve_paths(""))
-    recorded = recorded_output(checkpoints)
+    recorded = identity.recorded_output(checkpoints)
     if recorded is not None:
         now = checkpoints.absolute().with_name("output")
         other = other_run(checkpoints, recorded)
@@ -261,7 +251,7 @@ def other_run(checkpoints: Path, recorded: str) -> Path | None:
         and there.is_dir()
         and not there.samefile(checkpoints)
     )
-    if is_other and any(there.glob(f"[0-9]*/{RUN}")):
+    if is_other and any(there.glob(f"[0-9]*/{layout.RUN}")):
         return there.parent
     return None
 
@@ -348,32 +338,34 @@ def _check_settings(report: Report) -> Iterator[Problem]:
     ranks = {rank.number: rank for rank in report.ranks if not rank.root and rank.settings}
     usual = next((rank.settings for rank in ranks.values()), {})
     if report.job:
-        usual = settings_in(report.job)
+        usual = identity.settings_in(report.job)
     others = {number: rank.run for number, rank in ranks.items() if rank.settings != usual}
-    found = compare_runs(others, _is_done, report.job, RunIdentity(usual), only_tasks=False)
+    found = identity.compare_runs(
+        others, _is_done, report.job, identity.RunIdentity(usual), only_tasks=False
+    )
     for number, changes in found.by_rank.items():
         rank = ranks[number]
         differences = "; ".join(line for change in changes for line in change.lines)
         message = f"was run with other settings than the job: {differences}."
-        yield Problem("identity", message, *rank.key, path=str(rank.folder / RUN))
+        yield Problem("identity", message, *rank.key, path=str(rank.folder / layout.RUN))
 
 
-def _is_done(rank: int) -> RankBinding:
-    return RankBinding(holds_work=True, is_finished=True, is_live=False)
+def _is_done(rank: int) -> identity.RankBinding:
+    return identity.RankBinding(holds_work=True, is_finished=True, is_live=False)
 
 
 def _check_ranks(report: Report) -> Iterator[Problem]:
     # A retry has only ranks with dead letters, so its ranks do not count.
     ranks = {rank.number for rank in report.ranks if not rank.root}
     missing = [rank for rank in range(report.tasks) if rank not in ranks]
-    removed = removed_ranks(report.checkpoints, missing)
+    removed = identity.removed_ranks(report.checkpoints, missing)
     tasks = plural(report.tasks, "task")
     not_started = [rank for rank in missing if rank not in removed]
     if not_started:
-        started = f"{len(not_started)} of {tasks}: {name_tasks(not_started)}."
+        started = f"{len(not_started)} of {tasks}: {identity.name_tasks(not_started)}."
         yield Problem("unfinished", f"not started: {started}")
     for rank in removed:
-        folder = str(rank_folder(report.checkpoints, rank))
+        folder = str(layout.rank_folder(report.checkpoints, rank))
         message = (
             f"{folder} is missing: its checkpoint was removed. Bring it back. If it is gone for "
             "good, have its documents processed, and paid, again: move the output files of task "
@@ -382,7 +374,7 @@ def _check_ranks(report: Report) -> Iterator[Problem]:
         yield Problem("rank", message, rank=rank, path=folder)
     for rank in sorted(ranks):
         if 0 < report.tasks <= rank:
-            folder = str(rank_folder(report.checkpoints, rank))
+            folder = str(layout.rank_folder(report.checkpoints, rank))
             message = f"is one too many: the run has {tasks}."
             yield Problem("rank", message, rank=rank, path=folder)
 
@@ -439,7 +431,7 @@ def is_owned(report: Report) -> bool:
     Raises OutputMismatch if it belongs to another one.
     """
     # An earlier release's run, or a copy of a mirror.
-    if not (report.checkpoints / HOME).exists():
+    if not (report.checkpoints / layout.HOME).exists():
         return False
     homes = Homes(report.checkpoints, None)
     try:
@@ -452,7 +444,8 @@ def is_owned(report: Report) -> bool:
 
 
 def _is_ours(report: Report, path: str) -> bool:
-    if OWNER in path:  # of a bucket's root, which has no place beside it, or of a folder below
+    # Of a bucket's root, which has no place beside it, or of a folder below.
+    if layout.OWNER in path:
         return True
     if not report.folder.is_local():
         return False
@@ -582,7 +575,7 @@ def _check_uncommitted(report: Report, paths: Iterable[str]) -> Iterator[Problem
 
 
 def _look_again(checkpoints: Path, key: tuple[str, int]) -> tuple[RankLedger | None, set[str]]:
-    folder = rank_folder(checkpoints / key[0], key[1])
+    folder = layout.rank_folder(checkpoints / key[0], key[1])
     if not folder.exists():
         return None, set()
     now = read_rank(*key, folder, Want.COMMITS)

@@ -12,7 +12,7 @@ import orjson
 from datatrove.io import DataFolder, get_datafolder
 
 from datatrove_ckpt.checkpoint import layout
-from datatrove_ckpt.checkpoint.commits import OutputFile, read_commits
+from datatrove_ckpt.checkpoint.commits import OutputFile
 from datatrove_ckpt.checkpoint.ledger import Want, read_ranks
 from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
@@ -89,12 +89,13 @@ def committed_files(place: Place) -> Iterator[Committed]:
 
     Raises:
         ConfigError: there is no checkpoint, or nothing says where the output is.
-        CheckpointCorrupt: the commits of a rank cannot be read.
+        CheckpointError: a rank cannot be read.
     """
-    ranks = list(read_ranks(place.folder, Want.SETTINGS))
-    folder = get_datafolder(find_output(place, ranks))
-    for rank in ranks:
-        for _, commit in sorted(read_commits(rank.commits_file).items()):
+    folder = get_datafolder(find_output(place))
+    for rank in read_ranks(place.folder, Want.SETTINGS | Want.COMMITS):
+        if rank.damage is not None:
+            raise rank.damage
+        for _, commit in sorted(rank.commits.items()):
             for file in commit.files:
                 yield folder, file, rank.run
 

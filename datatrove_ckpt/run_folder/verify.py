@@ -125,7 +125,7 @@ class Report:
 
     @cached_property
     def output(self) -> str:
-        return find_output(self.place, self.ranks)
+        return find_output(self.place)
 
     @cached_property
     def folder(self) -> DataFolder:
@@ -205,7 +205,7 @@ def verify(place: Place, full: bool = False) -> Report:
     return report
 
 
-def find_output(place: Place, ranks: list[RankLedger]) -> str:
+def find_output(place: Place) -> str:
     """Returns the output folder of a run, as the user or its checkpoint names it.
 
     A copied or renamed run folder has its own output: the recorded folder may be another run's.
@@ -237,7 +237,7 @@ def find_output(place: Place, ranks: list[RankLedger]) -> str:
         return recorded
     if place.output is not None:
         return str(get_datafolder(place.output).resolve_paths(""))
-    for rank in ranks:
+    for rank in read_ranks(checkpoints, Want.SETTINGS):
         if rank.damage is not None:  # of a newer version, perhaps
             raise rank.damage
     raise ConfigError(f"{what}: no run.json says where the output is. Name it with --output.")

@@ -18,7 +18,6 @@ from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 from datatrove_ckpt.checkpoint.identity import check_shard, recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.ledger import JobSums
-from datatrove_ckpt.checkpoint.skipped import SkippedLines
 from datatrove_ckpt.common.formatting import plural
 from datatrove_ckpt.common.retrying import failure_line
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, InputError
@@ -394,14 +393,6 @@ def refuse_vanished_input(root: Path, job: JobSums) -> None:
                 f"The input file of task {rank} was gone before the task started. Put it back, and "
                 "process it as another run."
             )
-
-
-def rows_without_document(root: Path) -> SkippedLines:
-    skipped = SkippedLines()
-    for rank in rank_numbers(root):
-        record = ShardRecord.read(rank_folder(root, rank) / SHARD)
-        skipped += record.skipped if record else SkippedLines()
-    return skipped
 
 
 def input_names(folder: str, pattern: str | None) -> list[str]:

@@ -15,7 +15,7 @@ from datatrove.data import Document
 from datatrove.io import get_datafolder
 from datatrove.pipeline.readers.base import BaseDiskReader, BaseReader
 
-from datatrove_ckpt.checkpoint.identity import check_shard, recorded_settings
+from datatrove_ckpt.checkpoint.identity import recorded_settings
 from datatrove_ckpt.checkpoint.layout import SHARD, is_finished, rank_folder, rank_numbers
 from datatrove_ckpt.checkpoint.ledger import JobSums
 from datatrove_ckpt.common.formatting import plural
@@ -277,7 +277,6 @@ def _records(plan: RunPlan, root: Path) -> dict[int, ShardRecord]:
     for rank in rank_numbers(root):
         folder = rank_folder(root, rank)
         if is_finished(folder):
-            check_shard(folder)
             record = ShardRecord.read(folder / SHARD)
             if record is not None:
                 records[rank] = record

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from datatrove_ckpt.checkpoint.lines import Json
 from datatrove_ckpt.common.redaction import redact
 from datatrove_ckpt.common.retrying import failure_line, file_system_call
 from datatrove_ckpt.errors import OutputFailed
-from datatrove_ckpt.output.documents import is_first_row, number_column
+from datatrove_ckpt.output.documents import number_column
 from datatrove_ckpt.output.formats import format_of_file, from_cell
 from datatrove_ckpt.run_folder.report.page import shortened
 from datatrove_ckpt.run_folder.verify import find_output
@@ -60,9 +59,7 @@ class ShownDocument(NamedTuple):
 def read_documents(place: Place) -> Iterator[ShownDocument]:
     """Reads the output files. Raises as ``committed_files``; OutputFailed if one cannot be read."""
     for folder, file, run in committed_files(place):
-        answer_of: Callable[[Json], str] = partial(_answer, key=str(run.get("metadata_key")))
-        if run.get("explode"):
-            answer_of = _Items(run).answer
+        answer_of = _item if run.get("explode") else _answer
         for row in read_rows(folder, file.path):
             name = row.get("id")
             if "text" not in row:  # a line of a batch file's output
@@ -70,7 +67,7 @@ def read_documents(place: Place) -> Iterator[ShownDocument]:
             yield ShownDocument(
                 str(name),
                 str(row.get("text", "")),
-                answer_of(row),
+                answer_of(row, run),
                 file.path,
                 columns=[*_columns(row)],
             )
@@ -149,38 +146,32 @@ def read_rows(folder: DataFolder, path: str, with_media: bool = False) -> Iterat
         ) from error
 
 
-class _Items:
-    """The rows of a file of a run with ``explode``, in order."""
-
-    def __init__(self, run: Json) -> None:
-        self._key = str(run.get("metadata_key"))
-        self._column = str(run.get("answer") or "item")
-        self._number: str | None = None
-
-    def answer(self, row: Json) -> str:
-        """Returns the item: its own columns, or its text; else as ``_answer``."""
-        found = row.get("metadata")
-        if not isinstance(found, dict):
-            found = row
-        # Of a document's rows the first alone tells it from a column of the input.
-        if is_first_row(found, self._key) or self._number not in found:
-            number = str(row.get("id")).rpartition("/")[2]
-            self._number = number_column(found, number, self._column, self._key)
-        if self._number is None:
-            return _answer(row, self._key)
-        names = [*found]
-        own = {
-            name: found[name]
-            for name in names[names.index(self._number) + 1 :]
-            if found[name] is not None  # in a table, of other items
-        }
-        if [*own] == [self._column]:
-            return _text(own[self._column])
-        return _json(own)
+def _item(row: Json, run: Json) -> str:
+    """Returns the item of a row of a run with ``explode``: its own columns, or its text; else as
+    ``_answer``.
+    """
+    found = row.get("metadata")
+    if not isinstance(found, dict):
+        found = row
+    column = str(run.get("answer") or "item")
+    number = str(row.get("id")).rpartition("/")[2]
+    name = number_column(found, number, column, str(run.get("metadata_key")))
+    if name is None:
+        return _answer(row, run)
+    names = [*found]
+    own = {
+        name: found[name]
+        for name in names[names.index(name) + 1 :]
+        if found[name] is not None  # in a table, of other items
+    }
+    if [*own] == [column]:
+        return _text(own[column])
+    return _json(own)
 
 
-def _answer(row: Json, key: str) -> str:
+def _answer(row: Json, run: Json) -> str:
     """Returns the results as text; the whole row if it has none."""
+    key = str(run.get("metadata_key"))
     metadata = row.get("metadata")
     if not isinstance(metadata, dict):
         metadata = {}

@@ -252,10 +252,12 @@ class RunState:
     @property
     def troubled(self) -> list[RankStatus]:
         """Ranks with trouble, the most urgent first."""
-        found = [rank for rank in (*self.ranks, *self.retries) if rank.trouble is not None]
-        return sorted(
-            found, key=lambda rank: (TROUBLES.index(rank.trouble or "slow"), rank.root, rank.rank)
-        )
+        return [
+            rank
+            for trouble in get_args(Trouble)
+            for rank in (*self.ranks, *self.retries)
+            if rank.trouble == trouble
+        ]
 
     @property
     def is_damaged(self) -> bool:
@@ -274,9 +276,6 @@ class RunState:
             and not self.totals.not_started
             and set(self.totals.states) == {"finished"}
         )
-
-
-TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
 
 VERSION = 2

@@ -16,8 +16,8 @@ from datatrove_ckpt.errors import ConfigError, StorageFailed, printable
 from datatrove_ckpt.process.task_errors import log_disabled
 from datatrove_ckpt.run_folder.documents import ShownDocument, read_dead_letters, read_documents
 from datatrove_ckpt.run_folder.export import export as write_export
-from datatrove_ckpt.run_folder.read_state import read_run_state, wanted_files
 from datatrove_ckpt.run_folder.report.page import report_page
+from datatrove_ckpt.run_folder.run_state import read_run_state, wanted_files
 from datatrove_ckpt.run_folder.where import Place
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ def show(arguments: argparse.Namespace) -> int:
     shown = 0
     is_all = not (arguments.dead or arguments.grep) and arguments.id is None
     most = _MOST if arguments.id is None else None
-    with place_of(arguments) as place:
+    with place_of(arguments, output=arguments.output) as place:
         if arguments.dead:
             found = read_dead_letters(place)
         else:
-            found = read_documents(place, arguments.output)
+            found = read_documents(place)
         wanted = (arguments.grep or "").casefold()
         found = (
             one for one in found if wanted in one.text.casefold() or wanted in one.answer.casefold()
@@ -58,8 +58,8 @@ def show(arguments: argparse.Namespace) -> int:
 
 
 def export(arguments: argparse.Namespace) -> int:
-    with place_of(arguments) as place:
-        count = write_export(place, arguments.target, arguments.output)
+    with place_of(arguments, output=arguments.output) as place:
+        count = write_export(place, arguments.target)
         state = read_run_state(place)
     left = ""
     if not state.is_finished:

@@ -93,7 +93,6 @@ class RunPlan:
             machines.
         is_local: the tasks run on this machine.
         as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
-        at_once: how many tasks run at once, at most.
         workers: as given; -1: one for each task.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -112,28 +111,22 @@ class RunPlan:
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
         self.is_local = isinstance(executor, LocalPipelineExecutor)
         self.as_jobs = isinstance(executor, JobsPipelineExecutor)
-        self.at_once: int = self.tasks
         self.workers: int = getattr(executor, "workers", -1)
-        if self.workers > 0:
-            self.at_once = min(self.tasks, self.workers)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)
         self.depends = None if depends is None else RunPlan(depends)
         self.waits = bool(depends or getattr(executor, "depends_job_id", None))
         self._executor = executor
-        self.runners = self._find_runners(copies or {})
-        no_bars_in_logs()
-
-    def _find_runners(self, copies: Mapping[int, Path]) -> list[RunnerPlan]:
-        found: list[RunnerPlan] = []
+        self.runners: list[RunnerPlan] = []
         before: list[PipelineStep] = []
         for index, step in enumerate(self.pipeline):
             if isinstance(step, InferenceRunner):
-                found.append(RunnerPlan(self, index, step, before, copies.get(index)))
+                copy = (copies or {}).get(index)
+                self.runners.append(RunnerPlan(self, index, step, before, copy))
                 before = []
             else:
                 before.append(step)
-        return found
+        no_bars_in_logs()
 
     def place(self, index: int) -> str:
         """Returns what stands before the subjects of a step's checks, if there are several."""
@@ -144,8 +137,11 @@ class RunPlan:
     @property
     def identities(self) -> list[RunIdentity]:
         """Returns the identity of each step with a checkpoint."""
-        kept = [runner for runner in self.runners if runner.step.checkpoints_local_dir is not None]
-        return [runner.identity for runner in kept]
+        return [
+            runner.identity
+            for runner in self.runners
+            if runner.step.checkpoints_local_dir is not None
+        ]
 
     def check_code(self, parents: Sequence[JsonObject]) -> None:
         """Compares a worker's code with its parent's, before anything is paid for.
@@ -241,9 +237,6 @@ class RunPlan:
     def completed(self) -> list[int]:
         """Returns the ranks of this executor that have a marker, so that they do not run."""
         return sorted({*self.local_ranks}.difference(self.incomplete(self.local_ranks)))
-
-    def marker(self, rank: int) -> str:
-        return str(self.logging_dir.resolve_paths(f"completions/{rank:05d}"))
 
     def forget(self, rank: int) -> None:
         name = f"completions/{rank:05d}"

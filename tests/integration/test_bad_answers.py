@@ -11,7 +11,7 @@ from datatrove.pipeline.inference.types import InferenceError
 
 from datatrove_ckpt import InferenceConfig
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, ServerRefused
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from datatrove_ckpt.testing import FakeServer
 from tests.jobs import Budget, ask, chat, documents, rows, run_job, runner
 from tests.rank_folders import place_at

@@ -10,7 +10,7 @@ from datatrove_ckpt.inference.client.answers import (
     as_asked,
     way_to,
 )
-from datatrove_ckpt.run_folder.read_state import read_run_state
+from datatrove_ckpt.run_folder.run_state import read_run_state
 from tests.integration.test_ready_made_ways import in_pieces
 from tests.jobs import chat, rows, run_job
 from tests.rank_folders import place_at

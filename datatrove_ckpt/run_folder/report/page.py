@@ -56,29 +56,37 @@ def report_page(run: RunState) -> str:
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     spreads = [spread for history in histories for spread in history.spreads]
     models = [str(value) for name, value in run.identity.items() if of_model(name) == "model"]
-    return page(
-        name_of_folder(run.what),
-        run.what,
-        ", ".join(dict.fromkeys(models)),
-        state,
-        run.read_at,
-        f"{age(run).capitalize()}.",
-        [("tasks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
-        [
-            # Retries read documents that were read before: they are not summed.
-            *_charts([history.minutes for history in histories[: len(run.ranks)]]),
-            *_quality(run.together.done, spreads),
-            *_attempts(ranks),
-            *_spreads(spreads, requests),
-        ],
-    )
+    called = name_of_folder(run.what)
+    as_of = f", as of {clock(run.read_at)}"
+    about = [name(run.what, 400), f"{as_of}. {age(run).capitalize()}."]
+    if models:
+        about = [name(", ".join(dict.fromkeys(models))), " in ", *about]
+    sums = [("tasks", ranks_of(run)), ("input", progress_of(run)), *topics(run)]
+    shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
+    sections = [
+        # Retries read documents that were read before: they are not summed.
+        *_charts([history.minutes for history in histories[: len(run.ranks)]]),
+        *_quality(run.together.done, spreads),
+        _attempts(ranks),
+        _spreads(spreads, requests),
+    ]
+    parts = {
+        "title": escaped(f"{shortened(called, 80)}: {state}"),
+        "name": name(called),
+        "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
+        "about": element("p", *about),
+        "sums": element("dl", *shown, class_="sums"),
+        "sections": joined(sections),
+        "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),
+    }
+    template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
+    return Template(template).substitute(parts)
 
 
 def _history(path: Path, most: int) -> History:
     """Returns the history, without attempts if it is damaged: ``status`` names the damage."""
     with suppress(StorageFailed):
-        if path.is_file():
-            return read_history(str(path), most)
+        return read_history(str(path), most)
     return History()
 
 
@@ -173,8 +181,7 @@ def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup
         f"median and {figure(lengths['p95'])} at the 95th percentile, rounded up by a fifth at "
         "most. Bad answers are at least so many."
     )
-    if rows:
-        yield table("Answers", ("", "answers#", "share#"), rows, note)
+    yield table("Answers", ("", "answers#", "share#"), rows, note)
     examples: dict[str, list[list[str]]] = {}
     for spread in spreads:
         for kind, found in spread.examples.items():
@@ -184,16 +191,15 @@ def _quality(done: DocumentCounts, spreads: Iterable[Spread]) -> Iterator[Markup
         for kind in done.bad
         for document, text in examples.get(kind, [])[:_EXAMPLES]
     ]
-    if rows:
-        note = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
-        yield table("Bad answers", ("what", "document", "answer"), rows, note)
+    note = f"The first answers that were found bad, at most {_EXAMPLES} of a kind."
+    yield table("Bad answers", ("what", "document", "answer"), rows, note)
 
 
 def _named(kind: str) -> str:
     return kind.replace("_", " ")
 
 
-def _attempts(ranks: Iterable[RankStatus]) -> Iterator[Markup]:
+def _attempts(ranks: Iterable[RankStatus]) -> Markup:
     ended = [
         (f"{rank.root}/{rank.rank}".lstrip("/"), attempt)
         for rank in ranks
@@ -215,15 +221,14 @@ def _attempts(ranks: Iterable[RankStatus]) -> Iterator[Markup]:
         if one.in_flight is not None:
             in_flight = figure(one.in_flight)
         rows.append([rank, *times, one.how_it_ended, one.place, in_flight])
-    if rows:
-        yield table("Attempts that ended early", columns, rows, note)
+    return table("Attempts that ended early", columns, rows, note)
 
 
 _SHARES = (0.5, 0.9, 0.99, 1.0)
 
 
-def _spreads(spreads: Sequence[Spread], requests: int) -> Iterator[Markup]:
-    """Yields latency and tokens of all requests that servers answered, from the histograms of each
+def _spreads(spreads: Sequence[Spread], requests: int) -> Markup:
+    """Returns latency and tokens of all requests that servers answered, from the histograms of each
     attempt.
 
     ``requests``: of all documents. Those of the last minutes before a kill are in no histogram.
@@ -245,8 +250,7 @@ def _spreads(spreads: Sequence[Spread], requests: int) -> Iterator[Markup]:
         "at most."
     )
     columns = ("", *(f"{100 * share:.3g} % at most#" for share in _SHARES[:-1]), "all at most#")
-    if rows:
-        yield table("Requests", columns, rows, note)
+    return table("Requests", columns, rows, note)
 
 
 _MAX_NAME = 160
@@ -254,47 +258,10 @@ _MAX_ID = 40
 _MAX_CELL = 4000
 
 
-def page(
-    called: str,
-    where: str,
-    model: str,
-    state: str,
-    made_at: float,
-    age: str,
-    sums: Iterable[tuple[str, str]],
-    sections: Iterable[Markup],
-) -> str:
-    """Returns the whole page.
-
-    Args:
-        called: the run's name.
-        where: the checkpoint folder or mirror, as it was given.
-        made_at: Unix seconds at which the state was read.
-        age: how old it is.
-        sums: what ``status`` says of each topic.
-    """
-    as_of = f", as of {clock(made_at)}"
-    about = element("p", name(where, 400), f"{as_of}. {age}")
-    if model:
-        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {age}")
-    shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
-    parts = {
-        "title": escaped(f"{shortened(called, 80)}: {state}"),
-        "name": name(called),
-        "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
-        "about": about,
-        "sums": element("dl", *shown, class_="sums"),
-        "sections": joined(sections),
-        "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),
-    }
-    template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
-    return Template(template).substitute(parts)
-
-
-def table(
-    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], note: str = ""
-) -> Markup:
-    """Returns a table. A column whose title ends with "#" is of numbers."""
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Markup:
+    """Returns a table; nothing without a row. A column whose title ends with "#" is of numbers."""
+    if not rows:
+        return Markup()
     kinds = ["n" if column.endswith("#") else None for column in columns]
     heads = [
         element("th", column.removesuffix("#"), class_=kind)

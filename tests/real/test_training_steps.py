@@ -451,6 +451,9 @@ def test_status_has_the_last_sign_of_each_rank_and_the_variables_of_nccl(
     found = re.search("ranks      2 of 2, the last sign .+ ago; the oldest (.+)", shown)
     assert found[1] == "16.7 h ago at step 43, rank 1 on node7"
     assert "NCCL       NCCL_DEBUG=INFO NCCL_DEBUG=WARN TORCH_NCCL_AUTH_TOKEN=***" in shown
+    page = command("report", str(folder), "-o", "-").out
+    for text in (found[1], "NCCL_DEBUG=WARN", "<td><bdi>node7</bdi></td>", "loss=2"):
+        assert text in page
     signs = json.loads(command("status", str(folder), "--json").out)["ranks"]
     assert [(sign["rank"], sign["step"]) for sign in signs] == [(0, 55), (1, 43)]
 

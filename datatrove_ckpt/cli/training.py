@@ -55,7 +55,7 @@ def report(arguments: argparse.Namespace) -> int:
         _size(state).capitalize(),
         _topics(state),
         [
-            table("Steps", _COLUMNS, _rows(state)),
+            table("Steps", _COLUMNS, [*_rows(state)]),
             table("Ranks", ("rank", "step", "last sign", "host"), signs),
         ],
     )

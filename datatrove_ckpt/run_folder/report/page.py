@@ -56,31 +56,22 @@ def report_page(run: RunState) -> str:
     requests = sum(sums.done.requests for sums in (run.totals, run.retried))
     spreads = [spread for history in histories for spread in history.spreads]
     models = [str(value) for name, value in run.identity.items() if of_model(name) == "model"]
-    called = name_of_folder(run.what)
-    as_of = f", as of {clock(run.read_at)}"
-    about = [name(run.what, 400), f"{as_of}. {age(run).capitalize()}."]
-    if models:
-        about = [name(", ".join(dict.fromkeys(models))), " in ", *about]
-    sums = [("tasks", ranks_of(run)), ("input", progress_of(run)), *topics(run)]
-    shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
-    sections = [
-        # Retries read documents that were read before: they are not summed.
-        *_charts([history.minutes for history in histories[: len(run.ranks)]]),
-        *_quality(run.together.done, spreads),
-        _attempts(ranks),
-        _spreads(spreads, requests),
-    ]
-    parts = {
-        "title": escaped(f"{shortened(called, 80)}: {state}"),
-        "name": name(called),
-        "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
-        "about": element("p", *about),
-        "sums": element("dl", *shown, class_="sums"),
-        "sections": joined(sections),
-        "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),
-    }
-    template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
-    return Template(template).substitute(parts)
+    return page(
+        name_of_folder(run.what),
+        run.what,
+        ", ".join(dict.fromkeys(models)),
+        state,
+        run.read_at,
+        f"{age(run).capitalize()}.",
+        [("tasks", ranks_of(run)), ("input", progress_of(run)), *topics(run)],
+        [
+            # Retries read documents that were read before: they are not summed.
+            *_charts([history.minutes for history in histories[: len(run.ranks)]]),
+            *_quality(run.together.done, spreads),
+            _attempts(ranks),
+            _spreads(spreads, requests),
+        ],
+    )
 
 
 def _history(path: Path, most: int) -> History:
@@ -258,7 +249,46 @@ _MAX_ID = 40
 _MAX_CELL = 4000
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> Markup:
+def page(
+    called: str,
+    where: str,
+    model: str,
+    state: str,
+    made_at: float,
+    age: str,
+    sums: Iterable[tuple[str, str]],
+    sections: Iterable[Markup],
+) -> str:
+    """Returns the whole page.
+
+    Args:
+        called: the run's name.
+        where: the checkpoint folder or mirror, as it was given.
+        made_at: Unix seconds at which the state was read.
+        age: how old it is.
+        sums: what ``status`` says of each topic.
+    """
+    as_of = f", as of {clock(made_at)}"
+    about = element("p", name(where, 400), f"{as_of}. {age}")
+    if model:
+        about = element("p", name(model), " in ", name(where, 400), f"{as_of}. {age}")
+    shown = (element("div", element("dt", topic), element("dd", text)) for topic, text in sums)
+    parts = {
+        "title": escaped(f"{shortened(called, 80)}: {state}"),
+        "name": name(called),
+        "state": element("span", state, class_=f"pill {_TONES.get(state, 'warning')}"),
+        "about": about,
+        "sums": element("dl", *shown, class_="sums"),
+        "sections": joined(sections),
+        "footer": escaped(f"Written by datatrove-ckpt {__version__}{as_of}."),
+    }
+    template = files(__package__ or "").joinpath("page.html").read_text(encoding="utf-8")
+    return Template(template).substitute(parts)
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = ""
+) -> Markup:
     """Returns a table; nothing without a row. A column whose title ends with "#" is of numbers."""
     if not rows:
         return Markup()

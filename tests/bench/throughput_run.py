@@ -192,13 +192,13 @@ def ours(job, seed, at_once):
 def _simulated(job, servers):
     """Lets the runner launch simulated servers, and its loops run in virtual time."""
     from datatrove_ckpt.generation import rank
-    from datatrove_ckpt.inference.servers import host
+    from datatrove_ckpt.inference.servers import supervision
     from datatrove_ckpt.run_folder import findings
 
     loops = types.SimpleNamespace(new_event_loop=virtual_loop)
     with (
         mock.patch.dict(sys.modules, uvloop=loops),
-        mock.patch.object(host, "InferenceServer", _launched(job, servers)),
+        mock.patch.object(supervision, "InferenceServer", _launched(job, servers)),
         mock.patch.object(rank, "check_servers"),
         mock.patch.object(findings, "check_servers"),
     ):
@@ -206,9 +206,9 @@ def _simulated(job, servers):
 
 
 def _launched(job, servers):
-    from datatrove_ckpt.inference.servers import host
+    from datatrove_ckpt.inference.servers import supervision
 
-    class Launched(host.InferenceServer):  # type: ignore[misc]
+    class Launched(supervision.InferenceServer):  # type: ignore[misc]
         """Believes that a simulated engine is its process."""
 
         @property

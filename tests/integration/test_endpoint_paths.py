@@ -11,7 +11,7 @@ from aiohttp import web
 
 from datatrove_ckpt import InferenceConfig, InferenceRunner
 from datatrove_ckpt.errors import ServerRefused
-from datatrove_ckpt.inference.servers.host import ExternalServers
+from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from tests.jobs import ask, documents, writer
 
 

@@ -13,8 +13,8 @@ from datatrove_ckpt.generation import scheduler
 from datatrove_ckpt.generation.scheduler import DocumentLimit, most_documents
 from datatrove_ckpt.inference.client.plain import Response
 from datatrove_ckpt.inference.client.routing import Request, Router, Sender, Target
-from datatrove_ckpt.inference.servers import server as server_module
-from datatrove_ckpt.inference.servers.server import (
+from datatrove_ckpt.inference.servers import admission
+from datatrove_ckpt.inference.servers.admission import (
     Admission,
     Metrics,
     adapt_admission,
@@ -94,8 +94,8 @@ def test_a_sample_that_shows_nothing_new_changes_no_limit(seen, limit):
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    monkeypatch.setattr(server_module, "_SAMPLE_SECONDS", 0.0)
-    monkeypatch.setattr(server_module, "_WAIT_FOR_METRICS_SECONDS", 0.05)
+    monkeypatch.setattr(admission, "_SAMPLE_SECONDS", 0.0)
+    monkeypatch.setattr(admission, "_WAIT_FOR_METRICS_SECONDS", 0.05)
 
 
 async def adapted(read, until):
@@ -203,7 +203,7 @@ async def test_whatever_the_metrics_show_a_server_gets_requests_and_a_document(
     async def read(seconds):
         return await read_metrics("http://127.0.0.1:1", None, config().engine.metrics, seconds)
 
-    monkeypatch.setattr(server_module, "get", get)
+    monkeypatch.setattr(admission, "get", get)
     target = await adapted(read, lambda target: len(reads) > 4)
     target.add_in_flight(0)
     assert target.limit >= 8

@@ -33,6 +33,7 @@ from datatrove_ckpt.common.places import process_place
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import VISIBLE_GPUS, visible_gpus
 from datatrove_ckpt.errors import ConfigError
+from datatrove_ckpt.inference.servers.guarded import close_descriptor, own_descriptor
 from datatrove_ckpt.inference.servers.guardian import Process, process_table
 from datatrove_ckpt.process.event_loop import in_own_thread
 
@@ -163,34 +164,6 @@ def _folder() -> Path:
     folder = runtime_folder() / "servers" / (process_place() or "unknown")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
-
-
-# Descriptors that forks close: a copy of a lifeline pipe would keep a server running, and a copy of
-# a lock a GPU taken. Programs get only ``pass_fds``.
-
-
-_ours: set[int] = set()
-
-
-def own_descriptor(descriptor: int) -> int:
-    """Returns the descriptor, which forks close from now on. Close it with ``close_descriptor``."""
-    _ours.add(descriptor)
-    return descriptor
-
-
-def close_descriptor(descriptor: int) -> None:
-    """Closes a descriptor of this process, unless a fork has closed it already."""
-    if descriptor in _ours:
-        _ours.discard(descriptor)
-        os.close(descriptor)
-
-
-def _close_all() -> None:
-    while _ours:
-        os.close(_ours.pop())
-
-
-os.register_at_fork(after_in_child=_close_all)
 
 
 # The folder on this node for locks on GPUs and records of servers.

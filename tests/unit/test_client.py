@@ -36,6 +36,7 @@ from datatrove_ckpt.inference.client.client import CompletionClient, Outage, Req
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl, beside
+from datatrove_ckpt.testing import FakeServer
 from tests.clients import Sleeps, client_of, turns
 
 UNFINISHED_REASONS = [
@@ -1024,3 +1025,14 @@ def test_a_header_of_the_request_replaces_the_clients_whatever_its_case():
     extras = {"extra_headers": {"Anthropic-version": "2030-01-01"}, "extra_query": {}}
     _, headers = beside(HiddenUrl("http://host"), own, extras)
     assert headers == {"x-api-key": "a key", "Anthropic-Version": "2030-01-01"}
+
+
+def test_a_fake_server_that_cannot_start_raises_and_leaves_no_thread():
+    class Broken(FakeServer):
+        def _route(self, router):
+            raise LookupError
+
+    broken = Broken()
+    with pytest.raises(LookupError), broken:
+        pass
+    assert not broken._thread.is_alive()

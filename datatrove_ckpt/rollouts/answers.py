@@ -1,14 +1,7 @@
 """Answers of a given form: a JSON schema, a regular expression, or one of several texts.
 
-Each engine gets the form in its own field. Every answer is also checked: it may be cut off, and an
-endpoint may ignore the field.
-
-    engine      JSON schema               regex                       choice
-    vllm        structured_outputs.json   structured_outputs.regex    structured_outputs.choice
-    sglang      response_format           regex                       regex
-    llamacpp    json_schema               -                           grammar
-    openai      response_format           -                           -
-    none        -                         -                           -       (only checked)
+Each engine gets the form in its own field (``Engine.form_fields``). Every answer is also checked,
+because it may be cut off, and an endpoint may ignore the field.
 """
 
 from __future__ import annotations
@@ -121,7 +114,8 @@ def engine_of(server_type: str, form: AnswerForm) -> str:
         return server_type
     if form.kind == "json_schema":
         return "openai"  # vLLM, SGLang and llama.cpp take its field, too
-    *first, last = _WITH_FIELDS
+    given = {name: ENGINES[name].form_fields(form.kind, form.value) for name in _WITH_FIELDS}
+    *first, last = (name for name, fields in given.items() if isinstance(fields, dict))
     raise ConfigError(
         f"{form.kind}: engines have different fields for it, and behind server_type "
         f"{server_type!r} may be any of them. Set engine: {', '.join(first)} or {last}; or none, "

@@ -1,7 +1,5 @@
 """FakeServer: answers like an OpenAI-compatible server, and counts the requests."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import Counter

@@ -53,12 +53,13 @@ def test_a_key_of_anthropic_is_sent_as_its_own_paths_want_it():
         assert headers_for(url, other) == {"Authorization": f"Bearer {other.reveal()}"}
 
 
-async def test_no_request_is_sent_before_the_answer_to_the_last_one():
+async def test_no_request_is_sent_before_the_answer_to_the_last_one(monkeypatch):
     async def later(server, writer):
         await server.closing.wait()
         writer.write(http(200, b"good"))
 
-    async with transport_to(later, keepalive=600.0) as (server, transport):
+    monkeypatch.setattr(plain, "_KEEPALIVE_SECONDS", 600.0)
+    async with transport_to(later) as (server, transport):
         waiting = [asyncio.create_task(transport.send(b"%d" % n)) for n in range(20)]
         for _ in waiting:
             await server.arrived.acquire()
@@ -88,8 +89,9 @@ async def test_a_connection_that_closes_is_replaced_and_no_request_fails(first):
         assert len(server.requests) == 2
 
 
-async def test_a_connection_that_idled_too_long_is_not_used():
-    async with transport_to(GOOD, keepalive=0.0) as (server, transport):
+async def test_a_connection_that_idled_too_long_is_not_used(monkeypatch):
+    monkeypatch.setattr(plain, "_KEEPALIVE_SECONDS", 0.0)
+    async with transport_to(GOOD) as (server, transport):
         for _ in range(3):
             await transport.send(b"one")
         assert server.connections == 3
@@ -164,11 +166,10 @@ def silent_address():
         yield full.getsockname()
 
 
-async def test_a_server_that_accepts_nobody_is_given_up_in_time():
+async def test_a_server_that_accepts_nobody_is_given_up_in_time(monkeypatch):
     with silent_address() as (_, port):
-        transport = Transport(
-            HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0, connect_timeout=0.2
-        )
+        monkeypatch.setattr(plain, "_CONNECT_SECONDS", 0.2)
+        transport = Transport(HiddenUrl(f"http://127.0.0.1:{port}"), None, 30.0)
         with pytest.raises(ConnectTimeout):
             await transport.send(b"one")
         await transport.close()
@@ -312,10 +313,11 @@ def test_a_proxy_that_does_not_answer_is_given_up_in_time(over, monkeypatch):
     async def main():
         address, *_ = silent.getsockname()
         monkeypatch.setenv("https_proxy", f"http://{address}:{silent.getsockname()[1]}")
+        monkeypatch.setattr(plain, "_CONNECT_SECONDS", 0.05)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         url = HiddenUrl("https://a.invalid")
-        transport = Transport(url, None, 30.0, True, connect_timeout=0.05)
+        transport = Transport(url, None, 30.0, True)
         with pytest.raises(ConnectTimeout):
             await transport.send(b"one")
         await transport.close()

@@ -15,8 +15,6 @@ Arrays are kept exactly, as base64 of little-endian float32 values. An answer th
 has NaN or infinity (null in JSON), is retried.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json

@@ -50,8 +50,6 @@ Many requests may compete for a small rate, so failures of a busy server (429, 4
 ten times the patience. A busy server that has worked on a request for a minute counts as reachable.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import math

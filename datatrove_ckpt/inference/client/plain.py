@@ -53,7 +53,6 @@ _MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
-_MAX_PROXY_HEAD = 1 << 16
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FIELDS = _WAIT_FIELDS | {
@@ -64,7 +63,6 @@ _FIELDS = _WAIT_FIELDS | {
     b"transfer-encoding",
 }
 
-_INTERIM = (100, 102, 103)  # come before the answer, and have no body
 # 200, header fields that are not read, and one length.
 _SILENT = (
     rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:|x-ratelimit-)"
@@ -198,8 +196,8 @@ class ResponseParser:
         fields = self._fields
         if status == 101:
             self._refuse("the server wants to switch to another protocol")
-        if version in ("1.1", "1.0") and status in _INTERIM:
-            return
+        if version in ("1.1", "1.0") and status in (100, 102, 103):
+            return  # these come before the answer, and have no body
         if version not in ("1.1", "1.0") or status < 200:
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
         packing = fields.get(b"content-encoding", b"")
@@ -253,10 +251,12 @@ class _StopParsing(Exception):
 
 # Up to this size, one ``send`` of a copy is cheaper than two.
 _MAX_COPIED_BYTES = 1 << 16
-# uvicorn's socket queues 2048 connections; the kernel retries others after 1 s.
-_MAX_CONCURRENT_CONNECTS = 1000
 # Thousands of connections are opened, and each lookup takes a thread.
 _ADDRESS_CACHE_SECONDS = 10.0
+_CONNECT_SECONDS = 30.0
+# An idle connection is then closed instead of used again: uvicorn closes it after 5 s, and a
+# request sent then fails.
+_KEEPALIVE_SECONDS = 4.0
 # No response to a request: the server closes an idle connection.
 _REQUEST_TIMEOUT = (b"HTTP/1.1 408", b"HTTP/1.0 408")
 # Unlike ``socket.recv``, this keeps the GIL, which a busy thread would return after 150 us.
@@ -419,7 +419,7 @@ class _Tunnel(asyncio.Protocol):
         self._received += data
         if b"\r\n\r\n" in self._received:
             self.head.set_result(self._received)
-        elif len(self._received) > _MAX_PROXY_HEAD:
+        elif len(self._received) > 1 << 16:
             self.head.set_exception(ConnectionError("the proxy's answer is too long"))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -447,9 +447,6 @@ class Transport:
     Args:
         timeout: seconds from sending a request to the end of its response.
         proxied: use the proxy that the environment sets for the URL.
-        connect_timeout: seconds to establish a connection.
-        keepalive: seconds after which an idle connection is closed instead of used again. uvicorn
-            closes it after 5 s, and a request sent then fails.
 
     Attributes:
         unasked: how often bytes arrived without a request.
@@ -465,8 +462,6 @@ class Transport:
         timeout: float,
         proxied: bool = False,
         method: str = "POST",
-        connect_timeout: float = 30.0,
-        keepalive: float = 4.0,
     ) -> None:
         self.url = url
         self.api_key = api_key
@@ -479,8 +474,7 @@ class Transport:
         self._searches = 0
         self._was_first_repeated = False
         self._timeout = timeout
-        self._connect_timeout = min(connect_timeout, timeout)
-        self._keepalive = keepalive
+        self._connect_timeout = min(_CONNECT_SECONDS, timeout)
         self._method = method
         self._proxy = proxy_of(url) if proxied else None
         self._peer = self._proxy or url
@@ -495,7 +489,8 @@ class Transport:
         # timer is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
+        # uvicorn's socket queues 2048 connections; the kernel retries others after 1 s.
+        self._connecting = asyncio.Semaphore(1000)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
         self._last_connected: object = None
@@ -504,7 +499,7 @@ class Transport:
         """Returns the response, whatever its status.
 
         Raises:
-            ConnectTimeout: no connection within ``connect_timeout``.
+            ConnectTimeout: no connection in time.
             TimeoutError: no response within ``timeout``.
             OSError: the connection was refused or broke, the response was malformed, or the client
                 was closed.
@@ -603,7 +598,7 @@ class Transport:
 
     def _take_idle(self) -> _Connection | None:
         """Returns the most recently used connection, so that spare ones reach their idle limit."""
-        oldest = self._loop.time() - self._keepalive
+        oldest = self._loop.time() - _KEEPALIVE_SECONDS
         while self._idle:
             connection = self._idle.pop()
             if self.unasked or not connection.usable or connection.idle_since <= oldest:

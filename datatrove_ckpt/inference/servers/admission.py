@@ -1,19 +1,20 @@
 """How many requests an engine gets: what its /metrics show, and what follows from that."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from loguru import logger
 
+from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import (
+    ENGINES,
     FIRST_LIMIT,
     REQUESTS_WITHOUT_METRICS,
     MetricNames,
@@ -217,3 +218,26 @@ async def adapt_admission(
         "set a number."
     )
     await wait_until_cancelled()
+
+
+async def follow_endpoint(target: Target, router: Router) -> None:
+    """Adapts a target's limit to its engine, if /metrics has the names of an engine.
+
+    Some names come with the first request. So it is looked for until an answer has come.
+    """
+    assert target.url is not None
+    url = target.url.api("/metrics")
+    looks = 0
+    while True:
+        is_last = target.answers > 0
+        page = await read_page(url, target.api_key, _METRICS_TIMEOUT, proxied=True)
+        for engine in ENGINES.values():
+            names = engine.metrics
+            if names is not None and names.are_in(page):
+                target.pace = None
+                read = partial(read_metrics, url, target.api_key, names, proxied=True)
+                await adapt_admission(str(target.url), target, router, read)
+        if is_last:
+            return
+        looks += 1
+        await asyncio.sleep(retrying.RESTART.wait(looks))

@@ -5,8 +5,6 @@ Completions and token counts equal those of datatrove's dummy server. Embeddings
 depend on the text alone. The server checks the key in DATATROVE_CKPT_API_KEY if that is set.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib
@@ -28,7 +26,6 @@ TEXT = (
     "OCR output."
 )
 _COMPLETION_TOKENS = 100
-_MAX_BODY = 1 << 30  # bytes; the default, one MiB, refuses images
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -72,18 +69,15 @@ def make_app(latency: float, api_key: str | None) -> web.Application:
             _completion(payload, len(body), chat=request.path == "/v1/chat/completions")
         )
 
-    app = web.Application(middlewares=[check_key], client_max_size=_MAX_BODY)
-    app.router.add_get("/health", _health)
+    # By default bodies of more than one MiB, such as images, are refused.
+    app = web.Application(middlewares=[check_key], client_max_size=1 << 30)
+    app.router.add_get("/health", _models)
     app.router.add_get("/v1/models", _models)
     app.router.add_post("/v1/chat/completions", answer)
     app.router.add_post("/v1/completions", answer)
     for path in _NUMBERS:
         app.router.add_post(path, answer)
     return app
-
-
-async def _health(_: web.Request) -> web.Response:
-    return web.json_response({"status": "ok"})
 
 
 async def _models(_: web.Request) -> web.Response:
@@ -108,9 +102,6 @@ def _completion(payload: JsonObject, size: int, *, chat: bool) -> JsonObject:
     }
 
 
-_DIMENSIONS = 8
-
-
 def _numbers(text: object, count: int) -> list[float]:
     """Returns numbers between 0 and 1, exact as float32 and equal for equal texts."""
     seed = hashlib.shake_128(json.dumps(text).encode()).digest(2 * count)
@@ -124,7 +115,7 @@ def _listed(texts: object) -> list[object]:
 
 
 def _embeddings(payload: JsonObject) -> JsonObject:
-    dimensions = payload.get("dimensions") or _DIMENSIONS
+    dimensions = payload.get("dimensions") or 8
     vectors = [_numbers(text, dimensions) for text in _listed(payload.get("input"))]
     return {
         "data": [

@@ -1,13 +1,10 @@
 """Servers that run already: they are only checked, before the first request."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import orjson
 from loguru import logger
@@ -15,13 +12,10 @@ from loguru import logger
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
-from datatrove_ckpt.config.inference_config import ENGINES
 from datatrove_ckpt.errors import ConfigError, ServerRefused, ServerStartFailed
-from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import EndpointAccess, Outage
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get, key_hint
 from datatrove_ckpt.inference.client.urls import HiddenUrl
-from datatrove_ckpt.inference.servers.admission import adapt_admission, read_metrics, read_page
 from datatrove_ckpt.process.screen import has_terminal
 
 _OTHER_SCHEME = ("ProtocolError", "SSLError", "ResetError")  # how these exchanges fail
@@ -29,6 +23,28 @@ NEW_RUN_SECONDS = 30.0
 """How long a new run at a terminal waits where nothing listens, at the usual patience."""
 _PROBE_TIMEOUT = 10.0  # seconds
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class EndpointAnswer:
+    """The answer of an endpoint to GET /v1/models.
+
+    Attributes:
+        url: without credentials and query string.
+        cause: why it cannot be used; "" if it can.
+        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
+        api: the URL, or its /v1; None: not known yet.
+        models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
+            list, as with some gateways.
+        is_absent: the connection was refused, so nothing listens there.
+    """
+
+    url: str
+    cause: str = ""
+    refused: bool = False
+    api: HiddenUrl | None = None
+    models: dict[str, object] | None = None
+    is_absent: bool = False
 
 
 class ExternalServers:
@@ -106,28 +122,6 @@ class ExternalServers:
             self.outage.show(causes[0])
             await asyncio.sleep(delay)
 
-    async def follow(self, target: routing.Target, router: routing.Router) -> None:
-        """Adapts a target's limit to its engine, if /metrics has the names of an engine.
-
-        Some names come with the first request. So it is looked for until an answer has come.
-        """
-        assert target.url is not None
-        url = target.url.api("/metrics")
-        looks = 0
-        while True:
-            is_last = target.answers > 0
-            page = await read_page(url, target.api_key, _PROBE_TIMEOUT, proxied=True)
-            for engine in ENGINES.values():
-                names = engine.metrics
-                if names is not None and names.are_in(page):
-                    target.pace = None
-                    read = partial(read_metrics, url, target.api_key, names, proxied=True)
-                    await adapt_admission(str(target.url), target, router, read)
-            if is_last:
-                return
-            looks += 1
-            await asyncio.sleep(retrying.RESTART.wait(looks))
-
     @property
     def _may_be_wrong(self) -> bool:
         is_usual = self.config.server_patience_seconds == InferenceConfig.server_patience_seconds
@@ -153,28 +147,6 @@ def ready_window(config: InferenceConfig) -> float:
         config.server_patience_seconds,
         config.server_ready_max_attempts * config.server_ready_delay_sec,
     )
-
-
-@dataclass(frozen=True)
-class EndpointAnswer:
-    """The answer of an endpoint to GET /v1/models.
-
-    Attributes:
-        url: without credentials and query string.
-        cause: why it cannot be used; "" if it can.
-        refused: it refuses the key, or speaks http where the URL has https, or the other way round.
-        api: the URL, or its /v1; None: not known yet.
-        models: the listed names, each with its ``max_model_len``, if the server lists it; None: no
-            list, as with some gateways.
-        is_absent: the connection was refused, so nothing listens there.
-    """
-
-    url: str
-    cause: str = ""
-    refused: bool = False
-    api: HiddenUrl | None = None
-    models: dict[str, object] | None = None
-    is_absent: bool = False
 
 
 async def _ask(url: HiddenUrl, api_key: Secret | None) -> EndpointAnswer:

@@ -1,7 +1,5 @@
 """A server's process, as its runner holds it: by a pipe to the server's guardian."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -11,7 +9,6 @@ from collections.abc import Sequence
 
 from datatrove_ckpt.inference.servers import guardian
 
-_POLL = 0.05  # seconds
 # Seconds beyond the server's own stop timeout: it needs at most ten to kill the remaining
 # processes.
 _GUARDIAN_MARGIN = 12.0
@@ -71,7 +68,7 @@ class GuardedProcess:
     async def wait(self) -> int:
         """Several tasks may wait."""
         while (code := self._process.poll()) is None:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL)  # an event would belong to one loop
+            await asyncio.sleep(0.05)  # an event would belong to one loop
         return code
 
     def request_stop(self) -> None:

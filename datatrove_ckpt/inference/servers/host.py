@@ -5,8 +5,6 @@ A rank calls ``ServerHost.lend``. Its servers may be taken over from the rank be
 wait. External servers are only checked, before the first request: they must answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -21,6 +19,7 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.errors import CkptError, named
 from datatrove_ckpt.inference.client import routing
 from datatrove_ckpt.inference.client.client import CompletionClient, ModelServers, Outage
+from datatrove_ckpt.inference.servers.admission import follow_endpoint
 from datatrove_ckpt.inference.servers.endpoints import ExternalServers
 from datatrove_ckpt.inference.servers.supervision import ServerPool
 from datatrove_ckpt.inference.servers.warm import RankModels
@@ -74,7 +73,7 @@ async def running(
             if config.max_concurrent_generations == "auto":
                 router = servers.router
                 following += [
-                    asyncio.create_task(endpoints.follow(target, router))
+                    asyncio.create_task(follow_endpoint(target, router))
                     for target in router.targets
                 ]
             yield wait_until_cancelled  # a failure of these servers shows in their answers

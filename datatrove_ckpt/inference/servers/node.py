@@ -8,8 +8,6 @@ Process ids are reused, so a process is identified by id and start time. Each ho
 its own records in a shared folder. Without /proc (macOS) nothing is recorded or killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -90,10 +88,6 @@ class ServerRecord:
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
-    def remove(self) -> None:
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
     def owns(self, process: Process) -> bool:
         """Whether a process is provably one of this server's."""
         if process.session != self.guardian[0]:
@@ -156,7 +150,12 @@ def end_leftovers() -> None:
                     f"Ended what a killed run had left on this node: {', '.join(killed)} of the "
                     f"server of {record.name}, whose runner was process {record.runner[0]}."
                 )
-            record.remove()
+            remove_record(record.guardian[0])
+
+
+def remove_record(guardian: int) -> None:
+    with suppress(OSError, ConfigError):
+        (_folder() / f"{guardian}.json").unlink(missing_ok=True)
 
 
 def _folder() -> Path:
@@ -194,7 +193,6 @@ def runtime_folder(part: str = "") -> Path:
 
 # Seconds. The server of a rank that was killed takes up to ten to end.
 _LEASE_TIMEOUT = 60.0
-_LEASE_POLL = 0.2  # seconds
 
 
 @dataclass
@@ -293,7 +291,7 @@ async def _lock_gpus(visible: list[str], needed: int) -> list[tuple[str, int]]:
                 f"tasks on this node hold too many of them (locks in {folder}). Run fewer workers "
                 "at once."
             )
-        await asyncio.sleep(_LEASE_POLL)
+        await asyncio.sleep(0.2)
 
 
 def _try_lock_gpus(folder: Path, visible: list[str], needed: int) -> list[tuple[str, int]] | None:

@@ -9,8 +9,6 @@ event loop: a rank can pass it on to the next rank of its process (``warm.py``).
 A running server's health and load say how many requests it may get.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -99,7 +97,6 @@ class InferenceServer:
         self.api_key: Secret | None = None
         self._process: GuardedProcess | None = None
         self._command = EngineCommand((), {})
-        self._record: node.ServerRecord | None = None
         self._log_path: Path | None = None
         self._log_start = 0
 
@@ -171,28 +168,22 @@ class InferenceServer:
         log = await in_own_thread(self._open_log)
         self.on_launch()
         try:
-            self._process = self._spawn(log)
-            self.started_by = self.rank
-            self._record = await in_own_thread(
-                node.ServerRecord.create, self.name, self._process.pid, log
-            )
-        finally:
-            os.close(log)
-
-    def _spawn(self, log: int) -> GuardedProcess:
-        try:
-            return GuardedProcess(
+            self._process = GuardedProcess(
                 self._command.argv,
                 self._command.environment({**os.environ, **self.lease.env}),
                 log,
                 self.lease.locks,  # held until the last process of the server has ended
                 self.config.server_stop_timeout_sec,
             )
+            self.started_by = self.rank
+            await in_own_thread(node.ServerRecord.create, self.name, self._process.pid, log)
         except OSError as error:
             if is_caused_by_limit(error):
                 raise limit_reached("No process could be created") from None
             # Without a cause, whose frames hold the environment.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
+        finally:
+            os.close(log)
 
     def _open_log(self) -> int:
         if self.config.server_log_folder is None:
@@ -309,10 +300,9 @@ class InferenceServer:
     def stop_blocking(self) -> None:
         """Stops without an event loop, after ``request_stop``."""
         self._wait_until_stopped()
+        if self._process is not None:
+            node.remove_record(self._process.pid)
         self._process = None
-        if self._record is not None:
-            self._record.remove()
-            self._record = None
         self.url = ""
         self.api_key = None
         if self._log_path is not None and self.config.server_log_folder is None:

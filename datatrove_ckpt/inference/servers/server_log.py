@@ -3,8 +3,6 @@
 Engines bury the cause in tracebacks, and each wrong guess costs a start-up on a GPU node.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -22,9 +20,6 @@ _SEARCHED_BYTES = 256 * 1024
 _MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _EXTRAS = {engine.package: engine.name for engine in ENGINES.values()}
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_SHOWN_LINE = 200  # characters
-_EXIT_NOT_FOUND = 127
-_EXIT_KILLED = 137
 
 
 _COMMON = (
@@ -67,7 +62,7 @@ _CAUSES = (*(cause for engine in ENGINES.values() for cause in engine.causes), *
 
 
 def find_cause(exit_code: int | None, log: str) -> Cause | None:
-    if exit_code == _EXIT_NOT_FOUND:
+    if exit_code == 127:
         return Cause("The command was not found, or is not executable.", permanent=True)
     if missing := _MODULE.search(log):
         name = missing[1]
@@ -81,7 +76,7 @@ def find_cause(exit_code: int | None, log: str) -> Cause | None:
     for cause, pattern in _CAUSES:
         if exit_code is not None and re.search(pattern, log, re.IGNORECASE):
             return cause
-    if exit_code == _EXIT_KILLED:
+    if exit_code == 137:
         return Cause(
             "It was killed (SIGKILL), perhaps out of main memory. See dmesg, or ask Slurm for more "
             "--mem."
@@ -109,5 +104,5 @@ def last_line(log: str) -> str:
     for line in reversed(log.replace("\r", "\n").split("\n")):
         shown = as_line(_ESCAPE.sub("", line)).strip()
         if shown:
-            return cut(shown, _SHOWN_LINE)
+            return cut(shown, 200)
     return ""

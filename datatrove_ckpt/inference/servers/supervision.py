@@ -1,7 +1,5 @@
 """Launched servers: keeps those of one model running, and restarts one that dies or hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -24,103 +22,6 @@ from datatrove_ckpt.inference.servers.server import NO_ANSWER, InferenceServer
 from datatrove_ckpt.inference.servers.warm import RankModels
 from datatrove_ckpt.process.shutdown import Shutdown, wait_until_cancelled
 
-
-@dataclass(eq=False, repr=False)
-class ServerPool:
-    config: InferenceConfig
-    rank: int
-    model_servers: ModelServers
-    shutdown: Shutdown
-    models: RankModels
-    supervisors: list[ServerSupervisor] = field(default_factory=list)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-        """Runs servers in this block. After a good end, they may stay for the next rank.
-
-        Yields a function to await: it raises ServerDied once none is left, and none may be
-        restarted.
-        """
-        async with AsyncExitStack() as stack:
-            nodes = Nodes.from_environment()
-            if nodes.count > 1:
-                head = await stack.enter_async_context(HeadNode(self.config))
-            servers, leases = await self.models.get(self.config)
-            servers = servers or [
-                InferenceServer(self.config, self.rank, index, lease, nodes)
-                for index, lease in enumerate(leases)
-            ]
-            if nodes.count > 1:
-                servers[0].on_launch = head.start_workers
-            ends_well = False
-            try:
-                for index, server in enumerate(servers):
-                    supervisor = ServerSupervisor(
-                        self.config, self.rank, index, server, self.model_servers, self.shutdown
-                    )
-                    self.supervisors.append(supervisor)
-                await _run_all(supervisor.start() for supervisor in self.supervisors)
-                supervision = asyncio.create_task(self._supervise())
-                try:
-                    yield lambda: asyncio.shield(supervision)
-                    ends_well = True
-                finally:
-                    supervision.cancel()
-                    await asyncio.gather(supervision, return_exceptions=True)
-            finally:
-                await self._end(servers, ends_well)
-
-    async def _supervise(self) -> None:
-        left = len(self.supervisors)
-
-        async def supervise(supervisor: ServerSupervisor) -> None:
-            nonlocal left
-            try:
-                await supervisor.supervise()
-            except ServerDied as error:
-                left -= 1
-                if not left:
-                    raise
-                logger.error(
-                    f"{error}\nThe run goes on without this server, with {left} of "
-                    f"{len(self.supervisors)}."
-                )
-
-        try:
-            await _run_all(supervise(supervisor) for supervisor in self.supervisors)
-        except ServerDied as error:
-            self.model_servers.router.fail(str(error))
-            raise
-
-    async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
-        for supervisor in self.supervisors:
-            self.model_servers.router.mark_dead(supervisor.target, "the run ends")
-        if ends_well and self.models.keep(self.config, servers):
-            await asyncio.gather(
-                *(
-                    self.model_servers.disconnect(supervisor.target)
-                    for supervisor in self.supervisors
-                )
-            )
-            return
-        try:
-            await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
-        finally:
-            for server in servers:
-                server.lease.close()
-
-
-async def _run_all(work: Iterable[Awaitable[None]]) -> None:
-    """Raises the first error, without an exception group, and cancels the others."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 # All times are seconds.
 _PROBE_INTERVAL = 5.0
 _PROBE_TIMEOUT = 10.0
@@ -130,8 +31,6 @@ _PROBE_PAUSE = 0.3
 _DRAIN_MARGIN = 5.0
 _RESTART_WINDOW_SECONDS = 3600.0  # for ``server_max_restarts``
 _LONG_AGO = -1.0
-_PROGRESS_CHECKS_PER_HANG = 4
-_MAX_PROGRESS_INTERVAL = 30.0
 _METRICS_TIMEOUT = 5.0
 
 
@@ -291,7 +190,7 @@ class ServerSupervisor:
                 await self.probe(_LONG_AGO, False)
 
     async def _watch_progress(self) -> None:
-        interval = min(self.config.hang_timeout / _PROGRESS_CHECKS_PER_HANG, _MAX_PROGRESS_INTERVAL)
+        interval = min(self.config.hang_timeout / 4, 30.0)
         last: Metrics | None = None
         while True:
             await asyncio.sleep(interval)
@@ -364,3 +263,99 @@ class ServerSupervisor:
             self.mark_dead(
                 f"is dead, although its process is running: its health address {problem}"
             )
+
+
+@dataclass(eq=False, repr=False)
+class ServerPool:
+    config: InferenceConfig
+    rank: int
+    model_servers: ModelServers
+    shutdown: Shutdown
+    models: RankModels
+    supervisors: list[ServerSupervisor] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+        """Runs servers in this block. After a good end, they may stay for the next rank.
+
+        Yields a function to await: it raises ServerDied once none is left, and none may be
+        restarted.
+        """
+        async with AsyncExitStack() as stack:
+            nodes = Nodes.from_environment()
+            if nodes.count > 1:
+                head = await stack.enter_async_context(HeadNode(self.config))
+            servers, leases = await self.models.get(self.config)
+            servers = servers or [
+                InferenceServer(self.config, self.rank, index, lease, nodes)
+                for index, lease in enumerate(leases)
+            ]
+            if nodes.count > 1:
+                servers[0].on_launch = head.start_workers
+            ends_well = False
+            try:
+                for index, server in enumerate(servers):
+                    supervisor = ServerSupervisor(
+                        self.config, self.rank, index, server, self.model_servers, self.shutdown
+                    )
+                    self.supervisors.append(supervisor)
+                await _run_all(supervisor.start() for supervisor in self.supervisors)
+                supervision = asyncio.create_task(self._supervise())
+                try:
+                    yield lambda: asyncio.shield(supervision)
+                    ends_well = True
+                finally:
+                    supervision.cancel()
+                    await asyncio.gather(supervision, return_exceptions=True)
+            finally:
+                await self._end(servers, ends_well)
+
+    async def _supervise(self) -> None:
+        left = len(self.supervisors)
+
+        async def supervise(supervisor: ServerSupervisor) -> None:
+            nonlocal left
+            try:
+                await supervisor.supervise()
+            except ServerDied as error:
+                left -= 1
+                if not left:
+                    raise
+                logger.error(
+                    f"{error}\nThe run goes on without this server, with {left} of "
+                    f"{len(self.supervisors)}."
+                )
+
+        try:
+            await _run_all(supervise(supervisor) for supervisor in self.supervisors)
+        except ServerDied as error:
+            self.model_servers.router.fail(str(error))
+            raise
+
+    async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
+        for supervisor in self.supervisors:
+            self.model_servers.router.mark_dead(supervisor.target, "the run ends")
+        if ends_well and self.models.keep(self.config, servers):
+            await asyncio.gather(
+                *(
+                    self.model_servers.disconnect(supervisor.target)
+                    for supervisor in self.supervisors
+                )
+            )
+            return
+        try:
+            await asyncio.gather(*(supervisor.stop() for supervisor in self.supervisors))
+        finally:
+            for server in servers:
+                server.lease.close()
+
+
+async def _run_all(work: Iterable[Awaitable[None]]) -> None:
+    """Raises the first error, without an exception group, and cancels the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,8 +16,6 @@ Servers that serve a model on several nodes are not kept: their other parts belo
 end with the rank. A fork of this process has no warm servers: it would stop its parent's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import os
@@ -29,7 +27,6 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import xxhash
 from loguru import logger
@@ -38,12 +35,9 @@ from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import Nodes
 from datatrove_ckpt.inference.servers.node import GpuLease, lease_gpus
+from datatrove_ckpt.inference.servers.server import InferenceServer
 from datatrove_ckpt.process.event_loop import in_own_thread
 from datatrove_ckpt.process.shutdown import Shutdown
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.inference.servers.server import InferenceServer
-
 
 _PORT = 1  # any, but one for all
 

@@ -168,15 +168,16 @@ def with_media(payload: Payload, parts: Sequence[Payload]) -> Payload:
     """Returns the payload, with the parts after the text of the user's last message."""
     if not parts:
         return payload
-    messages = payload["messages"]
-    at = max((number for number, one in enumerate(messages) if one["role"] == "user"), default=None)
-    if at is None:
-        return {**payload, "messages": [*messages, {"role": "user", "content": [*parts]}]}
-    content = messages[at].get("content") or []
+    messages = list(payload["messages"])
+    users = [number for number, one in enumerate(messages) if one["role"] == "user"]
+    if not users:
+        users = [len(messages)]
+        messages.append({"role": "user"})
+    content = messages[users[-1]].get("content") or []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    message = {**messages[at], "content": [*content, *parts]}
-    return {**payload, "messages": [*messages[:at], message, *messages[at + 1 :]]}
+    messages[users[-1]] = {**messages[users[-1]], "content": [*content, *parts]}
+    return {**payload, "messages": messages}
 
 
 class _Medium(NamedTuple):

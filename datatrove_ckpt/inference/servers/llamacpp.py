@@ -42,14 +42,12 @@ def flags_set(params: CommonParams, arguments: list[str] | None) -> CommonParams
         "fields of common_params"
     )
     parser = argparse.ArgumentParser(usage=usage, allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="GGUF file")
-    parser.add_argument("--alias", required=True, help="the model's name in requests and answers")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--alias", required=True)
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--context", type=int, default=2048, help="tokens per request")
-    parser.add_argument("--parallel", type=int, default=1, help="requests in work at once")
-    parser.add_argument(
-        "--threads", type=int, default=usable_cores(), help="threads; default: all usable cores"
-    )
+    parser.add_argument("--context", type=int, default=2048)  # tokens of a request
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=usable_cores())
     given, fields = parser.parse_known_args(arguments)
     params.model.path = given.model
     params.model_alias = {given.alias}

@@ -246,12 +246,9 @@ async def _share_gpus(
     visible = visible_gpus()
     is_local = os.environ.get("DATATROVE_EXECUTOR", "LOCAL") == "LOCAL"
     ranks_share_them = is_local and any(config.engine.leases_gpus for config in configs)
-    divided = ranks_share_them or sum(config.replicas for config in configs) > 1
-    if (
-        not visible
-        or not leases
-        or not (divided or any(config.gpus is not None for config in configs))
-    ):
+    divided = sum(config.replicas for config in configs) > 1
+    given = any(config.gpus is not None for config in configs)
+    if not visible or not leases or not (ranks_share_them or divided or given):
         return
     needed = sum(config.gpus_each * config.replicas for config in configs)
     if needed > len(visible):

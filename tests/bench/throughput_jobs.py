@@ -28,7 +28,6 @@ class Job:
         rows: makes the documents, each a text and the lengths of its answers.
         rollout: asks for one document.
         engine: what differs from ``H100``.
-        numbers: of requests in flight at a server, of which the best is looked for.
         goal: the share of the ideal that is expected of the default settings.
         tasks: that run at once, over the same servers.
         death: when the first server dies, and for how many seconds it is away. The ideal has all
@@ -39,7 +38,6 @@ class Job:
     rows: Callable[[random.Random], list[dict]]
     rollout: Callable
     engine: dict = field(default_factory=dict)
-    numbers: tuple[int, ...] = (64, 128, 256, 512)
     goal: float = 0.0
     tasks: int = 1
     death: tuple[float, float] | None = None
@@ -204,19 +202,13 @@ SMALL_MODEL = {
 }
 FP8 = {"base": 4.5e-3, "per_prompt_token": 1.7e-5, "per_cached_token": 2.8e-8, "blocks": 53_000}
 
-CALLS = (64, 128, 160, 192)
-
 # Of documents that are shared and shuffled, 150 a server are a little more than its cache holds.
 JOBS = {
     "rewriting, 1 server": Job(1, rewriting(2_500), one_call),
     "rewriting, 4 servers": Job(4, rewriting(8_000), one_call),
     "rewriting, 8 servers": Job(8, rewriting(20_000), one_call, goal=1.0),
-    "3 calls in sequence, 1 server": Job(
-        1, calls(2_000, 3), in_sequence(), goal=1.65, numbers=CALLS
-    ),
-    "3 calls in sequence, 8 servers": Job(
-        8, calls(8_000, 3), in_sequence(), goal=1.6, numbers=CALLS
-    ),
+    "3 calls in sequence, 1 server": Job(1, calls(2_000, 3), in_sequence(), goal=1.65),
+    "3 calls in sequence, 8 servers": Job(8, calls(8_000, 3), in_sequence(), goal=1.6),
     "10 calls in sequence, 1 server": Job(1, calls(400, 10), in_sequence()),
     "10 calls in sequence, 8 servers": Job(8, calls(1_600, 10), in_sequence()),
     "8 rows share a document, 2 servers": Job(2, shared(375), one_call),
@@ -234,10 +226,10 @@ JOBS = {
     ),
     "one prompt for all rows, 8 servers": Job(8, system_prompts(20_000, 1), one_call, goal=0.97),
     "64 system prompts, 8 servers": Job(8, system_prompts(10_000, 64), one_call),
-    "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call, numbers=(64, 128, 256)),
+    "reasoning to 16k tokens, 1 server": Job(1, reasoning(700), one_call),
     "labels, 8 servers": Job(8, labels(12_000), one_call),
     "prompts of 20,000 tokens, 8 servers": Job(
-        8, rewriting(1_000, prompt=20_000, answer=300), one_call, numbers=(8, 16, 24)
+        8, rewriting(1_000, prompt=20_000, answer=300), one_call
     ),
     "max-num-seqs 128, rewriting, 8 servers": Job(8, rewriting(8_000), one_call, {"places": 128}),
     "max-num-batched-tokens 2048, 3 calls, 8 servers": Job(

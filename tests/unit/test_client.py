@@ -30,7 +30,7 @@ from datatrove_ckpt.errors import (
 from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
-from datatrove_ckpt.inference.client.answers import Completion, RetryableError
+from datatrove_ckpt.inference.client.answers import CHAT, Completion, RetryableError
 from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.plain import Transport
@@ -295,11 +295,7 @@ BEYOND = "1" + "0" * 30
 )
 def test_token_counts_that_are_none_are_left_out(usage, kept):
     body = chat().replace(b'{"total_tokens": 3}', usage.encode())
-    assert usage.encode() in body
-    result = Outcome(answer(http(200, body))).result
-    assert isinstance(result, Completion)
-    assert result.usage == kept
-    orjson.dumps(result.usage)
+    assert CHAT.parse(body).usage == kept
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 431])
@@ -495,30 +491,31 @@ async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
         assert len(server.requests) <= 3 + 4
 
 
+LOOKS = [  # when, for how long the oldest request is in flight, answers until then, hangs
+    (500, 500, 0, 0),  # nothing was ever answered
+    (510, 5, 1, 0),
+    (629, 124, 1, 0),
+    (631, 126, 1, 121),
+    (640, 135, 1, 130),
+    (641, 136, 2, 0),  # answered, after 130 s
+    (2000, 0, 2, 0),  # nothing is in flight
+    (3000, 700, 2, 0),  # within six times the longest
+    (3200, 900, 2, 900),
+    (3300, 1000, 2, 0),  # requests fail: the outage has its own lines
+]
+
+
 def test_an_endpoint_that_hangs_is_told_once(log):
-    times = []
+    times = [0]
     outage = Outage(600, lambda: times[-1])
-
-    def look(now, busy, answers):
+    for now, busy, answers, hangs in LOOKS:
         times.append(now)
-        for _ in range(answers - outage.answers):
+        if answers > outage.answers:
             outage.answered()
+        if now == 3300:
+            outage.begun(False, 3201)
         outage.look(busy, 3600)
-        return round(outage.hangs)
-
-    assert look(500, 500, 0) == 0, "nothing was ever answered"
-    assert [look(510, 5, 1), look(629, 124, 1), look(631, 126, 1), look(640, 135, 1)] == [
-        0,
-        0,
-        121,
-        130,
-    ]
-    assert look(641, 136, 2) == 0, "answered, after 130 s"
-    assert look(2000, 0, 2) == 0, "nothing is in flight"
-    assert look(3000, 700, 2) == 0, "within six times the longest"
-    assert look(3200, 900, 2) == 900
-    outage.begun(False, 3201)
-    assert look(3300, 1000, 2) == 0, "requests fail: the outage has its own lines"
+        assert round(outage.hangs) == hangs, now
     assert [line.split(" ")[0] for line in log] == ["WARNING", "INFO", "WARNING"]
     assert "has not answered for 121 s, and its requests took 5 s at most." in log[0]
     assert "wait for 3600 s each (request_timeout), because they may be paid for." in log[0]
@@ -893,13 +890,11 @@ async def test_a_blank_line_behind_an_answer_is_no_answer(short, log, monkeypatc
     assert not log
 
 
-@pytest.mark.parametrize("coding", ["", "gzip"])
-def test_an_answer_that_is_too_long_is_refused(coding, monkeypatch):
+def test_an_answer_that_becomes_too_long_is_refused(monkeypatch):
     """1 MB of zeros is 1 kB in gzip; less than 1 MB has become 4 GB."""
     monkeypatch.setattr(body_limits, "LARGE_ANSWER_BYTES", 0)
     monkeypatch.setattr(body_limits, "MAX_ANSWER_BYTES", 300_000)
-    body = gzip.compress(bytes(1 << 20)) if coding else chat("x" * 400_000)
-    raw = http(200, body, f"Content-Encoding: {coding or 'identity'}")
+    raw = http(200, gzip.compress(bytes(1 << 20)), "Content-Encoding: gzip")
     outcome = Outcome(answer(raw), server_patience_seconds=1.0)
     assert isinstance(outcome.result, ServerUnavailable)
     assert "the body is longer than 300000 bytes" in str(outcome.result)

@@ -22,6 +22,12 @@ from tests.unit.test_client import answer, http, never, serving, then_close
 GOOD = answer(http(200, b"good"))
 
 
+@pytest.fixture(autouse=True)
+def _no_exemptions(monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @asynccontextmanager
 async def transport_to(*replies, **settings):
     async with serving(*replies) as (server, base):
@@ -218,8 +224,6 @@ async def through(monkeypatch, status=200, tls=None):
     listener = await asyncio.start_server(proxy.handle, "127.0.0.1", 0, ssl=tls)
     address = f"me:pw@127.0.0.1:{listener.sockets[0].getsockname()[1]}"
     monkeypatch.setenv("https_proxy", f"https://{address}" if tls else address)
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     yield proxy
     listener.close()
     await asyncio.gather(*proxy.pipes)
@@ -296,8 +300,6 @@ def test_a_connection_that_is_lost_in_its_handshake_is_one_error(
         server = await loop.create_server(lambda: HangsUp(at, self_signed), "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         monkeypatch.setenv("https_proxy", f"http://{address}")
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
         transport = Transport(HiddenUrl(f"https://{address}"), None, 30.0, proxied)
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(transport.send(b"one"), 20)
@@ -314,8 +316,6 @@ def test_a_proxy_that_does_not_answer_is_given_up_in_time(over, monkeypatch):
         address, *_ = silent.getsockname()
         monkeypatch.setenv("https_proxy", f"http://{address}:{silent.getsockname()[1]}")
         monkeypatch.setattr(plain, "_CONNECT_SECONDS", 0.05)
-        for name in ("no_proxy", "NO_PROXY"):
-            monkeypatch.delenv(name, raising=False)
         url = HiddenUrl("https://a.invalid")
         transport = Transport(url, None, 30.0, True)
         with pytest.raises(ConnectTimeout):

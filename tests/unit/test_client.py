@@ -453,10 +453,6 @@ def test_a_server_that_never_gives_a_finish_reason_is_not_believed(server_type):
     assert outcome.client.answers == 0
 
 
-def html(body):
-    return http(200, body).replace(b"application/json", b"text/html")
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -469,7 +465,7 @@ def html(body):
     ],
 )
 def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(body):
-    outcome = Outcome(answer(html(body)), **KINDS["endpoint"])
+    outcome = Outcome(answer(http(200, body)), **KINDS["endpoint"])
     assert isinstance(outcome.result, ServerRefused)
     assert "/v1/chat/completions has sent 3 answers in a row" in str(outcome.result)
     assert "correct the endpoint's URL or the proxy" in str(outcome.result)
@@ -477,13 +473,12 @@ def test_the_third_answer_of_an_unknown_form_ends_the_run_with_path_and_body(bod
         str(outcome.result).strip("'").endswith(json.dumps(body.decode())[1:-1].replace('\\"', '"'))
     )
     assert len(outcome.server.requests) == 3
-    assert "text/html" in str(outcome.result) or body[:1] in b"{["
 
 
 async def test_after_the_third_such_answer_only_what_was_in_flight_is_paid():
     """Requests that wait for a place, or for their next attempt, are not sent."""
     async with talking(
-        answer(html(b"data: 1")), max_concurrent_generations=4, **KINDS["endpoint"]
+        answer(http(200, b"data: 1")), max_concurrent_generations=4, **KINDS["endpoint"]
     ) as (server, client, _):
         asked = [client.complete(b"%d" % number) for number in range(40)]
         errors = await asyncio.gather(*asked, return_exceptions=True)

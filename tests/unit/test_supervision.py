@@ -16,7 +16,7 @@ from datatrove_ckpt.config import InferenceConfig, inference_config
 from datatrove_ckpt.config.inference_config import ENGINES, visible_gpus
 from datatrove_ckpt.config.models import models_of
 from datatrove_ckpt.errors import ConfigError
-from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender
+from datatrove_ckpt.inference.client.routing import Death, Request, Router, Sender, Target
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.admission import Metrics, parse_metrics, read_metrics
@@ -361,5 +361,5 @@ async def test_a_probe_for_which_no_file_is_left_says_nothing_about_its_server(
     server = InferenceServer(config(), 0)
     server.url = "http://127.0.0.1:1"
     assert await server.problem(1.0) is None
-    page = HiddenUrl(f"{server.url}/metrics")
-    assert await read_metrics(page, None, ENGINES["vllm"].metrics, 1.0) is None
+    target = Target(url=HiddenUrl(server.url))
+    assert await read_metrics(target, ENGINES["vllm"].metrics, 1.0) is None

@@ -744,8 +744,7 @@ class CompletionClient:
         except RetryableError as failure:
             note_sent(way.extras)  # which the answer may quote
             if isinstance(failure, UnknownForm):
-                failure.quoted = f"{response.form} ".lstrip()
-                failure.quoted += response.body.decode(errors="replace")
+                failure.quoted = response.body.decode(errors="replace")
             failure.quote()
             if isinstance(failure, UnknownForm):
                 self._refuse_form(transport, failure)

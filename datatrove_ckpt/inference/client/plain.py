@@ -56,10 +56,8 @@ _MAX_FRAMING_BYTES = 1 << 24
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FIELDS = _WAIT_FIELDS | {
-    b"connection",
     b"content-encoding",
     b"content-length",
-    b"content-type",
     b"transfer-encoding",
 }
 
@@ -82,14 +80,12 @@ class Response(NamedTuple):
 
     Attributes:
         wait: the seconds that an error asks to wait.
-        form: content type and coding; "" for an answer that is probably JSON.
         quotas: what is left of the server's limits.
     """
 
     status: int
     body: bytes
     wait: float | None = None
-    form: str = ""
     quotas: tuple[Quota, ...] = ()
 
 
@@ -126,7 +122,6 @@ class ResponseParser:
         self.status = 0
         self.reusable = False
         self._wait: float | None = None
-        self._form = ""
         self._quotas: tuple[Quota, ...] = ()
         self._body = bytearray()
         self._framing_bytes = 0
@@ -142,7 +137,7 @@ class ResponseParser:
         )
 
     def response(self) -> Response:
-        return Response(self.status, bytes(self._body), self._wait, self._form, self._quotas)
+        return Response(self.status, bytes(self._body), self._wait, self._quotas)
 
     def feed(self, data: bytes) -> bool:
         """Whether the response is complete with these bytes.
@@ -196,14 +191,12 @@ class ResponseParser:
         fields = self._fields
         if status == 101:
             self._refuse("the server wants to switch to another protocol")
-        if version in ("1.1", "1.0") and status in (100, 102, 103):
-            return  # these come before the answer, and have no body
-        if version not in ("1.1", "1.0") or status < 200:
+        is_interim = status in (100, 102, 103)  # these come before the answer, and have no body
+        if version not in ("1.1", "1.0") or (status < 200 and not is_interim):
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
-        packing = fields.get(b"content-encoding", b"")
-        form = b"%b %b" % (fields.get(b"content-type", b""), packing)
-        self._form = form.decode("latin-1").strip()
-        self._large = LargeAnswer(packing)
+        if is_interim:
+            return
+        self._large = LargeAnswer(fields.get(b"content-encoding", b""))
         coding = fields.get(b"transfer-encoding")
         length = fields.get(b"content-length")
         if status in (204, 304):
@@ -221,9 +214,7 @@ class ResponseParser:
             self._ends_at_close = True
         # A proxy may disagree with us about where such a response ends.
         ambiguous = coding is not None and length is not None
-        # llhttp checks for "close" in HTTP/1.1 only.
-        closes = b"close" in fields.get(b"connection", b"").lower()
-        self.reusable = llhttp.should_keep_alive() and not closes and not ambiguous
+        self.reusable = llhttp.should_keep_alive() and not ambiguous
         if not _WAIT_FIELDS.isdisjoint(fields):
             texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
             self._quotas = quotas(texts)
@@ -542,9 +533,7 @@ class Transport:
     def explain(self, error: Exception) -> str:
         number = getattr(error, "errno", None)
         if isinstance(error, socket.gaierror):
-            text = f"the name of the host was not found (DNS): {error.strerror}"
-            if number == socket.EAI_NONAME:
-                text = "no host of this name (DNS)"
+            text = f"the host was not found (DNS): {error.strerror}"
         elif number and not isinstance(error, ssl.SSLError):
             text = os.strerror(number)
         else:

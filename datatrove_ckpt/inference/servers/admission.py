@@ -4,15 +4,12 @@ import asyncio
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 from loguru import logger
 
 from datatrove_ckpt.common import retrying
-from datatrove_ckpt.common.redaction import Secret
 from datatrove_ckpt.config.inference_config import (
     ENGINES,
     FIRST_LIMIT,
@@ -22,7 +19,6 @@ from datatrove_ckpt.config.inference_config import (
 from datatrove_ckpt.errors import TooManyOpenFiles
 from datatrove_ckpt.inference.client.routing import Pace, Router, Target
 from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
-from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
 
@@ -65,10 +61,12 @@ def parse_metrics(names: MetricNames, text: str) -> Metrics | None:
     )
 
 
-async def read_page(url: HiddenUrl, api_key: Secret | None, seconds: float, proxied: bool) -> str:
+async def _read_page(target: Target, seconds: float) -> str:
     """Returns the text at /metrics; "" if the server shows none, or does not answer in time."""
+    assert target.url is not None
+    is_external = target.probe is None
     try:
-        response = await get(url, api_key, seconds, proxied)
+        response = await get(target.url.api("/metrics"), target.api_key, seconds, is_external)
         if response.status == 200:
             return response.body.decode()
         return ""
@@ -76,18 +74,12 @@ async def read_page(url: HiddenUrl, api_key: Secret | None, seconds: float, prox
         return ""
 
 
-async def read_metrics(
-    url: HiddenUrl,
-    api_key: Secret | None,
-    names: MetricNames | None,
-    seconds: float,
-    proxied: bool = False,
-) -> Metrics | None:
+async def read_metrics(target: Target, names: MetricNames | None, seconds: float) -> Metrics | None:
     """Returns None if the engine has no metrics, or does not answer in time."""
     if names is None:
         return None
     try:
-        return parse_metrics(names, await read_page(url, api_key, seconds, proxied))
+        return parse_metrics(names, await _read_page(target, seconds))
     except ValueError:
         return None
 
@@ -166,10 +158,7 @@ class Admission:
 
 
 async def adapt_admission(
-    name: str,
-    target: Target,
-    router: Router,
-    read: Callable[[float], Awaitable[Metrics | None]],
+    name: str, target: Target, router: Router, names: MetricNames | None
 ) -> NoReturn:
     """Adapts the target's limit to its engine until cancelled.
 
@@ -177,9 +166,6 @@ async def adapt_admission(
     tokens falls twice: a load balancer then shows another server's metrics each time, of which the
     limit would run away. If the metrics stop, the limit stays, and what they showed of the cache is
     forgotten.
-
-    Args:
-        read: gives the engine's metrics within so many seconds.
     """
     admission = Admission()  # new for each process of the server
     read_at = time.monotonic()
@@ -188,7 +174,7 @@ async def adapt_admission(
     why = "shows no metrics at /metrics"
     while True:
         await asyncio.sleep(_SAMPLE_SECONDS)
-        metrics = await read(_METRICS_TIMEOUT)
+        metrics = await read_metrics(target, names, _METRICS_TIMEOUT)
         if metrics is not None:
             read_at = time.monotonic()
             falls += tokens is not None and metrics.tokens < tokens
@@ -225,18 +211,15 @@ async def follow_endpoint(target: Target, router: Router) -> None:
 
     Some names come with the first request. So it is looked for until an answer has come.
     """
-    assert target.url is not None
-    url = target.url.api("/metrics")
     looks = 0
     while True:
         is_last = target.answers > 0
-        page = await read_page(url, target.api_key, _METRICS_TIMEOUT, proxied=True)
+        page = await _read_page(target, _METRICS_TIMEOUT)
         for engine in ENGINES.values():
             names = engine.metrics
             if names is not None and names.are_in(page):
                 target.pace = None
-                read = partial(read_metrics, url, target.api_key, names, proxied=True)
-                await adapt_admission(str(target.url), target, router, read)
+                await adapt_admission(str(target.url), target, router, names)
         if is_last:
             return
         looks += 1

@@ -121,7 +121,8 @@ class ServerSupervisor:
         watchers = [self._watch_process(), self._watch_health(), self._watch_progress()]
         if self.config.follows_metrics:
             router = self.model_servers.router
-            watchers.append(adapt_admission(self._name, self.target, router, self._metrics))
+            names = self.config.engine.metrics
+            watchers.append(adapt_admission(self._name, self.target, router, names))
         tasks = [asyncio.create_task(watcher) for watcher in watchers]
         waits: list[asyncio.Future[str] | asyncio.Task[None]] = [self._death_cause, *tasks]
         try:
@@ -200,7 +201,7 @@ class ServerSupervisor:
         """Marks the server dead if it hangs. Returns its metrics; None without any, or requests."""
         metrics = None
         if self.target.attempts:
-            metrics = await self._metrics(seconds)
+            metrics = await read_metrics(self.target, self.config.engine.metrics, seconds)
         quiet = time.monotonic() - self.target.alive_at
         if metrics is not None and last is not None and metrics.tokens != last.tokens:
             self._longest = max(self._longest, quiet)
@@ -218,11 +219,6 @@ class ServerSupervisor:
                 f"{timeout:g} s (hang_timeout={self.config.hang_timeout:g})"
             )
         return metrics
-
-    async def _metrics(self, seconds: float) -> Metrics | None:
-        server = self.server
-        url = HiddenUrl(f"{server.url}/metrics")
-        return await read_metrics(url, server.api_key, self.config.engine.metrics, seconds)
 
     async def probe(self, since: float, until_proof: bool) -> None:
         """Returns once the server is known to be alive. If it is dead, the waiting attempts are

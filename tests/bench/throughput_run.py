@@ -169,7 +169,7 @@ def _launched(job, servers):
                 schedule_death(job, self.engine)
             self.url = await self.engine.start()
 
-        async def take_over(self, config, rank):
+        async def take_over(self):
             return False
 
         async def watch(self):

@@ -143,7 +143,7 @@ class Run:
 async def running(settings):
     async with client_of(settings) as client:
         models = RankModels([settings], 0, keeps=False)
-        servers = ServerPool(settings, 0, client.servers, Shutdown(), models)
+        servers = ServerPool(0, client.servers, Shutdown(), models)
         async with servers.running() as watch:
             yield Run(client, servers, watch)
 

@@ -78,7 +78,7 @@ async def running(
                 ]
             yield wait_until_cancelled  # a failure of these servers shows in their answers
         else:
-            async with ServerPool(config, rank, servers, shutdown, models).running() as watch:
+            async with ServerPool(rank, servers, shutdown, models).running() as watch:
                 yield watch
     finally:
         for task in following:

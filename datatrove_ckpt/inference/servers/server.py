@@ -110,17 +110,12 @@ class InferenceServer:
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
-    async def take_over(self, config: InferenceConfig, rank: int) -> bool:
+    async def take_over(self) -> bool:
         """Lets a server that an earlier rank started serve this one.
-
-        Args:
-            config: may differ from the earlier rank's in what is no part of the server's command.
 
         Returns:
             False if it does not run, or is not well: then it is stopped.
         """
-        self.config = config
-        self.rank = rank
         if self._process is None:
             return False
         problem: str | None = "has ended"
@@ -129,12 +124,12 @@ class InferenceServer:
         server = f"server {self.replica} that task {self.started_by} started (log {self._log_path})"
         if problem is not None:
             logger.warning(
-                f"{config.said}Task {rank} cannot take over {server}: it {problem}. It is started "
-                "anew."
+                f"{self.config.said}Task {self.rank} cannot take over {server}: it {problem}. It "
+                "is started anew."
             )
             await self.kill()
             return False
-        logger.debug(f"{config.said}Task {rank} takes over {server}.")
+        logger.debug(f"{self.config.said}Task {self.rank} takes over {server}.")
         return True
 
     async def start(self) -> None:

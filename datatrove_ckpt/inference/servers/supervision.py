@@ -51,14 +51,10 @@ class ServerSupervisor:
     attributed to a request.
 
     Args:
-        rank: the server may have been started for an earlier rank.
-        index: number of the server among the rank's replicas.
+        server: an earlier rank may have started it.
         shutdown: the rank's: after a requested stop the server is not restarted.
     """
 
-    config: InferenceConfig
-    rank: int
-    index: int
     server: InferenceServer
     model_servers: ModelServers
     shutdown: Shutdown
@@ -66,7 +62,8 @@ class ServerSupervisor:
     def __post_init__(self) -> None:
         self.target = self.model_servers.router.add(self.probe)
         self.restarts = 0
-        self._name = f"{self.config.said}Server {self.index} of task {self.rank}"
+        self.config = self.model_servers.config
+        self._name = f"{self.config.said}Server {self.server.replica} of task {self.server.rank}"
         self._death = routing.Death("")
         self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._recent_restarts = self.server.restarted_at
@@ -76,7 +73,7 @@ class ServerSupervisor:
         self._longest = 0.0
 
     async def start(self) -> None:
-        if await self.server.take_over(self.config, self.rank):
+        if await self.server.take_over():
             self._tell("reused")
         else:
             self._tell("restart" if self.restarts else "start")
@@ -88,7 +85,7 @@ class ServerSupervisor:
     def _tell(self, what: str, why: str = "") -> None:
         url = self.server.url if what in ("ready", "reused") else None
         self.model_servers.tell(
-            what, self.config.server_name(self.index), url, why.partition("\n")[0]
+            what, self.config.server_name(self.server.replica), url, why.partition("\n")[0]
         )
 
     async def stop(self) -> None:
@@ -263,7 +260,6 @@ class ServerSupervisor:
 
 @dataclass(eq=False, repr=False)
 class ServerPool:
-    config: InferenceConfig
     rank: int
     model_servers: ModelServers
     shutdown: Shutdown
@@ -277,24 +273,28 @@ class ServerPool:
         Yields a function to await: it raises ServerDied once none is left, and none may be
         restarted.
         """
+        config = self.model_servers.config
         async with AsyncExitStack() as stack:
             nodes = Nodes.from_environment()
             if nodes.count > 1:
-                head = await stack.enter_async_context(HeadNode(self.config))
-            servers, leases = await self.models.get(self.config)
+                head = await stack.enter_async_context(HeadNode(config))
+            servers, leases = await self.models.get(config)
+            for server in servers:
+                # It may differ from the earlier rank's in what is no part of the command.
+                server.config = config
+                server.rank = self.rank
             servers = servers or [
-                InferenceServer(self.config, self.rank, index, lease, nodes)
+                InferenceServer(config, self.rank, index, lease, nodes)
                 for index, lease in enumerate(leases)
             ]
             if nodes.count > 1:
                 servers[0].on_launch = head.start_workers
             ends_well = False
             try:
-                for index, server in enumerate(servers):
-                    supervisor = ServerSupervisor(
-                        self.config, self.rank, index, server, self.model_servers, self.shutdown
-                    )
-                    self.supervisors.append(supervisor)
+                self.supervisors += [
+                    ServerSupervisor(server, self.model_servers, self.shutdown)
+                    for server in servers
+                ]
                 await _run_all(supervisor.start() for supervisor in self.supervisors)
                 supervision = asyncio.create_task(self._supervise())
                 try:
@@ -331,7 +331,7 @@ class ServerPool:
     async def _end(self, servers: list[InferenceServer], ends_well: bool) -> None:
         for supervisor in self.supervisors:
             self.model_servers.router.mark_dead(supervisor.target, "the run ends")
-        if ends_well and self.models.keep(self.config, servers):
+        if ends_well and self.models.keep(servers):
             await asyncio.gather(
                 *(
                     self.model_servers.disconnect(supervisor.target)

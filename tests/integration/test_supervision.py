@@ -133,6 +133,12 @@ class Run:
         body = json.dumps({"messages": [{"role": "user", "content": question}]}).encode()
         return asyncio.create_task(self.client.complete(body))
 
+    async def waiting(self, number):
+        """So many requests that wait at the gate."""
+        tasks = [self.ask(f"wait {n}") for n in range(number)]
+        await until_async(lambda: sum(asked().values()) == number)
+        return tasks
+
     async def texts(self, tasks):
         return [
             completion.text.partition(" says ")[2] for completion in await asyncio.gather(*tasks)
@@ -179,8 +185,7 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
         run.client.sender.on_server = lambda what, name, url, why: (
             happened.append((what, name, bool(url))) or None
         )
-        tasks = [run.ask(f"wait {n}") for n in range(3)]
-        await until_async(lambda: sum(asked().values()) == 3)
+        tasks = await run.waiting(3)
         os.kill(engines()[0], signal.SIGKILL)
         await until_async(lambda: not run.servers.model_servers.router.targets[0].up)
         late = run.ask("late")  # waits while there is no server
@@ -188,15 +193,8 @@ async def test_a_server_that_dies_is_restarted_and_everything_is_answered():
         open_gate()
         assert await run.texts([*tasks, late]) == ["wait 0", "wait 1", "wait 2", "late"]
         assert asked() == {"wait 0": 2, "wait 1": 2, "wait 2": 2, "late": 1}
-        assert (
-            run.servers.supervisors[0].restarts,
-            run.client.sender.work.resent,
-            run.client.sender.work.retries,
-        ) == (
-            1,
-            3,
-            0,
-        )
+        work = run.client.sender.work
+        assert (run.servers.supervisors[0].restarts, work.resent, work.retries) == (1, 3, 0)
     assert happened == [("death", "0", False), ("restart", "0", False), ("ready", "0", True)]
 
 
@@ -226,8 +224,7 @@ def clock(monkeypatch):
 
 async def test_a_server_that_is_stopped_hangs_and_is_restarted(clock, log):
     async with running(config(hang_timeout=0.8)) as run:
-        tasks = [run.ask(f"wait {n}") for n in range(3)]
-        await until_async(lambda: sum(asked().values()) == 3)
+        tasks = await run.waiting(3)
         os.kill(engines()[0], signal.SIGSTOP)
         # An answer to a probe may still be on its way.
         clock.passes = lambda: is_stopped(engines()[0])
@@ -372,8 +369,7 @@ async def test_the_work_of_a_dead_replica_goes_to_the_others_meanwhile(
 ):
     policy("RESTART", first=60.0)  # longer than the test
     async with running(config(replicas=2)) as run:
-        tasks = [run.ask(f"wait {n}") for n in range(4)]
-        await until_async(lambda: sum(asked().values()) == 4)
+        tasks = await run.waiting(4)
         dead, alive = engines()
         os.kill(dead, signal.SIGKILL)
         await until_async(lambda: sum(asked().values()) == 6)

@@ -35,7 +35,6 @@ from datatrove_ckpt.config import InferenceConfig
 from datatrove_ckpt.config.inference_config import (
     HOST,
     SINGLE_NODE,
-    Cause,
     EngineCommand,
     Nodes,
 )
@@ -63,9 +62,7 @@ _TAKE_OVER_TIMEOUT = 15.0  # seconds
 
 
 class _StartAttemptFailed(Exception):
-    def __init__(self, text: str, cause: Cause | None) -> None:
-        super().__init__(text)
-        self.is_permanent = cause is not None and cause.permanent
+    is_permanent = False
 
 
 @dataclass(eq=False, repr=False)
@@ -176,7 +173,7 @@ class InferenceServer:
             if is_caused_by_limit(error):
                 raise limit_reached("No process could be created") from None
             # Without a cause, whose frames hold the environment.
-            raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
+            raise _StartAttemptFailed(f"No process could be created: {error}") from None
         finally:
             os.close(log)
 
@@ -207,13 +204,13 @@ class InferenceServer:
             seconds = time.monotonic() - started_at
             if (code := self._process.returncode) is not None:
                 what = f"exited with code {code} after {seconds:.1f} s, before it was ready"
-                raise _StartAttemptFailed(*await self._explained(what, code))
+                raise await self._explained(what, code)
             if is_ready:
                 break
             if seconds >= window:
                 settings = "server_ready_max_attempts * server_ready_delay_sec"
                 what = f"did not become ready within {window:g} s ({settings})"
-                raise _StartAttemptFailed(*await self._explained(what))
+                raise await self._explained(what)
             if seconds >= say_at:  # silence during minutes of loading looks like a hang
                 say_at += _SAY_EVERY
                 line = last_line(await in_own_thread(self._log))
@@ -255,8 +252,8 @@ class InferenceServer:
             return hide(read_log(self._log_path, self._log_start))
         return ""
 
-    async def _explained(self, what: str, exit_code: int | None = None) -> tuple[str, Cause | None]:
-        """Returns ``what`` is wrong with command and end of the log, and the cause if known."""
+    async def _explained(self, what: str, exit_code: int | None = None) -> _StartAttemptFailed:
+        """Returns ``what`` is wrong, with the cause if it is known, command and end of the log."""
         log = await in_own_thread(self._log)
         cause = find_cause(exit_code, log)
         lines = [f"The {self.config.server_type} server {what}."]
@@ -265,10 +262,12 @@ class InferenceServer:
         lines.append(f"Command: {redacted_command(self._command.argv)}")
         lines.append(f"End of its log ({self._log_path}):")
         lines += [f"  {line}" for line in log.rstrip().splitlines()[-_LOG_TAIL_LINES:]]
-        return "\n".join(lines), cause
+        failure = _StartAttemptFailed("\n".join(lines))
+        failure.is_permanent = cause is not None and cause.permanent
+        return failure
 
     async def report(self, what: str, exit_code: int | None = None) -> str:
-        return (await self._explained(what, exit_code))[0]
+        return str(await self._explained(what, exit_code))
 
     async def watch(self) -> int:
         """Returns the exit code once the server died, not if it was stopped."""

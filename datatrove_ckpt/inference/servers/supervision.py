@@ -65,7 +65,7 @@ class ServerSupervisor:
         self.config = self.model_servers.config
         self._name = f"{self.config.said}Server {self.server.replica} of task {self.server.rank}"
         self._death = routing.Death("")
-        self._death_cause: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._death_cause: asyncio.Future[str]
         self._recent_restarts = self.server.restarted_at
         self._probing: asyncio.Task[None] | None = None
         self._probed_since = _LONG_AGO

@@ -58,7 +58,8 @@ from datatrove_ckpt.generation.noted_requests import NotedRequest, unsent_prompt
 from datatrove_ckpt.generation.results import check_answer
 from datatrove_ckpt.generation.step import Step
 from datatrove_ckpt.generation.user_code import check_first, try_media
-from datatrove_ckpt.inference.servers.host import EndpointAnswer, ExternalServers, check_servers
+from datatrove_ckpt.inference.servers.endpoints import EndpointAnswer, ExternalServers
+from datatrove_ckpt.inference.servers.host import check_servers
 from datatrove_ckpt.mirror.job import compare_mirrored_job
 from datatrove_ckpt.mirror.restore import find_outdated, restore_outdated
 from datatrove_ckpt.output.arrow_types import NO_TYPES

@@ -3,8 +3,6 @@
 Disks that crash are subclasses of ``files.Disk`` that stand in for it during a test.
 """
 
-from __future__ import annotations
-
 import functools
 import shutil
 import sqlite3

@@ -73,7 +73,7 @@ def test_a_dead_endpoint(found, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", without_dns)
     for url, says in (
         ("http://127.0.0.1:9", "/v1/models: Connection refused"),
-        ("http://no-such-host.invalid:8000", "/v1/models: no host of this name (DNS)"),
+        ("http://no-such-host.invalid:8000", "/v1/models: the host was not found (DNS)"),
     ):
         state, text = found(f"--pipeline.1.config.endpoint_url={url}")["server, endpoint"]
         assert state == "problem"

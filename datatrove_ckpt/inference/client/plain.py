@@ -8,9 +8,7 @@ pass on the real answer later.
 
 HTTP/1.1 cannot separate a late response from the response to the next request. So a connection
 rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
-arrive by then, the response is dropped, and from then on no connection carries a second request. A
-response that comes later still is noticed if each answer has its own ``id``: it equals the response
-before it.
+arrive by then, the response is dropped, and from then on no connection carries a second request.
 
 httptools (llhttp) parses the responses; a regular expression the usual answer that arrives in one
 piece, for a fifth of the cost.
@@ -31,11 +29,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 from loguru import logger
-from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import Secret, remember
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
-from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
+from datatrove_ckpt.inference.client.body import AnyBody, LargeAnswer
 from datatrove_ckpt.inference.client.urls import (
     Extras,
     HiddenUrl,
@@ -47,24 +44,17 @@ from datatrove_ckpt.inference.client.urls import (
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
-# A short one, or a short number, may be a counter, the time, or Ollama's 999.
-_ID = re.compile(rb'"id": ?"(?![^"\d]*\d{1,15}")[^"]{16,}"')
-_MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
-_MAX_PROXY_HEAD = 1 << 16
 
 _WAIT_FIELDS = frozenset(name.encode() for name in WAIT_FIELDS)
 _FIELDS = _WAIT_FIELDS | {
-    b"connection",
     b"content-encoding",
     b"content-length",
-    b"content-type",
     b"transfer-encoding",
 }
 
-_INTERIM = (100, 102, 103)  # come before the answer, and have no body
 # 200, header fields that are not read, and one length.
 _SILENT = (
     rb"(?:(?!(?:proxy-)?connection:|content-(?:encoding|length):|transfer-encoding:|upgrade:|x-ratelimit-)"
@@ -84,14 +74,12 @@ class Response(NamedTuple):
 
     Attributes:
         wait: the seconds that an error asks to wait.
-        form: content type and coding; "" for an answer that is probably JSON.
         quotas: what is left of the server's limits.
     """
 
     status: int
     body: bytes
     wait: float | None = None
-    form: str = ""
     quotas: tuple[Quota, ...] = ()
 
 
@@ -128,7 +116,6 @@ class ResponseParser:
         self.status = 0
         self.reusable = False
         self._wait: float | None = None
-        self._form = ""
         self._quotas: tuple[Quota, ...] = ()
         self._body = bytearray()
         self._framing_bytes = 0
@@ -144,7 +131,7 @@ class ResponseParser:
         )
 
     def response(self) -> Response:
-        return Response(self.status, bytes(self._body), self._wait, self._form, self._quotas)
+        return Response(self.status, bytes(self._body), self._wait, self._quotas)
 
     def feed(self, data: bytes) -> bool:
         """Whether the response is complete with these bytes.
@@ -198,14 +185,12 @@ class ResponseParser:
         fields = self._fields
         if status == 101:
             self._refuse("the server wants to switch to another protocol")
-        if version in ("1.1", "1.0") and status in _INTERIM:
-            return
-        if version not in ("1.1", "1.0") or status < 200:
+        is_interim = status in (100, 102, 103)  # these come before the answer, and have no body
+        if version not in ("1.1", "1.0") or (status < 200 and not is_interim):
             self._refuse(f"not HTTP/1.1: version {version}, status {status}")
-        packing = fields.get(b"content-encoding", b"")
-        form = b"%b %b" % (fields.get(b"content-type", b""), packing)
-        self._form = form.decode("latin-1").strip()
-        self._large = LargeAnswer(packing)
+        if is_interim:
+            return
+        self._large = LargeAnswer(fields.get(b"content-encoding", b""))
         coding = fields.get(b"transfer-encoding")
         length = fields.get(b"content-length")
         if status in (204, 304):
@@ -223,9 +208,7 @@ class ResponseParser:
             self._ends_at_close = True
         # A proxy may disagree with us about where such a response ends.
         ambiguous = coding is not None and length is not None
-        # llhttp checks for "close" in HTTP/1.1 only.
-        closes = b"close" in fields.get(b"connection", b"").lower()
-        self.reusable = llhttp.should_keep_alive() and not closes and not ambiguous
+        self.reusable = llhttp.should_keep_alive() and not ambiguous
         if not _WAIT_FIELDS.isdisjoint(fields):
             texts = {name.decode(): value.decode("latin-1") for name, value in fields.items()}
             self._quotas = quotas(texts)
@@ -253,10 +236,12 @@ class _StopParsing(Exception):
 
 # Up to this size, one ``send`` of a copy is cheaper than two.
 _MAX_COPIED_BYTES = 1 << 16
-# uvicorn's socket queues 2048 connections; the kernel retries others after 1 s.
-_MAX_CONCURRENT_CONNECTS = 1000
 # Thousands of connections are opened, and each lookup takes a thread.
 _ADDRESS_CACHE_SECONDS = 10.0
+_CONNECT_SECONDS = 30.0
+# An idle connection is then closed instead of used again: uvicorn closes it after 5 s, and a
+# request sent then fails.
+_KEEPALIVE_SECONDS = 4.0
 # No response to a request: the server closes an idle connection.
 _REQUEST_TIMEOUT = (b"HTTP/1.1 408", b"HTTP/1.0 408")
 # Unlike ``socket.recv``, this keeps the GIL, which a busy thread would return after 150 us.
@@ -280,14 +265,12 @@ class _Connection(asyncio.Protocol):
     Attributes:
         transport: asyncio's.
         asked_at: when its request was sent.
-        last: the hashes of the request and the answer that it carried last.
     """
 
     def __init__(self, owner: Transport) -> None:
         self.usable = True
         self.asked_at = 0.0
         self.idle_since = 0.0
-        self.last: tuple[object, int] = (None, 0)
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._response: asyncio.Future[Response] | None = None
@@ -365,7 +348,7 @@ class _Connection(asyncio.Protocol):
         except RemoteProtocolError as error:
             is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
             if isinstance(error, UnaskedBytes) and is_answer:
-                self._owner.note_unasked("an answer without a request")
+                self._owner.note_unasked()
             self.abort(error)
 
     def _finish(self, response: Response, reusable: bool) -> None:
@@ -419,19 +402,12 @@ class _Tunnel(asyncio.Protocol):
         self._received += data
         if b"\r\n\r\n" in self._received:
             self.head.set_result(self._received)
-        elif len(self._received) > _MAX_PROXY_HEAD:
+        elif len(self._received) > 1 << 16:
             self.head.set_exception(ConnectionError("the proxy's answer is too long"))
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.head.done():
             self.head.set_exception(error or ConnectionResetError("the proxy has hung up"))
-
-
-def _id_of(answer: bytes) -> bytes | None:
-    found = _ID.search(answer)
-    if found is None:
-        return None
-    return found[0]
 
 
 @lru_cache(maxsize=1)
@@ -447,9 +423,6 @@ class Transport:
     Args:
         timeout: seconds from sending a request to the end of its response.
         proxied: use the proxy that the environment sets for the URL.
-        connect_timeout: seconds to establish a connection.
-        keepalive: seconds after which an idle connection is closed instead of used again. uvicorn
-            closes it after 5 s, and a request sent then fails.
 
     Attributes:
         unasked: how often bytes arrived without a request.
@@ -465,8 +438,6 @@ class Transport:
         timeout: float,
         proxied: bool = False,
         method: str = "POST",
-        connect_timeout: float = 30.0,
-        keepalive: float = 4.0,
     ) -> None:
         self.url = url
         self.api_key = api_key
@@ -475,12 +446,8 @@ class Transport:
         self.unread_since = 0.0
         self.is_read = False
         self.refusal = ""
-        self._first_id: bytes | None = None
-        self._searches = 0
-        self._was_first_repeated = False
         self._timeout = timeout
-        self._connect_timeout = min(connect_timeout, timeout)
-        self._keepalive = keepalive
+        self._connect_timeout = min(_CONNECT_SECONDS, timeout)
         self._method = method
         self._proxy = proxy_of(url) if proxied else None
         self._peer = self._proxy or url
@@ -495,7 +462,8 @@ class Transport:
         # timer is enough.
         self._in_flight: dict[_Connection, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._connecting = asyncio.Semaphore(_MAX_CONCURRENT_CONNECTS)
+        # uvicorn's socket queues 2048 connections; the kernel retries others after 1 s.
+        self._connecting = asyncio.Semaphore(1000)
         self._lookup: asyncio.Future[list[Any]] | None = None
         self._lookup_started_at = 0.0
         self._last_connected: object = None
@@ -504,7 +472,7 @@ class Transport:
         """Returns the response, whatever its status.
 
         Raises:
-            ConnectTimeout: no connection within ``connect_timeout``.
+            ConnectTimeout: no connection in time.
             TimeoutError: no response within ``timeout``.
             OSError: the connection was refused or broke, the response was malformed, or the client
                 was closed.
@@ -522,8 +490,6 @@ class Transport:
             self._timer = self._loop.call_at(deadline, self._expire)
         try:
             response = await connection.request(head, body)
-            if response.status == 200:
-                self._refuse_late(connection, body, response.body)
         except BaseException:
             connection.abort()
             raise
@@ -547,9 +513,7 @@ class Transport:
     def explain(self, error: Exception) -> str:
         number = getattr(error, "errno", None)
         if isinstance(error, socket.gaierror):
-            text = f"the name of the host was not found (DNS): {error.strerror}"
-            if number == socket.EAI_NONAME:
-                text = "no host of this name (DNS)"
+            text = f"the host was not found (DNS): {error.strerror}"
         elif number and not isinstance(error, ssl.SSLError):
             text = os.strerror(number)
         else:
@@ -558,52 +522,20 @@ class Transport:
             return f"{text} (through the proxy {self._proxy})"
         return text
 
-    # late answers --------------------------------------------------------------------------------
-
-    def note_unasked(self, what: str) -> None:
+    def note_unasked(self) -> None:
         if not self.unasked:
             logger.warning(
-                f"{self.url} has sent {what}. The last answer on that "
+                f"{self.url} has sent an answer without a request. The last answer on that "
                 "connection is dropped and requested again, unless a document has it already. "
                 "From now on, each request to this server has a connection of its own."
             )
         self.unasked += 1
 
-    def _refuse_late(self, connection: _Connection, request: AnyBody, answer: bytes) -> None:
-        """Raises UnaskedBytes if the answer equals the one before it, which answered another
-        request.
-        """
-        if self._first_id is None and self._searches < _MAX_SEARCHES:
-            self._searches += 1
-            self._first_id = _id_of(answer)
-        before = connection.last
-        # Requests with media are not hashed, and count as different.
-        if isinstance(request, Body):
-            sent = object()
-        else:
-            sent = xxh3_64_intdigest(request)
-        connection.last = (sent, xxh3_64_intdigest(answer))
-        if before[1] != connection.last[1] or before[0] == sent:
-            return
-        name = _id_of(answer)
-        if name is None:
-            return  # answers of this server have no id of their own
-        if name == self._first_id:
-            # The first answer once more, or a server whose answers all have one id: then the next
-            # one has it, too.
-            if self._was_first_repeated:
-                return
-            self._was_first_repeated = True
-            raise UnaskedBytes
-        if not self.unasked:  # equal answers and ids by chance are never refused
-            self.note_unasked("one answer, with its id, to two requests")
-        raise UnaskedBytes
-
     # connections ---------------------------------------------------------------------------------
 
     def _take_idle(self) -> _Connection | None:
         """Returns the most recently used connection, so that spare ones reach their idle limit."""
-        oldest = self._loop.time() - self._keepalive
+        oldest = self._loop.time() - _KEEPALIVE_SECONDS
         while self._idle:
             connection = self._idle.pop()
             if self.unasked or not connection.usable or connection.idle_since <= oldest:

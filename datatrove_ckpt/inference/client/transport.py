@@ -3,8 +3,6 @@
 Errors raised here have no cause, because its frames would hold the API key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import re
@@ -22,14 +20,12 @@ from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
 
 # 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
 _ANSWERED = frozenset({200, 201, 203})
-_SHOWN_BODY = 2000
 # The whole body of llama.cpp's 500 for a text that it cannot embed.
 _TOO_LARGE = re.compile(
     rb'\s*\{"error":\{"code":500,"message":"input \(\d+ tokens\) is too large to process\. '
     rb"increase the physical batch "
     rb'size \(current batch size: \d+\)","type":"server_error"\}\}\s*'
 )
-_CONTENT_TOO_LARGE = 413
 
 
 class ExchangeFailed(Exception):
@@ -109,8 +105,8 @@ def _error(response: Response, transport: Transport, model: str) -> RetryableErr
     url = transport.url
     status = response.status
     if status == 500 and _TOO_LARGE.fullmatch(response.body):
-        status = _CONTENT_TOO_LARGE
-    text = excerpt(response.body.decode(errors="replace"), _SHOWN_BODY)
+        status = 413
+    text = excerpt(response.body.decode(errors="replace"), 2000)
     if status in retrying.REJECTED:
         return RequestRejected(status, text)
     text = " ".join(text.split())

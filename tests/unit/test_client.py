@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from email.utils import formatdate
 
+import orjson
 import pytest
 
 from datatrove_ckpt.common.redaction import redact
@@ -30,7 +31,7 @@ from datatrove_ckpt.inference.client import body as body_limits
 from datatrove_ckpt.inference.client import plain as plain_transport
 from datatrove_ckpt.inference.client import transport
 from datatrove_ckpt.inference.client.answers import CHAT, Completion, RetryableError
-from datatrove_ckpt.inference.client.body import LargeAnswer
+from datatrove_ckpt.inference.client.body import Body, LargeAnswer
 from datatrove_ckpt.inference.client.client import CompletionClient, Outage, RequestClock
 from datatrove_ckpt.inference.client.plain import Transport
 from datatrove_ckpt.inference.client.routing import Request, Sender, Target
@@ -802,6 +803,68 @@ async def test_no_request_gets_an_answer_that_its_server_sent_unasked(
         assert len(server.requests) == 4
         assert server.connections == 5 - wrong_at  # one for each request from then on
     assert "".join(log).count("has sent an answer without a request") == 1
+
+
+def numbered(content, form="chatcmpl-{:0>31}f"):
+    return orjson.dumps({"id": form.format(content), **orjson.loads(chat(content))})
+
+
+@pytest.mark.parametrize("form", ["chatcmpl-{:0>31}f", "8231168139794583{:0>3}"])
+@pytest.mark.parametrize(
+    "body", [lambda number: b"%d" % number, lambda number: Body([b"[", b"]"], [b"%d" % number])]
+)
+async def test_an_answer_sent_once_more_while_the_next_request_is_in_flight_is_not_its_answer(
+    body, form, log
+):
+    """Whether the request is a text or has a picture."""
+
+    async def reply(server, writer):
+        number = len(server.requests)
+        answer = numbered(str(3 if number == 4 else number), form)
+        if number == 1:
+            answer = chat("1")  # has no id
+        writer.write(http(200, answer))
+
+    async with talking(reply) as (server, client, _):
+        texts = [(await client.complete(body(number))).text for number in range(5)]
+        assert texts == ["1", "2", "3", "5", "6"]
+        assert len(server.requests) == 6
+    assert "".join(log).count("has sent one answer, with its id, to two requests") == 1
+
+
+async def test_the_first_answer_sent_once_more_is_not_the_next_ones():
+    async def reply(server, writer):
+        number = len(server.requests)
+        writer.write(http(200, numbered(str(1 if number == 2 else number))))
+
+    async with talking(reply) as (server, client, _):
+        texts = [(await client.complete(b"%d" % number)).text for number in range(3)]
+        assert texts == ["1", "3", "4"]
+        assert len(server.requests) == 4
+
+
+def by_the_second(number):
+    return b'{"id": "chatcmpl-%d", %b' % (1764240000 + number // 3, chat("yes")[1:])
+
+
+@pytest.mark.parametrize(
+    "answer, asked", [(by_the_second, 9), (lambda number: numbered("yes"), 10)]
+)
+async def test_equal_answers_whose_ids_are_equal_by_chance_or_always_are_answers(
+    answer, asked, log
+):
+    """As the seconds of a small server, or the 999 numbers of Ollama. One id for all is noticed the
+    second time.
+    """
+
+    async def reply(server, writer):
+        writer.write(http(200, answer(len(server.requests))))
+
+    async with talking(reply) as (server, client, _):
+        for number in range(9):
+            assert (await client.complete(b"%d" % number)).text == "yes"
+        assert (len(server.requests), server.connections) == (asked, asked - 8)
+    assert not log
 
 
 @pytest.mark.parametrize("short", [0.0, 9.0])

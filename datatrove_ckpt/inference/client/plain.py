@@ -8,7 +8,9 @@ pass on the real answer later.
 
 HTTP/1.1 cannot separate a late response from the response to the next request. So a connection
 rests for ``QUIET`` seconds after each response that took ``SHORT`` seconds or longer. If more bytes
-arrive by then, the response is dropped, and from then on no connection carries a second request.
+arrive by then, the response is dropped, and from then on no connection carries a second request. A
+response that comes later still is noticed if each answer has its own ``id``: it equals the response
+before it.
 
 httptools (llhttp) parses the responses; a regular expression the usual answer that arrives in one
 piece, for a fifth of the cost.
@@ -29,10 +31,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 from loguru import logger
+from xxhash import xxh3_64_intdigest
 
 from datatrove_ckpt.common.redaction import Secret, remember
 from datatrove_ckpt.common.retrying import WAIT_FIELDS, Quota, asked_wait, quotas
-from datatrove_ckpt.inference.client.body import AnyBody, LargeAnswer
+from datatrove_ckpt.inference.client.body import AnyBody, Body, LargeAnswer
 from datatrove_ckpt.inference.client.urls import (
     Extras,
     HiddenUrl,
@@ -44,6 +47,9 @@ from datatrove_ckpt.inference.client.urls import (
 
 QUIET = 0.01  # seconds
 SHORT = 0.1  # seconds
+# A short one, or a short number, may be a counter, the time, or Ollama's 999.
+_ID = re.compile(rb'"id": ?"(?![^"\d]*\d{1,15}")[^"]{16,}"')
+_MAX_SEARCHES = 100  # each costs 1 us per kB
 _BLANK = b"\r\n"  # no answer
 # Of everything but the body: header, trailer, sizes of chunks. llhttp keeps a field until its end.
 _MAX_FRAMING_BYTES = 1 << 24
@@ -265,12 +271,14 @@ class _Connection(asyncio.Protocol):
     Attributes:
         transport: asyncio's.
         asked_at: when its request was sent.
+        last: the hashes of the request and the answer that it carried last.
     """
 
     def __init__(self, owner: Transport) -> None:
         self.usable = True
         self.asked_at = 0.0
         self.idle_since = 0.0
+        self.last: tuple[object, int] = (None, 0)
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._response: asyncio.Future[Response] | None = None
@@ -348,7 +356,7 @@ class _Connection(asyncio.Protocol):
         except RemoteProtocolError as error:
             is_answer = data.strip(_BLANK) and not data.startswith(_REQUEST_TIMEOUT)
             if isinstance(error, UnaskedBytes) and is_answer:
-                self._owner.note_unasked()
+                self._owner.note_unasked("an answer without a request")
             self.abort(error)
 
     def _finish(self, response: Response, reusable: bool) -> None:
@@ -410,6 +418,13 @@ class _Tunnel(asyncio.Protocol):
             self.head.set_exception(error or ConnectionResetError("the proxy has hung up"))
 
 
+def _id_of(answer: bytes) -> bytes | None:
+    found = _ID.search(answer)
+    if found is None:
+        return None
+    return found[0]
+
+
 @lru_cache(maxsize=1)
 def _tls() -> ssl.SSLContext:
     context = ssl.create_default_context()
@@ -446,6 +461,9 @@ class Transport:
         self.unread_since = 0.0
         self.is_read = False
         self.refusal = ""
+        self._first_id: bytes | None = None
+        self._searches = 0
+        self._was_first_repeated = False
         self._timeout = timeout
         self._connect_timeout = min(_CONNECT_SECONDS, timeout)
         self._method = method
@@ -490,6 +508,8 @@ class Transport:
             self._timer = self._loop.call_at(deadline, self._expire)
         try:
             response = await connection.request(head, body)
+            if response.status == 200:
+                self._refuse_late(connection, body, response.body)
         except BaseException:
             connection.abort()
             raise
@@ -522,14 +542,46 @@ class Transport:
             return f"{text} (through the proxy {self._proxy})"
         return text
 
-    def note_unasked(self) -> None:
+    # late answers --------------------------------------------------------------------------------
+
+    def note_unasked(self, what: str) -> None:
         if not self.unasked:
             logger.warning(
-                f"{self.url} has sent an answer without a request. The last answer on that "
+                f"{self.url} has sent {what}. The last answer on that "
                 "connection is dropped and requested again, unless a document has it already. "
                 "From now on, each request to this server has a connection of its own."
             )
         self.unasked += 1
+
+    def _refuse_late(self, connection: _Connection, request: AnyBody, answer: bytes) -> None:
+        """Raises UnaskedBytes if the answer equals the one before it, which answered another
+        request.
+        """
+        if self._first_id is None and self._searches < _MAX_SEARCHES:
+            self._searches += 1
+            self._first_id = _id_of(answer)
+        before = connection.last
+        # Requests with media are not hashed, and count as different.
+        if isinstance(request, Body):
+            sent = object()
+        else:
+            sent = xxh3_64_intdigest(request)
+        connection.last = (sent, xxh3_64_intdigest(answer))
+        if before[1] != connection.last[1] or before[0] == sent:
+            return
+        name = _id_of(answer)
+        if name is None:
+            return  # answers of this server have no id of their own
+        if name == self._first_id:
+            # The first answer once more, or a server whose answers all have one id: then the next
+            # one has it, too.
+            if self._was_first_repeated:
+                return
+            self._was_first_repeated = True
+            raise UnaskedBytes
+        if not self.unasked:  # equal answers and ids by chance are never refused
+            self.note_unasked("one answer, with its id, to two requests")
+        raise UnaskedBytes
 
     # connections ---------------------------------------------------------------------------------
 

@@ -14,13 +14,18 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
@@ -41,6 +46,9 @@ from datatrove_ckpt.executors.local import (
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
+
+if TYPE_CHECKING:
+    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
@@ -133,6 +141,77 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         else:
             findings.check_before_run(RunPlan(self))
             self.launch_job()
+
+    def check(self, plan: RunPlan) -> None:
+        """Raises:
+        ConfigError: there is no sbatch.
+        """
+        if shutil.which("sbatch") is None:
+            raise ConfigError(
+                "SlurmPipelineExecutor submits with sbatch, which is not on this machine's PATH. "
+                "Run this on a login node of the cluster, or leave Slurm out (class_path: "
+                "LocalPipelineExecutor). --dry-run shows the script anywhere.",
+                setting="executor",
+            )
+
+    def script(self) -> str:
+        """Returns the sbatch script. Creates no folder, unlike ``launch_job``."""
+        ranks = self.get_incomplete_ranks()
+        if not ranks:
+            return f"# nothing to submit: {plural_is(self.tasks, 'task')} complete"
+        preview = copy(self)
+        with TemporaryDirectory() as folder:
+            preview.slurm_logs_folder = folder
+            arguments = preview.get_sbatch_args(len(ranks))
+            command = f"launch_pickled_pipeline {self.logging_dir.resolve_paths('executor.pik')}"
+            if self.with_srun:
+                options = [f"--{key}={value}" for key, value in (self.srun_args or {}).items()]
+                srun = " ".join(["srun", *options, "-l", "-n", str(self.nodes_per_task)])
+                command = f"{srun} {command}"
+            text: str = preview.get_launch_file_contents(arguments, command)
+        return text.replace(folder, str(self.slurm_logs_folder))
+
+    def submit(self, looks: Sequence[str], command: str) -> str:
+        """Submits the jobs, and returns the closing line for the user.
+
+        Args:
+            looks: commands that show how far the run is.
+            command: adds workers.
+
+        Raises:
+            CkptError: sbatch failed.
+        """
+        # Jobs inherit PYTHONPATH, so that a node finds the rollout's module.
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])
+        )
+        waiting = len(self.get_incomplete_ranks())
+        try:
+            self.launch_job()
+        except subprocess.CalledProcessError as error:
+            there = " Nothing was submitted."
+            if self.array_id is not None:
+                there = (
+                    f" Already submitted: job {self.array_id}, without the job that checks the run "
+                    "after it."
+                )
+            raise CkptError(
+                f"sbatch ended with exit code {error.returncode}; its message is above.{there} The "
+                f"script is in {self.logging_dir.resolve_paths('launch_script.slurm')}."
+            ) from error
+        if self.array_id is None:
+            return f"Nothing was submitted: {plural_is(self.tasks, 'task')} complete."
+        more = ""
+        if self.pulls:
+            more = f" To add workers, now or later: {command}"
+        return (
+            f"Submitted job {self.array_id}: {plural(self.count_elements(waiting), 'worker')} for "
+            f"{waiting} of {plural(self.tasks, 'task')}. Logs: "
+            f"{Path(self.slurm_logs_folder).absolute()} and "
+            f"{self.logging_dir.resolve_paths('logs')}. To watch it: "
+            f"{'; '.join([f'squeue -j {self.array_id}', *looks])}. Job {self.job_id} checks the "
+            f"run after it: COMPLETED means that every document is there.{more}"
+        )
 
     @property
     def pulls(self) -> bool:

@@ -33,7 +33,7 @@ from datatrove_ckpt.errors import (
     WaitsForBatches,
 )
 from datatrove_ckpt.errors.names import form
-from datatrove_ckpt.executors.local import raise_limit_reached
+from datatrove_ckpt.executors.local import not_complete, raise_limit_reached
 from datatrove_ckpt.process.signals import STOP_SIGNALS, Interruption
 from datatrove_ckpt.process.task_errors import QuietErrors, own_error, say_errors_later
 from datatrove_ckpt.run_folder import card, findings
@@ -214,7 +214,7 @@ def _execute(
     else:
         plan.forget_completed()
         executor.run()
-        _refuse_what_is_left(plan)
+        _refuse_what_is_left(executor, plan)
     with plan.with_mirrors() as seen:
         jobs = findings.check_after_run(seen)
         for runner, root in seen.kept:
@@ -240,7 +240,7 @@ def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     return 128 + number
 
 
-def _refuse_what_is_left(plan: RunPlan) -> None:
+def _refuse_what_is_left(executor: PipelineExecutor, plan: RunPlan) -> None:
     """Checks that all tasks are complete, because datatrove's executors hide failures.
 
     Raises:
@@ -250,11 +250,7 @@ def _refuse_what_is_left(plan: RunPlan) -> None:
     left = plan.incomplete(skip_completed=True)
     raise_limit_reached(plan.pipeline, left)
     if left:
-        raise CkptError(
-            f"{len(left)} of {plan.tasks} tasks are not complete; task {left[0]} is the first. "
-            f"Their logs are in {plan.logging_dir.resolve_paths('logs')}. Run the same command "
-            "again to resume."
-        )
+        raise not_complete(executor, left)
 
 
 def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:

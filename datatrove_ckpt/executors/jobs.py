@@ -20,13 +20,13 @@ import signal
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import dill  # type: ignore[import-untyped]
 import orjson
@@ -34,7 +34,7 @@ from datatrove.executor.jobs import JobsPipelineExecutor as DatatroveExecutor
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
-from datatrove_ckpt.claims.claims import Progress, refuse_for_claims
+from datatrove_ckpt.claims.claims import Claims, Progress, refuse_for_claims
 from datatrove_ckpt.common import retrying
 from datatrove_ckpt.common.declared import Count, CountFromZero, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, seconds_of
@@ -48,19 +48,18 @@ from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
     ends_by_limit,
     given_up_error,
+    left_of_dependency,
+    not_complete,
     prepare,
     stats_of_complete,
 )
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
+from datatrove_ckpt.run_folder.run_plan import RunPlan, lost_with_disk
 from datatrove_ckpt.run_folder.where import default_mirror
 from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code import own_modules
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.claims.claims import Claims
-    from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
@@ -147,14 +146,20 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         engines = [] if self.image else [config.server_type for config in configs]
         self.dependencies = [*own_modules.required("hub", *engines), *(dependencies or ())]
         prepare(self, DatatroveExecutor)
-        for key, name, value in _kept(
-            env=self.env, labels=self.labels, dependencies=dependencies, image=self.image
-        ):
-            if (key == "env" and may_name_secret(name)) or may_hold_secret(value):
-                raise ConfigError(
-                    f"{key}: {name}: its value may be a secret, and {key} is kept in files. Use "
-                    "secrets."
-                )
+        in_files = {
+            "env": self.env or {},
+            "labels": self.labels or {},
+            "dependencies": dict(enumerate(dependencies or ())),
+            "image": {0: self.image or ""},
+        }
+        for key, values in in_files.items():
+            for name, value in values.items():
+                is_named = key == "env" and may_name_secret(name)
+                if is_named or may_hold_secret(str(value)):
+                    raise ConfigError(
+                        f"{key}: {name}: its value may be a secret, and {key} is kept in files. "
+                        "Use secrets."
+                    )
         self._seconds()
         for index, runner in enumerate(self._runners):
             if runner.checkpoints_remote_dir is None and runner.checkpoints_local_dir is not None:
@@ -215,8 +220,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         ConfigError: something would be on a job's own disk, or a secret is not set here; or see
             ``own_files``.
         """
-        from datatrove_ckpt.run_folder.run_plan import lost_with_disk
-
         if lost := lost_with_disk(plan, lambda folder: "://" in folder):
             raise ConfigError(
                 "a job of Hugging Face starts with an empty disk, which goes "
@@ -294,12 +297,8 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             return
         try:
             self.depends.run()  # it takes part in jobs that run already
-            left = self.depends.get_incomplete_ranks(skip_completed=True)
-            if left and not isinstance(limit_reached(self.depends.pipeline), GoalReached):
-                raise CkptError(
-                    f"{len(left)} of {self.depends.tasks} tasks of what it depends on are not "
-                    "complete."
-                )
+            if left := left_of_dependency(self.depends):
+                raise not_complete(self.depends, left)
         except CkptError as error:
             if not self.run_on_dependency_fail:
                 raise
@@ -621,16 +620,6 @@ def _wanted(most: int, alive: int, at_work: int, free: int) -> int:
         free: ranks. Each job that is not at work yet takes one.
     """
     return min(most, min(at_work, alive) + free) - alive
-
-
-def _kept(**settings: Any) -> Iterator[tuple[str, str, str]]:
-    for key, values in settings.items():
-        if isinstance(values, str):
-            values = [values]
-        if not isinstance(values, dict):
-            values = dict(enumerate(values or ()))
-        for name, value in values.items():
-            yield key, str(name), str(value)
 
 
 def _shown(jobs: Iterable[_Job]) -> str:

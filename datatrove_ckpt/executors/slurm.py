@@ -25,13 +25,14 @@ from copy import copy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datatrove.executor import SlurmPipelineExecutor as DatatroveExecutor
 from datatrove.executor.slurm import launch_slurm_job, requeue_handler
 from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
+from datatrove_ckpt.claims import claims
 from datatrove_ckpt.common import LAUNCH
 from datatrove_ckpt.common.declared import Count, CountOrAll, check
 from datatrove_ckpt.common.formatting import plural, plural_is, ranges
@@ -46,9 +47,7 @@ from datatrove_ckpt.executors.local import (
 from datatrove_ckpt.generation.limits import limit_reached
 from datatrove_ckpt.process import task_errors
 from datatrove_ckpt.process.slurm_job import job_id_in_environment
-
-if TYPE_CHECKING:
-    from datatrove_ckpt.run_folder.run_plan import RunPlan
+from datatrove_ckpt.run_folder.run_plan import RunPlan
 
 _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
@@ -130,7 +129,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 job, tasks that are not complete, or an error of ``check_after_run``.
         """
         from datatrove_ckpt.run_folder import findings
-        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         if _LAST_JOB in os.environ:
             with _saying_errors():
@@ -245,7 +243,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
 
     def _check(self) -> None:
         from datatrove_ckpt.run_folder import findings
-        from datatrove_ckpt.run_folder.run_plan import RunPlan
 
         worker = self._worker()
         plan = RunPlan(worker)
@@ -263,8 +260,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        from datatrove_ckpt.claims import claims
-
         reader = claims.open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
         causes = claims.given_up(reader)
         at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]

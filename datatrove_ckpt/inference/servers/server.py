@@ -61,7 +61,7 @@ from datatrove_ckpt.inference.client.transport import ExchangeFailed, get
 from datatrove_ckpt.inference.client.urls import HiddenUrl
 from datatrove_ckpt.inference.servers import guardian, node
 from datatrove_ckpt.process.event_loop import in_own_thread
-from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
+from datatrove_ckpt.process.open_files import refuse_exhaustion
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
 NO_ANSWER = "does not answer"
@@ -424,8 +424,7 @@ class InferenceServer:
                 self.config.server_stop_timeout_sec,
             )
         except OSError as error:
-            if is_caused_by_limit(error):
-                raise limit_reached("No process could be created") from None
+            refuse_exhaustion(error, "No process could be created")
             # Without a cause, whose frames hold the environment.
             raise _StartAttemptFailed(f"No process could be created: {error}", None) from None
 

@@ -49,7 +49,7 @@ class HostLoop:
     servers: object = None
     order: int = 0
     rank: int | None = None
-    _parent: Shutdown | None = None
+    parent: Shutdown | None = None
     has_admitted: bool = False
     save: Callable[[], None] | None = None
     is_open: bool = False
@@ -73,7 +73,6 @@ class HostLoop:
             self._shutdown.raise_preempted()
 
     def attach(self, shutdown: Shutdown) -> None:
-        shutdown.parent = self._parent
         self._shutdown = shutdown
         self.has_admitted = False
         self._pass_on()
@@ -105,8 +104,8 @@ class HostLoop:
         call_soon(self._loop, self._closings.close)
 
     def _closing_started(self) -> None:
-        if self._parent is not None:
-            self._closings.enter_context(self._parent.closing())
+        if self.parent is not None:
+            self._closings.enter_context(self.parent.closing())
 
     def cancel(self) -> None:
         """Lets the rank drain. A second call ends the drain. On the caller's loop."""

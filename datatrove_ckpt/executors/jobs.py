@@ -67,7 +67,6 @@ _ALIVE = ("SCHEDULING", "RUNNING")
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
-_CANCELED = "canceled"  # a file in logging_dir
 _ALL_RANKS = 2  # codes of ``code_of_rank``
 _LIMIT_REACHED = 4
 
@@ -262,17 +261,13 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             logger.success(stats.get_repr(f"All {self.tasks} tasks"))
 
     def cancel(self) -> int:
-        """Cancels the jobs of this run. Returns how many there were. Another coordinator starts no
-        others.
+        """Cancels the jobs of this run. Returns how many there were.
 
         Raises:
             CkptError: some could not be canceled; the message names them.
         """
         from huggingface_hub import cancel_job
 
-        # Between two jobs there is nothing to cancel.
-        with suppress(OSError), self.logging_dir.open(_CANCELED, "w") as file:
-            file.write(str(time.time()))
         jobs = self._alive()
         left = []
         why = ""
@@ -309,7 +304,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         GivenUp: some ranks were given up.
         CkptError: no other job would help.
         """
-        self._began = time.time()
         with (
             Interruption([signal.SIGTERM]),
             self._as_worker()._open_claims(runs_all=False) as claims,
@@ -416,12 +410,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         return retries
 
     def _start(self, alive: dict[str, _Job], number: int, retries: int) -> None:
-        with (
-            suppress(OSError, ValueError),  # there is none
-            self.logging_dir.open(_CANCELED, "r") as file,
-        ):
-            if float(file.read()) > self._began:
-                raise CkptError("This run was canceled. Run the same command again to resume.")
         reached = self._progress()
         for _ in range(number):
             try:

@@ -46,11 +46,7 @@ from datatrove_ckpt.common.redaction import (
 from datatrove_ckpt.errors import CheckpointMismatch, CkptError, ConfigError, GivenUp, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    ends_by_limit,
-    given_up_error,
-    left_of_dependency,
-    not_complete,
-    prepare,
+    OwnExecutor,
     stats_of_complete,
 )
 from datatrove_ckpt.generation.limits import limit_reached
@@ -58,7 +54,6 @@ from datatrove_ckpt.process import job_launch, task_errors
 from datatrove_ckpt.process.signals import Interruption
 from datatrove_ckpt.run_folder.run_plan import RunPlan, lost_with_disk
 from datatrove_ckpt.run_folder.where import default_mirror
-from datatrove_ckpt.runner import InferenceRunner
 from datatrove_ckpt.user_code import own_modules
 
 _LABEL = "datatrove_ckpt_run"
@@ -90,7 +85,7 @@ class _Job:
     retries: int = 0
 
 
-class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc]
     """Runs the ranks of a pipeline on Hugging Face Jobs, and waits for them.
 
     All arguments are those of datatrove's ``JobsPipelineExecutor``, with these differences.
@@ -113,8 +108,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         poll_interval: seconds between two looks at the jobs.
     """
 
-    pipeline: list[PipelineStep]
-    skip_completed: bool
     sends_own_modules = True  # so a module beside the script is no reason to warn
 
     def __init__(
@@ -144,7 +137,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
         # An image may contain its engine.
         engines = [] if self.image else [config.server_type for config in configs]
         self.dependencies = [*own_modules.required("hub", *engines), *(dependencies or ())]
-        prepare(self, DatatroveExecutor)
+        self._prepare(DatatroveExecutor)
         in_files = {
             "env": self.env or {},
             "labels": self.labels or {},
@@ -166,14 +159,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 mirror = default_mirror(self._folder, index)
                 mirrored = runner.changed(checkpoints_remote_dir=mirror)
                 self.pipeline = [mirrored if step is runner else step for step in self.pipeline]
-
-    @property
-    def _runners(self) -> list[InferenceRunner]:
-        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-
-    @property
-    def _folder(self) -> str:
-        return str(self.logging_dir.resolve_paths("")).rstrip("/")
 
     def run(self) -> None:
         """Starts jobs until every rank is complete, and waits for them. In a job: runs ranks until
@@ -233,7 +218,12 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             super()._ensure_logging_dir_repo()
 
     def run_ranks(self) -> None:
-        self._run_dependency()
+        try:
+            self._run_dependency()
+        except CkptError as error:
+            if not self.run_on_dependency_fail:
+                raise
+            logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
         self._launched = True
         self._ensure_logging_dir_repo()
         running = self._running()
@@ -248,11 +238,11 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                 self.logging_dir.rm(f"completions/{rank:05d}")
         if not ranks:
             logger.info(f"{plural_is(self.tasks, 'task')} complete already.")
-        elif not ends_by_limit(self.pipeline):
+        elif not self._ends_by_limit():
             with retrying.naming_hub():
                 self._upload()
             self._work_through()
-        if self._left(ranks) and ends_by_limit(self.pipeline):
+        if self._left(ranks) and self._ends_by_limit():
             return
         if ranks or not self.logging_dir.isfile("stats.json"):
             stats = stats_of_complete(self.logging_dir, range(self.tasks))
@@ -287,18 +277,6 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
             )
         return len(jobs)
 
-    def _run_dependency(self) -> None:
-        if self.depends is None:
-            return
-        try:
-            self.depends.run()  # it takes part in jobs that run already
-            if left := left_of_dependency(self.depends):
-                raise not_complete(self.depends, left)
-        except CkptError as error:
-            if not self.run_on_dependency_fail:
-                raise
-            logger.warning(f"{error} Going on all the same (run_on_dependency_fail).")
-
     def _work_through(self) -> None:
         """Raises:
         GivenUp: some ranks were given up.
@@ -319,7 +297,7 @@ class JobsPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrov
                     )
                 raise
             if given_up := claims.given_up():
-                raise given_up_error(given_up, self.tasks)
+                raise self._given_up(given_up)
 
     def _keep_jobs(self, claims: Claims) -> None:
         """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank and no job is

@@ -87,20 +87,73 @@ _Done = Callable[[int, PipelineStats], None]
 """Takes each complete rank, with its statistics."""
 
 
-def prepare(executor: PipelineExecutor, kind: type) -> None:
-    """Checks what ``executor`` depends on, and lets complete ranks run that retry dead letters.
+class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no types
+    """What the executors of this package have besides those of datatrove."""
 
-    Raises:
-        ConfigError: the executor in ``depends`` is of another kind.
-    """
-    given = executor.depends
-    if given is not None and not isinstance(given, kind):
-        raise ConfigError(f"depends: must be a {kind.__name__}; it is a {type(given).__name__}.")
-    if any(getattr(step, "retry_dead_letters", False) for step in executor.pipeline):
-        executor.skip_completed = False
+    pipeline: list[PipelineStep]
+    skip_completed: bool
+
+    def _prepare(self, kind: type) -> None:
+        """Checks what this executor depends on, and lets complete ranks run that retry dead
+        letters.
+
+        Raises:
+            ConfigError: the executor in ``depends`` is of another kind.
+        """
+        given = self.depends
+        if given is not None and not isinstance(given, kind):
+            raise ConfigError(
+                f"depends: must be a {kind.__name__}; it is a {type(given).__name__}."
+            )
+        if any(runner.retry_dead_letters for runner in self._runners):
+            self.skip_completed = False
+
+    @property
+    def _runners(self) -> list[InferenceRunner]:
+        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
+
+    @property
+    def _folder(self) -> str:
+        return str(self.logging_dir.resolve_paths("")).rstrip("/")
+
+    def _run_dependency(self) -> None:
+        """Raises:
+        CkptError: ranks of ``depends`` are not complete, and no other machine runs them.
+        """
+        first = self.depends
+        if first is None:
+            return
+        if not first._launched:
+            logger.info("Running first what this executor depends on.")
+            first.run()
+        if isinstance(limit_reached(first.pipeline), GoalReached):
+            return
+        while left := first.get_incomplete_ranks(skip_completed=True):
+            if getattr(first, "local_tasks", first.world_size) == first.world_size:
+                raise not_complete(first, left)
+            logger.info(f"Waiting for {plural(len(left), 'task')} that this executor depends on.")
+            time.sleep(_DEPENDENCY_POLL)
+
+    def _ends_by_limit(self) -> bool:
+        """Whether the run has as many documents as it shall have (``until``), so that it ends well.
+
+        Raises:
+            LimitReached: the run may cost no more.
+        """
+        reached = limit_reached(self.pipeline)
+        if reached is not None and not isinstance(reached, GoalReached):
+            raise reached
+        return reached is not None
+
+    def _given_up(self, causes: dict[int, str]) -> GivenUp:
+        named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
+        return GivenUp(
+            f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
+            f"up:{named}\nCorrect the cause, and run the job again, not as a worker, to resume."
+        )
 
 
-class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc]
     """Runs the ranks of a pipeline on this machine.
 
     All arguments but the last two are those of datatrove's ``LocalPipelineExecutor``. With
@@ -116,8 +169,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             InferenceRunners, or one with reuse_servers=False.
     """
 
-    pipeline: list[PipelineStep]
-    skip_completed: bool
     _is_worker = False  # ends when no rank is free
     # Claims of ranks that this process took; None: the ranks were given.
     _claims: Claims | None = None
@@ -139,7 +190,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         check_value("start_method", one_of(methods), self.start_method)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
-        prepare(self, DatatroveExecutor)
+        self._prepare(DatatroveExecutor)
 
     def run(self) -> PipelineStats | None:
         """Runs every rank that is not complete. When it returns, all are complete, and the output
@@ -176,7 +227,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             if not self.logging_dir.exists("stats.json"):  # a kill came before it was written
                 self._write_stats(stats_of_complete(self.logging_dir, local), local)
             return None
-        if ends_by_limit(self.pipeline):
+        if self._ends_by_limit():
             return None
         self.save_executor_as_json()
         complete = len(local) - len(ranks)
@@ -202,7 +253,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 break
         # Ranks that run again have their old markers.
         is_cut = bool(left) or (not self.skip_completed and complete < len(local))
-        if is_cut and ends_by_limit(self.pipeline):
+        if is_cut and self._ends_by_limit():
             return stats
         if complete < len(local):  # other processes have completed the others
             stats = stats_of_complete(self.logging_dir, local)
@@ -311,20 +362,10 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         interval = min(runner.config.metric_interval for runner in self._runners)
         return Screen(RunProgress(ranks, complete, finished_documents(stats.stats)), interval)
 
-    @property
-    def _runners(self) -> list[InferenceRunner]:
-        return [step for step in self.pipeline if isinstance(step, InferenceRunner)]
-
-    @property
-    def _folder(self) -> str:
-        return str(self.logging_dir.resolve_paths(""))
-
     def _open_claims(self, runs_all: bool, screen: Screen | None = None) -> closing[Claims]:
         """Makes this process known to the others. ``runs_all``: no other process may run a rank."""
         owner = new_owner(runs_all)
-        store = open_store(
-            f"{self._folder.rstrip('/')}/claims", owner, self.logging_dir.fs.storage_options
-        )
+        store = open_store(f"{self._folder}/claims", owner, self.logging_dir.fs.storage_options)
         apart = copy(self)
         apart.logging_dir = _own_listings(self.logging_dir)
         before = set(self.get_incomplete_ranks(range(self.world_size)))
@@ -459,7 +500,7 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 )
             given_up = claims.given_up()
             if given_up:
-                raise given_up_error(given_up, self.world_size)
+                raise self._given_up(given_up)
             if not self._is_worker:
                 claims.clear()
 
@@ -648,18 +689,6 @@ class LocalPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
                 "workers=1."
             ) from error
 
-    def _run_dependency(self) -> None:
-        if self.depends is None:
-            return
-        if not self.depends._launched:
-            logger.info("Running first what this executor depends on.")
-            self.depends.run()
-        while left := left_of_dependency(self.depends):
-            if self.depends.local_tasks == self.depends.world_size:  # no other machine runs them
-                raise not_complete(self.depends, left)
-            logger.info(f"Waiting for {plural(len(left), 'task')} that this executor depends on.")
-            time.sleep(_DEPENDENCY_POLL)
-
 
 def _work(
     pickled: bytes, identities: Sequence[JsonObject], overlap: bool, slot: int, ranks: Tasks
@@ -671,32 +700,12 @@ def _work(
     executor._work_through(ranks, make_executor, slot, overlap, threading.Event())
 
 
-def left_of_dependency(depends: PipelineExecutor) -> list[int]:
-    """Returns the incomplete ranks of an executor, unless its run has reached ``until``."""
-    left: list[int] = depends.get_incomplete_ranks(skip_completed=True)
-    if left and isinstance(limit_reached(depends.pipeline), GoalReached):
-        return []
-    return left
-
-
 def not_complete(executor: PipelineExecutor, left: Sequence[int]) -> CkptError:
     logs = executor.logging_dir.resolve_paths("logs")
     return CkptError(
         f"{len(left)} of {executor.world_size} tasks are not complete; task {left[0]} is the "
         f"first. Their logs are in {logs}. Run the same command again to resume."
     )
-
-
-def ends_by_limit(pipeline: Sequence[object]) -> bool:
-    """Whether the run has as many documents as it shall have (``until``), so that it ends well.
-
-    Raises:
-        LimitReached: the run may cost no more.
-    """
-    reached = limit_reached(pipeline)
-    if reached is not None and not isinstance(reached, GoalReached):
-        raise reached
-    return reached is not None
 
 
 def raise_limit_reached(pipeline: Sequence[object], left: Sequence[int]) -> None:
@@ -747,12 +756,3 @@ def _as_counted(value: dict[str, float] | float) -> MetricStats:
     if value:
         return MetricStats(value, value, 1, 1, 1)
     return MetricStats(0, 1, 0, 0, 0)
-
-
-def given_up_error(causes: dict[int, str], tasks: int) -> GivenUp:
-    named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
-    return GivenUp(
-        f"{len(causes)} of {tasks} tasks are not complete, because they were given "
-        f"up:{named}\nCorrect the cause, and "
-        "run the job again, not as a worker, to resume."
-    )

@@ -40,8 +40,7 @@ from datatrove_ckpt.common.retrying import code_of_rank
 from datatrove_ckpt.errors import CkptError, ConfigError, GoalReached
 from datatrove_ckpt.executors.local import (
     LocalPipelineExecutor,
-    given_up_error,
-    prepare,
+    OwnExecutor,
     raise_limit_reached,
 )
 from datatrove_ckpt.generation.limits import limit_reached
@@ -53,7 +52,7 @@ _LAST_JOB = "DATATROVE_CKPT_LAST_JOB"
 _MOST_WORKERS = 1000  # Slurm's own limit on an array is 1001, unless a cluster has another
 
 
-class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatrove has no types
+class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc]
     """Runs the tasks of a pipeline in a job array of workers.
 
     All arguments but the last two are those of datatrove's ``SlurmPipelineExecutor``, with these
@@ -77,8 +76,6 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         "stagger_max_array_jobs",
         "tasks_per_job",
     )
-    pipeline: list[PipelineStep]
-    skip_completed: bool
     workers: int
     array_id: str | int | None = None
     job_id: str | int | None
@@ -114,7 +111,7 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
             raise ConfigError(
                 f"logging_dir: {folder}: no variable is filled in here. Write the path itself."
             )
-        prepare(self, DatatroveExecutor)
+        self._prepare(DatatroveExecutor)
         self.max_rank_attempts = max_rank_attempts
         self.ranks_at_once = ranks_at_once
         self._worker()  # which checks them
@@ -260,11 +257,11 @@ class SlurmPipelineExecutor(DatatroveExecutor):  # type: ignore[misc]  # datatro
         )
 
     def _not_complete(self, left: list[int]) -> CkptError:
-        reader = claims.open_store(f"{str(self.logging_dir.resolve_paths('')).rstrip('/')}/claims")
+        reader = claims.open_store(f"{self._folder}/claims")
         causes = claims.given_up(reader)
         at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]
         if causes and not at_work:
-            return given_up_error(causes, self.tasks)
+            return self._given_up(causes)
         text = f"{plural_is(len(left), 'task')} not complete: {ranges(left)}."
         if at_work:
             names = ", ".join(worker.process for worker in at_work)

@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextvars
-import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from datatrove_ckpt.common.threads import in_thread
 from datatrove_ckpt.process.event_loop import call_soon
 from datatrove_ckpt.process.shutdown import Shutdown
 
@@ -154,33 +155,19 @@ async def run_hosted(
         asyncio.CancelledError: the caller was cancelled, and ``run`` has ended since.
         BaseException: what ``run`` raises.
     """
-    loop = asyncio.get_running_loop()
-    host = host or HostLoop(loop)
-    ended: asyncio.Future[BaseException | None] = loop.create_future()
+    host = host or HostLoop(asyncio.get_running_loop())
     context = contextvars.copy_context()
     context.run(_host.set, host)
-    results: list[_Result] = []
-
-    def work() -> None:
-        error: BaseException | None = None
-        try:
-            results.append(context.run(run))
-        except BaseException as raised:
-            error = raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(ended.set_result, error)
-
     # A daemon: if the loop ends without a cancellation, nothing ends the thread, as after kill -9.
-    threading.Thread(target=work, name=name, daemon=True).start()
+    work = asyncio.wrap_future(in_thread(partial(context.run, run), name))
     cancellation: asyncio.CancelledError | None = None
-    while not ended.done():
+    while not work.done():
         try:
-            await asyncio.shield(ended)
+            await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancellation = cancellation or error
             host.cancel()
     if cancellation is not None:
+        work.exception()  # else asyncio logs that nothing has read it
         raise cancellation
-    if (failure := ended.result()) is not None:
-        raise failure
-    return results[0]
+    return work.result()

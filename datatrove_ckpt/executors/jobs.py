@@ -58,7 +58,6 @@ from datatrove_ckpt.user_code import own_modules
 
 _LABEL = "datatrove_ckpt_run"
 _SETTINGS = "DATATROVE_CKPT_JOB_SETTINGS"
-_ALIVE = ("SCHEDULING", "RUNNING")
 _ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")
 _DEFAULT_SECONDS = 1800.0  # of a job without a timeout
 _THREADS = 32
@@ -256,15 +255,13 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         Raises:
             CkptError: some could not be canceled; the message names them.
         """
-        from huggingface_hub import cancel_job
-
         jobs = self._alive()
         left = []
         why = ""
         for job in jobs:
             try:
                 retrying.OPENING.run(
-                    partial(cancel_job, job_id=job.id, namespace=self.namespace, token=self.token),
+                    partial(self._hub.cancel_job, job_id=job.id, namespace=self.namespace),
                     f"Job {job.url} could not be canceled",
                 )
             except Exception as error:
@@ -411,8 +408,6 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             alive[job.id] = job
 
     def _submit(self, reached: dict[int, Progress], retries: int) -> _Job:
-        from huggingface_hub import run_uv_job
-
         launch = uuid.uuid4().hex
         env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "PYTHONUNBUFFERED": "1", **(self.env or {})}
         own = {
@@ -421,7 +416,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             job_launch.TIMEOUT: f"{self._seconds():g}",
         }
         labels = {"datatrove_job_name": self.job_name, **(self.labels or {}), _LABEL: self._label}
-        job = run_uv_job(
+        job = self._hub.run_uv_job(
             job_launch.__file__,
             script_args=[self._folder, self._bundle_name],
             dependencies=self.dependencies,
@@ -433,18 +428,21 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
             timeout=self.timeout,
             labels=labels,
             namespace=self.namespace,
-            token=self.token,
         )
         logger.info(f"Started job {job.url}.")
         return _Job(job.id, job.url, launch, self._settings, reached, retries)
 
-    def _alive(self) -> list[_Job]:
-        from huggingface_hub import JobInfo, list_jobs
+    @property
+    def _hub(self) -> Any:
+        from huggingface_hub import HfApi
 
-        def ask() -> list[JobInfo]:
+        return HfApi(token=self.token)
+
+    def _alive(self) -> list[_Job]:
+        def ask() -> list[Any]:
             labels = {_LABEL: self._label}
-            whose = {"namespace": self.namespace, "token": self.token}
-            return [*list_jobs(status=[*_ALIVE], labels=labels, **whose)]
+            alive = ["SCHEDULING", "RUNNING"]
+            return [*self._hub.list_jobs(status=alive, labels=labels, namespace=self.namespace)]
 
         found = []
         for job in self._asked("The jobs cannot be listed", ask):
@@ -455,12 +453,8 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return found
 
     def _stage(self, job: _Job) -> str:
-        from huggingface_hub import inspect_job
-
         def ask() -> str:
-            return str(
-                inspect_job(job_id=job.id, namespace=self.namespace, token=self.token).status.stage
-            )
+            return str(self._hub.inspect_job(job_id=job.id, namespace=self.namespace).status.stage)
 
         try:
             return self._asked(f"Job {job.url} cannot be looked at", ask)

@@ -214,7 +214,10 @@ def _execute(
     else:
         plan.forget_completed()
         executor.run()
-        _refuse_what_is_left(executor, plan)
+        left = plan.incomplete(skip_completed=True)  # datatrove's executors hide failures
+        raise_limit_reached(plan.pipeline, left)
+        if left:
+            raise not_complete(executor, left)
     with plan.with_mirrors() as seen:
         jobs = findings.check_after_run(seen)
         for runner, root in seen.kept:
@@ -240,19 +243,6 @@ def _interrupted(interruption: Interruption, words: Sequence[str]) -> int:
     return 128 + number
 
 
-def _refuse_what_is_left(executor: PipelineExecutor, plan: RunPlan) -> None:
-    """Checks that all tasks are complete, because datatrove's executors hide failures.
-
-    Raises:
-        LimitReached: some tasks are not complete, for a limit of the run.
-        CkptError: some tasks are not complete.
-    """
-    left = plan.incomplete(skip_completed=True)
-    raise_limit_reached(plan.pipeline, left)
-    if left:
-        raise not_complete(executor, left)
-
-
 def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
     """Returns the plan by which a rank ends while its batches are at the provider.
 
@@ -264,9 +254,7 @@ def _not_waiting(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
             "--no-wait: is for a run of one task, and this one has more. Set tasks: 1, or leave "
             "it out."
         )
-    for runner in plan.runners:
-        executor.pipeline[runner.index] = runner.step.changed(no_wait=True)
-    return RunPlan(executor)
+    return _changed(executor, plan, no_wait=True)
 
 
 def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
@@ -284,6 +272,10 @@ def _retry_dead_letters(executor: PipelineExecutor, plan: RunPlan) -> RunPlan:
             f"--retry-dead-letters: {len(incomplete)} of {plan.tasks} tasks are not finished (task "
             f"{incomplete[0]} is the first). Finish them first: run the same command without it."
         )
+    return _changed(executor, plan, retry_dead_letters=True)
+
+
+def _changed(executor: PipelineExecutor, plan: RunPlan, **changes: bool) -> RunPlan:
     for runner in plan.runners:
-        executor.pipeline[runner.index] = runner.step.changed(retry_dead_letters=True)
+        executor.pipeline[runner.index] = runner.step.changed(**changes)
     return RunPlan(executor)

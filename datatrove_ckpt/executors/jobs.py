@@ -294,7 +294,7 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
                     )
                 raise
             if given_up := claims.given_up():
-                raise self._given_up(given_up)
+                raise self.given_up_error(given_up)
 
     def _keep_jobs(self, claims: Claims) -> None:
         """Keeps at most ``workers`` jobs alive, one for each free rank, until no rank and no job is
@@ -453,11 +453,9 @@ class JobsPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[misc
         return found
 
     def _stage(self, job: _Job) -> str:
-        def ask() -> str:
-            return str(self._hub.inspect_job(job_id=job.id, namespace=self.namespace).status.stage)
-
+        ask = partial(self._hub.inspect_job, job_id=job.id, namespace=self.namespace)
         try:
-            return self._asked(f"Job {job.url} cannot be looked at", ask)
+            return str(self._asked(f"Job {job.url} cannot be looked at", ask).status.stage)
         except CkptError as error:
             if retrying.http_status(error.__cause__) == 404:
                 return "DELETED"

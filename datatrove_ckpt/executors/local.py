@@ -145,7 +145,7 @@ class OwnExecutor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no t
             raise reached
         return reached is not None
 
-    def _given_up(self, causes: dict[int, str]) -> GivenUp:
+    def given_up_error(self, causes: dict[int, str]) -> GivenUp:
         named = "".join(f"\n  task {rank}: {why}" for rank, why in sorted(causes.items()))
         return GivenUp(
             f"{len(causes)} of {self.world_size} tasks are not complete, because they were given "
@@ -500,7 +500,7 @@ class LocalPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
                 )
             given_up = claims.given_up()
             if given_up:
-                raise self._given_up(given_up)
+                raise self.given_up_error(given_up)
             if not self._is_worker:
                 claims.clear()
 

@@ -261,7 +261,7 @@ class SlurmPipelineExecutor(OwnExecutor, DatatroveExecutor):  # type: ignore[mis
         causes = claims.given_up(reader)
         at_work = [worker for worker in claims.claimants(reader) if worker.is_alive]
         if causes and not at_work:
-            return self._given_up(causes)
+            return self.given_up_error(causes)
         text = f"{plural_is(len(left), 'task')} not complete: {ranges(left)}."
         if at_work:
             names = ", ".join(worker.process for worker in at_work)

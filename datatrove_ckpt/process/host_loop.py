@@ -98,15 +98,12 @@ class HostLoop:
             yield
         finally:
             self.save = None
-            call_soon(self._loop, self._closing_started)
+            if self.parent is not None:
+                call_soon(self._loop, self._closings.enter_context, self.parent.closing())
 
     def detach(self) -> None:
         self.is_open = False
         call_soon(self._loop, self._closings.close)
-
-    def _closing_started(self) -> None:
-        if self.parent is not None:
-            self._closings.enter_context(self.parent.closing())
 
     def cancel(self) -> None:
         """Lets the rank drain. A second call ends the drain. On the caller's loop."""

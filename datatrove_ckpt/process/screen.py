@@ -332,7 +332,11 @@ class BarTerminal:
         self._is_open = True
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if _is_same_terminal(stream, self._fd):
+            is_same = False
+            with suppress(AttributeError, OSError, ValueError):  # it is closed, or has no file
+                device = os.fstat(stream.fileno()).st_rdev
+                is_same = stream.isatty() and device == os.fstat(self._fd).st_rdev
+            if is_same:
                 self._replaced[name] = above = Above(stream, self)
                 setattr(sys, name, above)
                 _move_logging(stream, above)
@@ -440,12 +444,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _is_same_terminal(stream: TextIO, fd: int) -> bool:
-    with suppress(AttributeError, OSError, ValueError):
-        return stream.isatty() and os.fstat(stream.fileno()).st_rdev == os.fstat(fd).st_rdev
-    return False
 
 
 def _move_logging(old: object, new: object) -> None:

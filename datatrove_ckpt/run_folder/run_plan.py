@@ -15,7 +15,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from datatrove.executor import JobsPipelineExecutor, LocalPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.io import DataFolder
 from datatrove.pipeline.base import PipelineStep
@@ -27,6 +26,7 @@ from datatrove_ckpt.checkpoint.layout import is_journal
 from datatrove_ckpt.claims.claims import refuse_for_claims
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import no_bars_in_logs
+from datatrove_ckpt.common.launchers import launcher
 from datatrove_ckpt.common.retrying import naming_hub
 from datatrove_ckpt.errors import CheckpointMismatch, ConfigError, LimitReached
 from datatrove_ckpt.errors.names import name_copy, setting_name, setting_of, step_name, step_place
@@ -92,7 +92,7 @@ class RunPlan:
         local_ranks: those that this executor runs; the others belong to executors on other
             machines.
         is_local: the tasks run on this machine.
-        as_jobs: they run as Hugging Face Jobs, on disks that no other machine sees.
+        as_jobs: they run on disks that no other machine sees.
         workers: as given; -1: one for each task.
         depends: the job that comes first.
         waits: another job has yet to create the input.
@@ -109,8 +109,9 @@ class RunPlan:
         self.tasks = int(executor.world_size)
         first = getattr(executor, "local_rank_offset", 0)
         self.local_ranks = range(first, first + getattr(executor, "local_tasks", self.tasks))
-        self.is_local = isinstance(executor, LocalPipelineExecutor)
-        self.as_jobs = isinstance(executor, JobsPipelineExecutor)
+        self.launcher = launcher(executor)
+        self.is_local = self.launcher.is_here
+        self.as_jobs = self.launcher.has_own_disks
         self.workers: int = getattr(executor, "workers", -1)
         self.logging_dir: DataFolder = executor.logging_dir
         depends = getattr(executor, "depends", None)

@@ -19,6 +19,7 @@ from datatrove_ckpt.checkpoint.ledger import RankLedger
 from datatrove_ckpt.checkpoint.lines import is_count
 from datatrove_ckpt.common import JsonObject
 from datatrove_ckpt.common.formatting import plural_or_no
+from datatrove_ckpt.common.launchers import LAUNCHERS
 from datatrove_ckpt.config.paths import expand_path
 from datatrove_ckpt.errors import CheckpointError, ConfigError
 from datatrove_ckpt.errors.names import name_copy
@@ -262,11 +263,12 @@ def _text(value: object) -> str | None:
 
 
 def _runs_as_jobs(config: JsonObject) -> bool:
-    """Whether ranks run on Hugging Face Jobs, whose disks are invisible here."""
+    """Whether ranks run on disks that are invisible here."""
     executor = config.get("executor")
-    return isinstance(executor, dict) and str(executor.get("class_path")).endswith(
-        "JobsPipelineExecutor"
-    )
+    if not isinstance(executor, dict):
+        return False
+    name = str(executor.get("class_path")).rpartition(".")[2]
+    return name in LAUNCHERS and LAUNCHERS[name].has_own_disks
 
 
 def _not_begun(place: Place, where: object) -> ConfigError:

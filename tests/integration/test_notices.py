@@ -8,18 +8,17 @@ import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 from datatrove_ckpt.errors import ConfigError
 from datatrove_ckpt.process import preemption
-from datatrove_ckpt.process.preemption import NoticeWatch, check_notice
+from datatrove_ckpt.process.preemption import check_notice, watched_notices
 from datatrove_ckpt.process.shutdown import Shutdown
 from datatrove_ckpt.testing import FakeServer, outputs
 from tests.integration.test_managers import left_of
 from tests.patience import until
-from tests.processes import start, write_program
+from tests.processes import start
 
 AWS = {"action": "terminate", "time": "2026-11-24T08:22:00Z"}
 AZURE = {
@@ -120,26 +119,14 @@ def test_a_notice_of_a_cloud_is_told_from_its_other_answers(metadata, cloud, mon
     others, real, text = CLOUDS[cloud]
     came = queue.SimpleQueue()
     metadata.notice = others[0]
-    watch = NoticeWatch({"cloud": cloud}, Shutdown(), came.put)
-    for other in others:
-        metadata.notice, asked = other, metadata.asked
-        until(lambda asked=asked: metadata.asked >= asked + 3)
-    assert came.empty()
-    metadata.notice = real
-    assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
-    watch.close()
+    with watched_notices({"cloud": cloud}, Shutdown(), came.put):
+        for other in others:
+            metadata.notice, asked = other, metadata.asked
+            until(lambda asked=asked: metadata.asked >= asked + 3)
+        assert came.empty()
+        metadata.notice = real
+        assert came.get(timeout=300) == f"a preemption notice (cloud {cloud}: {text})"
     assert metadata.refused == []
-
-
-def test_a_command_that_runs_when_a_rank_ends_is_killed(tmp_path, metadata):
-    pid = tmp_path / "pid"
-    write_program(
-        tmp_path / "check", f"#!/bin/sh\necho $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 3600\n"
-    )
-    watch = NoticeWatch({"command": [str(tmp_path / "check")]}, Shutdown(), lambda what: None)
-    until(pid.exists)
-    watch.close()
-    until(lambda: not Path("/proc", pid.read_text().strip()).exists())
 
 
 @pytest.mark.parametrize(

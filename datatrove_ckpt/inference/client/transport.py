@@ -16,7 +16,7 @@ from datatrove_ckpt.inference.client.answers import RetryableError
 from datatrove_ckpt.inference.client.body import AnyBody, Body
 from datatrove_ckpt.inference.client.plain import ConnectTimeout, Response, Transport
 from datatrove_ckpt.inference.client.urls import Extras, HiddenUrl
-from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
+from datatrove_ckpt.process.open_files import refuse_exhaustion
 
 # 203: a proxy changed something. 202, 204 and 206 lack the answer or a part.
 _ANSWERED = frozenset({200, 201, 203})
@@ -58,8 +58,7 @@ async def get(
 
 
 def _failure(transport: Transport, error: Exception) -> ExchangeFailed:
-    if is_caused_by_limit(error):
-        raise limit_reached(f"No connection to {transport.url}") from None
+    refuse_exhaustion(error, f"No connection to {transport.url}")
     return ExchangeFailed(redact(transport.explain(error)), type(error).__name__)
 
 

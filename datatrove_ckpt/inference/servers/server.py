@@ -46,7 +46,7 @@ from datatrove_ckpt.inference.servers import node
 from datatrove_ckpt.inference.servers.guarded import GuardedProcess
 from datatrove_ckpt.inference.servers.server_log import find_cause, last_line, read_log
 from datatrove_ckpt.process.event_loop import in_own_thread
-from datatrove_ckpt.process.open_files import is_caused_by_limit, limit_reached
+from datatrove_ckpt.process.open_files import refuse_exhaustion
 from datatrove_ckpt.process.shutdown import wait_until_cancelled
 
 NO_ANSWER = "does not answer"
@@ -170,8 +170,7 @@ class InferenceServer:
             self.started_by = self.rank
             await in_own_thread(node.ServerRecord.create, self.name, self._process.pid, log)
         except OSError as error:
-            if is_caused_by_limit(error):
-                raise limit_reached("No process could be created") from None
+            refuse_exhaustion(error, "No process could be created")
             # Without a cause, whose frames hold the environment.
             raise _StartAttemptFailed(f"No process could be created: {error}") from None
         finally:
